@@ -1,0 +1,194 @@
+"""Everything that distsession raises.
+
+Runs in: both.
+
+::
+
+    DistsessionError
+    ├─ OptionsError(ValueError)
+    ├─ SessionStateError(RuntimeError)
+    ├─ SerializationError(TypeError)
+    ├─ LaunchError(RuntimeError)
+    │  ├─ LaunchTimeoutError(TimeoutError)
+    │  └─ ProcessGroupError
+    ├─ EngineDiedError(RuntimeError)
+    ├─ RunTimeoutError(TimeoutError)
+    ├─ RemoteError
+    └─ RunError(RuntimeError)
+
+    RunInterrupt(KeyboardInterrupt)
+
+Each error is also an instance of the builtin that fits it, so ``except TimeoutError`` and its
+like work without importing anything from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "DistsessionError",
+    "EngineDiedError",
+    "LaunchError",
+    "LaunchTimeoutError",
+    "OptionsError",
+    "ProcessGroupError",
+    "RemoteError",
+    "RunError",
+    "RunInterrupt",
+    "RunTimeoutError",
+    "SerializationError",
+    "SessionStateError",
+]
+
+
+class DistsessionError(Exception):
+    """Base of all errors of this package.
+
+    An IPython front end shows the message alone: the frames between the user's call and the
+    ``raise`` are this package's own and explain nothing.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class OptionsError(DistsessionError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class SessionStateError(DistsessionError, RuntimeError):
+    """The session cannot do this in its present state (closed, not started, none at all)."""
+
+
+class SerializationError(DistsessionError, TypeError):
+    """A function, an argument or a result cannot be carried between processes."""
+
+
+class LaunchError(DistsessionError, RuntimeError):
+    """The ranks did not start. Nothing of the session is left running."""
+
+
+class LaunchTimeoutError(LaunchError, TimeoutError):
+    """The ranks did not start within ``start_timeout``."""
+
+
+class ProcessGroupError(LaunchError):
+    """The ranks started, but the process group could not be built."""
+
+
+class EngineDiedError(DistsessionError, RuntimeError):
+    """The process of a rank ended while it was needed.
+
+    Attributes:
+        rank: The rank that died.
+        pid: Process id of its engine.
+        returncode: Exit code, or the negative signal number, as in :mod:`subprocess`.
+        log_tail: The last lines that it wrote.
+    """
+
+    def __init__(self, message: str, *, rank: int, pid: int, returncode: int, log_tail: str = ""):
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.returncode = returncode
+        self.log_tail = log_tail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_engine_died, (
+            str(self),
+            self.rank,
+            self.pid,
+            self.returncode,
+            self.log_tail,
+        )
+
+
+def _rebuild_engine_died(
+    message: str, rank: int, pid: int, returncode: int, log_tail: str
+) -> EngineDiedError:
+    return EngineDiedError(message, rank=rank, pid=pid, returncode=returncode, log_tail=log_tail)
+
+
+class RunTimeoutError(DistsessionError, TimeoutError):
+    """A run did not end within the time that its caller gave."""
+
+
+class RemoteError(DistsessionError):
+    """Stands for an exception of a rank that cannot be rebuilt here.
+
+    Attributes:
+        ename: Name of the exception's class on the rank.
+        evalue: Its message.
+        traceback: The traceback as text, formatted on the rank.
+    """
+
+    def __init__(self, ename: str, evalue: str, traceback: str = ""):
+        super().__init__(ename, evalue, traceback)
+        self.ename = ename
+        self.evalue = evalue
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"{self.ename}: {self.evalue}"
+
+
+class RunError(DistsessionError, RuntimeError):
+    """A function or cell failed on one or more ranks.
+
+    A plain exception rather than an ``ExceptionGroup``: IPython 9 hands every group to
+    ``traceback.print_exc`` and never asks it how it wants to be shown.
+
+    Attributes:
+        by_rank: The exception of each rank that failed, in rank order. Each carries a note that
+            names its rank, host and device.
+        results: The values of the ranks that finished.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        by_rank: Mapping[int, BaseException],
+        results: Mapping[int, Any],
+        details: str = "",
+    ):
+        super().__init__(message)
+        self.by_rank = dict(sorted(by_rank.items()))
+        self.results = results
+        self._details = details
+
+    @property
+    def first(self) -> BaseException:
+        """The exception of the lowest rank that failed."""
+        return next(iter(self.by_rank.values()))
+
+    def as_group(self) -> BaseExceptionGroup[BaseException]:
+        """All ranks' exceptions as a group, for ``except*``."""
+        return BaseExceptionGroup(str(self), list(self.by_rank.values()))
+
+    def _render_traceback_(self) -> list[str]:
+        return (self._details or str(self)).splitlines()
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_run_error, (str(self), self.by_rank, self.results, self._details)
+
+
+def _rebuild_run_error(
+    message: str, by_rank: Mapping[int, BaseException], results: Mapping[int, Any], details: str
+) -> RunError:
+    return RunError(message, by_rank=by_rank, results=results, details=details)
+
+
+class RunInterrupt(KeyboardInterrupt):
+    """Stop was pressed (or Ctrl-C) while a run was under way.
+
+    A ``KeyboardInterrupt``, so that it ends a loop around the call as well.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]

@@ -1,0 +1,317 @@
+"""The messages between kernel, agent and ranks.
+
+Runs in: both.
+
+Every message is a frozen dataclass. On the wire it is a short magic, the pickled dataclass and,
+for some, the frames of a payload (see ``serialize``). All three sockets are in a folder that only
+the session's user can open, so a frame that arrives comes from one of our own processes; one that
+cannot be read is a fault, never a reason to end a process: ``decode`` raises ``MalformedMessage``
+and the reader drops it, counts it and logs it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distsession.ranks import HostInfo, RankInfo
+
+__all__ = [
+    "AgentFailed",
+    "AgentReady",
+    "CallRequest",
+    "CellRequest",
+    "ClearOutput",
+    "ControllerInfo",
+    "Display",
+    "EngineRegistered",
+    "ErrorInfo",
+    "FrameInfo",
+    "Interrupt",
+    "MalformedMessage",
+    "OutputEnd",
+    "RankExited",
+    "RankFailed",
+    "RankReady",
+    "RejoinRequest",
+    "Reply",
+    "Request",
+    "StartRanks",
+    "StopRanks",
+    "Text",
+    "decode",
+    "encode",
+]
+
+MAGIC = b"ds1"
+
+
+class MalformedMessage(ValueError):
+    """Frames that are no message of ours."""
+
+
+def encode(message: Any, payload: Sequence[Any] = ()) -> list[Any]:
+    """The frames of a message and its payload."""
+    return [MAGIC, pickle.dumps(message, protocol=5), *payload]
+
+
+def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The message in some frames, and its payload.
+
+    Raises:
+        MalformedMessage: The frames are not ours, or damaged.
+    """
+    if len(frames) < 2 or bytes(frames[0]) != MAGIC:
+        raise MalformedMessage(f"{len(frames)} frames without our mark")
+    try:
+        message = pickle.loads(frames[1])
+    except Exception as error:
+        raise MalformedMessage(f"a frame that does not unpickle: {error!r}") from error
+    if type(message).__module__ != __name__:
+        raise MalformedMessage(f"a {type(message).__name__} where a message should be")
+    return message, frames[2:]
+
+
+# --- kernel to rank, on the request socket --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """Call a function. Payload: function, args, kwargs."""
+
+    id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CellRequest:
+    """Run a cell of source code in the rank's namespace.
+
+    Attributes:
+        label: Stands for the file name in tracebacks, such as ``"In[3]"``.
+        fetch: Send the value of the last expression back, not only what it displays as.
+        expression: The source must be one expression.
+    """
+
+    id: int
+    source: str
+    label: str
+    fetch: bool = False
+    expression: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RejoinRequest:
+    """Leave the process group and join the one of another generation."""
+
+    id: int
+    generation: int
+
+
+Request = CallRequest | CellRequest | RejoinRequest
+
+
+# --- rank to kernel, on the reply socket ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FrameInfo:
+    """One frame of a traceback.
+
+    Attributes:
+        context: Lines around the failing one as (number, text); empty where no source is known.
+    """
+
+    filename: str
+    lineno: int
+    name: str
+    context: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An exception as data, so that it arrives whatever its class does.
+
+    Attributes:
+        cause: The exception before it, and whether it was its declared cause.
+    """
+
+    ename: str
+    evalue: str
+    frames: tuple[FrameInfo, ...] = ()
+    notes: tuple[str, ...] = ()
+    cause: ErrorInfo | None = None
+    cause_is_explicit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The end of a request on one rank. Payload: the value, or the pickled exception, or nothing.
+
+    Attributes:
+        duration: Seconds that the user's code ran.
+        shown: The last expression's MIME bundle and its metadata.
+        has_output: Output of this request is still on its way; an ``OutputEnd`` follows it.
+    """
+
+    id: int
+    rank: int
+    duration: float = 0.0
+    error: ErrorInfo | None = None
+    shown: tuple[dict[str, Any], dict[str, Any]] | None = None
+    has_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """The rank is in the process group and waits for requests."""
+
+    rank: int
+    info: RankInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """The rank could not join the process group; it ends itself."""
+
+    rank: int
+    generation: int
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRegistered:
+    """The rank's ipyparallel engine is known to the controller under this id."""
+
+    rank: int
+    generation: int
+    engine_id: int
+
+
+# --- rank to kernel, on the output socket ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text that a rank wrote while a request ran (request 0: between requests)."""
+
+    rank: int
+    request: int
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Something that a rank displayed. ``update`` replaces the display of the same id."""
+
+    rank: int
+    request: int
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str = ""
+    update: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOutput:
+    """The rank called ``clear_output``."""
+
+    rank: int
+    request: int
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEnd:
+    """All output of a request has been sent."""
+
+    rank: int
+    request: int
+
+
+# --- kernel to rank, on the control socket --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Raise KeyboardInterrupt in this request, if it is the one that runs."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerInfo:
+    """Connection facts of ipyparallel's controller for an engine. Never in an environment."""
+
+    connection: dict[str, Any]
+    profile_dir: str
+
+
+# --- kernel and agent -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanks:
+    """Fork these ranks.
+
+    Attributes:
+        ranks: Ranks to start, all on this host.
+        devices: torch device of every local rank of the host.
+        environ: The kernel's environment; the rank's own variables are laid over it.
+    """
+
+    ranks: tuple[int, ...]
+    world_size: int
+    generation: int
+    devices: tuple[str, ...]
+    backend: str
+    timeout: float | None
+    seed: int | None
+    seed_per_rank: bool
+    threads: int
+    folder: str
+    cwd: str
+    sys_path: tuple[str, ...]
+    environ: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanks:
+    """End these ranks at once and everything they started."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReady:
+    """The agent has imported torch and can fork."""
+
+    host: HostInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFailed:
+    """The agent cannot go on (a preload module that does not import); it ends itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """A rank's process has ended.
+
+    Attributes:
+        returncode: Exit code, or the negative signal number.
+        expected: It was asked to end.
+        log_tail: The last lines that it wrote, stderr after stdout.
+    """
+
+    rank: int
+    generation: int
+    pid: int
+    returncode: int
+    expected: bool
+    log_tail: str
