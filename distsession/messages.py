@@ -32,6 +32,7 @@ __all__ = [
     "Interrupt",
     "MalformedMessage",
     "OutputEnd",
+    "PrepareAgent",
     "RankExited",
     "RankFailed",
     "RankReady",
@@ -251,6 +252,14 @@ class ControllerInfo:
 
 
 # --- kernel and agent -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareAgent:
+    """Import these modules too, then say that you are ready."""
+
+    preload: tuple[str, ...]
+    sys_path: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

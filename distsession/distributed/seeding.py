@@ -1,0 +1,26 @@
+"""Seeds for every source of random numbers that training code uses.
+
+Runs in: an engine.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+
+__all__ = ["seed_everything"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (CPU and this rank's GPU), random, and numpy where it is imported.
+
+    Args:
+        seed: Any whole number from 0; numpy gets it modulo 2**32.
+    """
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

@@ -1,0 +1,4 @@
+"""What runs in an agent or on a rank.
+
+Runs in: an engine.
+"""

@@ -1,0 +1,298 @@
+"""The agent: one process per host that imports torch once and forks the host's ranks.
+
+Runs in: an engine.
+
+It stays single-threaded and never touches a zmq context, CUDA or a parallel torch operation, for
+a forked child of a process that did is broken. Its only link is a socket to the kernel; when that
+closes, for whatever reason, the agent ends its ranks, removes the session's folder and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, wait
+from typing import Any, NoReturn
+
+from distsession.messages import (
+    AgentFailed,
+    AgentReady,
+    PrepareAgent,
+    RankExited,
+    StartRanks,
+    StopRanks,
+)
+
+log = logging.getLogger(__name__)
+
+POLL = 0.5
+"""Seconds between two looks at whether the kernel still lives."""
+
+GRACE = 0.4
+"""Seconds that a rank has to leave by itself (run its exit functions) before it is killed."""
+
+LOG_TAIL = 4000
+"""Bytes of each log that are kept for the message about a death."""
+
+FIRST_DDP_NEEDS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
+"""What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
+second. Imported while nothing else is to be done, so that ranks forked later have it."""
+
+
+@dataclass
+class _Rank:
+    rank: int
+    generation: int
+    folder: str
+    stopping: bool = False
+
+
+class Agent:
+    """Forks, watches and ends the ranks of one host."""
+
+    def __init__(self, link: Connection, folder: str):
+        self._link = link
+        self._folder = folder
+        self._ranks: dict[int, _Rank] = {}
+        self._store_pid = 0
+        self._store_port = 0
+        self._parent = os.getppid()
+        self._wake, wake_writer = os.pipe()
+        for end in (self._wake, wake_writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake_writer)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        self._wake_writer = wake_writer
+
+    def _on_terminate(self, *_: Any) -> None:
+        raise SystemExit(0)
+
+    def serve(self) -> None:
+        """Obey the kernel until the link closes."""
+        later = list(FIRST_DDP_NEEDS)
+        try:
+            while os.getppid() == self._parent:
+                idle = 0.3 if later and self._ranks else POLL
+                ready = wait([self._link, self._wake], timeout=idle)
+                if self._link in ready and not self._obey(self._link.recv()):
+                    return
+                if self._wake in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                self._reap()
+                if not ready and later and self._ranks:
+                    _import_quietly(later.pop(0))
+        except (EOFError, OSError):
+            log.info("the kernel has closed the link")
+        finally:
+            self._end()
+
+    def _obey(self, message: Any) -> bool:
+        match message:
+            case PrepareAgent():
+                return self._prepare(message)
+            case StartRanks():
+                if not self._store_pid:
+                    self._start_store()
+                for rank in message.ranks:
+                    self._fork(message, rank)
+            case StopRanks():
+                wanted = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
+                self._stop(wanted)
+            case _:
+                log.warning("dropped a message that is not for an agent: %r", message)
+        return True
+
+    # --- getting ready ----------------------------------------------------------------------------
+
+    def _prepare(self, message: PrepareAgent) -> bool:
+        sys.path[:] = [*message.sys_path, *(p for p in sys.path if p not in message.sys_path)]
+        from distsession.engine import probe, rank  # noqa: F401  torch and IPython, most of a second
+
+        for name in message.preload:
+            try:
+                importlib.import_module(name)
+            except BaseException as error:
+                traceback.print_exc()
+                reason = f"the preload module {name!r} does not import: {error!r}"
+                self._link.send(AgentFailed(reason=reason))
+                return False
+        problem = probe.fork_problem()
+        if problem:
+            names = ", ".join(message.preload) or "something that Python runs at its start"
+            reason = f"ranks cannot be forked: {problem}, because of {names}. Leave it out of preload."
+            self._link.send(AgentFailed(reason=reason))
+            return False
+        self._link.send(AgentReady(host=probe.host_info()))
+        return True
+
+    def _start_store(self) -> None:
+        """Fork the process that holds the rendezvous store, which thereby outlives every rank."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self._store_port = listener.getsockname()[1]
+        self._store_pid = os.fork()
+        if self._store_pid == 0:
+            self._become_child()
+            with _exit_after():
+                from distsession.engine import store
+
+                store.serve(listener)
+        listener.close()
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def _fork(self, message: StartRanks, rank_number: int) -> None:
+        from distsession.engine import rank
+
+        agent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_child()
+            with _exit_after():
+                rank.main(message, rank_number, agent=agent, store_port=self._store_port)
+        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder)
+
+    def _become_child(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        self._link.close()
+        os.close(self._wake)
+        os.close(self._wake_writer)
+
+    def _stop(self, pids: set[int]) -> None:
+        """End some ranks: first by SIGTERM, then by SIGKILL to all that they started."""
+        for pid in pids:
+            if pid in self._ranks:
+                self._ranks[pid].stopping = True
+                _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while pids & self._ranks.keys() and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.002)
+        for pid in pids & self._ranks.keys():
+            _signal_group(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
+        while pids & self._ranks.keys():
+            self._reap()
+            time.sleep(0.002)
+
+    def _reap(self) -> None:
+        """Take note of every child that ended, and end what it left behind."""
+        while True:
+            try:
+                # WNOWAIT keeps the zombie, and with it the number of its process group, until the
+                # group has been killed: nobody else can get that number in between.
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            if pid in self._ranks:
+                _signal_group(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            self._report(pid, os.waitstatus_to_exitcode(status))
+
+    def _report(self, pid: int, returncode: int) -> None:
+        if pid == self._store_pid:
+            self._store_pid = 0
+            log.error("the process of the rendezvous store ended with %d", returncode)
+            return
+        rank = self._ranks.pop(pid, None)
+        if rank is None:
+            return
+        message = RankExited(
+            rank=rank.rank,
+            generation=rank.generation,
+            pid=pid,
+            returncode=returncode,
+            expected=rank.stopping,
+            log_tail=_log_tail(rank),
+        )
+        with contextlib.suppress(OSError):  # the kernel may be gone already
+            self._link.send(message)
+
+    def _end(self) -> None:
+        self._stop(set(self._ranks))
+        if self._store_pid:
+            _signal(self._store_pid, signal.SIGKILL)
+            os.waitpid(self._store_pid, 0)
+        for _ in range(20):  # ipyparallel's controller ends by itself and may still write a file
+            shutil.rmtree(self._folder, ignore_errors=True)
+            time.sleep(0.05)
+            if not os.path.exists(self._folder):
+                break
+
+
+def _log_tail(rank: _Rank) -> str:
+    parts = []
+    for stream in ("out", "err"):
+        with contextlib.suppress(OSError), open(log_path(rank.folder, rank.rank, stream), "rb") as f:
+            f.seek(0, os.SEEK_END)
+            f.seek(max(0, f.tell() - LOG_TAIL))
+            parts.append(f.read().decode("utf-8", "replace"))
+    return "".join(parts)
+
+
+def log_path(folder: str, rank: int, stream: str) -> str:
+    """Where the raw output of a rank is kept; ``stream`` is ``"out"`` or ``"err"``."""
+    return os.path.join(folder, "logs", f"rank{rank}.{stream}")
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    # A child that has not come to its setsid yet is still in our own group.
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+
+
+def _import_quietly(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        log.exception("could not preload %s", name)
+
+
+@contextlib.contextmanager
+def _exit_after() -> Any:
+    """End a forked child here: it must never return into the agent's own stack."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> NoReturn:
+    """Serve the kernel whose socket is named by the command line."""
+    folder = sys.argv[1]
+    logging.basicConfig(level=os.environ.get("DISTSESSION_LOG", "WARNING"))
+    link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
+    assert isinstance(link, Connection)
+    Agent(link, folder).serve()
+    sys.exit(0)

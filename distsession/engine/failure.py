@@ -1,0 +1,99 @@
+"""An exception of user code as data.
+
+Runs in: an engine.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from distsession.messages import ErrorInfo, FrameInfo
+from distsession.serialize import Frames, dump_value
+
+__all__ = ["describe", "pickled"]
+
+_OWN = os.path.dirname(os.path.abspath(__file__))
+_CONTEXT = 2
+_MAX_FRAMES = 60
+_MAX_CHAIN = 8
+_MAX_VALUE = 20_000
+
+
+def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
+    """Everything about an exception that a person wants to see, as plain data.
+
+    Never raises, whatever the exception's own methods do.
+    """
+    cause = error.__cause__
+    explicit = cause is not None
+    if cause is None and not error.__suppress_context__:
+        cause = error.__context__
+    notes = _safely(lambda: tuple(str(note) for note in getattr(error, "__notes__", ())), ())
+    evalue = _message(error)
+    if isinstance(error, BaseExceptionGroup) and depth < _MAX_CHAIN:
+        inner = [describe(part, depth + 1) for part in error.exceptions[:10]]
+        notes += tuple(f"contains {part.ename}: {part.evalue}" for part in inner)
+    return ErrorInfo(
+        ename=type(error).__name__,
+        evalue=evalue,
+        frames=tuple(_frames(error.__traceback__)),
+        notes=notes,
+        cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CHAIN else None,
+        cause_is_explicit=explicit,
+    )
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):  # its own formatting shows the line with a caret
+        return _safely(
+            lambda: "".join(traceback.format_exception_only(type(error), error))
+            .rstrip()
+            .removeprefix(f"{type(error).__name__}: "),
+            "invalid syntax",
+        )
+    return _safely(
+        lambda: str(error)[:_MAX_VALUE], f"<its message cannot be shown: {type(error).__name__}.__str__ raises>"
+    )
+
+
+def _safely(make: Callable[[], Any], fallback: Any) -> Any:
+    try:
+        return make()
+    except Exception:
+        return fallback
+
+
+def _frames(tb: TracebackType | None) -> Iterator[FrameInfo]:
+    frames = [(frame, lineno) for frame, lineno in traceback.walk_tb(tb)]
+    # Everything up to the last frame of this folder at the beginning is how we called the user.
+    while frames and os.path.dirname(os.path.abspath(frames[0][0].f_code.co_filename)) == _OWN:
+        frames.pop(0)
+    for frame, lineno in frames[-_MAX_FRAMES:]:
+        code = frame.f_code
+        yield FrameInfo(
+            filename=code.co_filename,
+            lineno=lineno or 0,
+            name=code.co_name,
+            context=_context(code.co_filename, lineno or 0, frame.f_globals),
+        )
+
+
+def _context(filename: str, lineno: int, module_globals: dict[str, Any]) -> tuple[tuple[int, str], ...]:
+    numbers = range(max(1, lineno - _CONTEXT), lineno + _CONTEXT + 1)
+    lines = [(n, linecache.getline(filename, n, module_globals).rstrip()) for n in numbers]
+    while lines and not lines[-1][1] and lines[-1][0] != lineno:
+        lines.pop()
+    return tuple(lines) if any(text for _, text in lines) else ()
+
+
+def pickled(error: BaseException) -> Frames:
+    """The exception itself, for the kernel to rebuild; no frames where it cannot be pickled."""
+    try:
+        return dump_value(error, what="the exception")
+    except Exception:
+        return []

@@ -1,0 +1,136 @@
+"""Joining and leaving the process group of a generation.
+
+Runs in: an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distsession.distributed.environ import rank_environment
+from distsession.distributed.seeding import seed_everything
+from distsession.engine import probe, store
+from distsession.messages import StartRanks
+from distsession.ranks import RankInfo
+
+__all__ = ["Place", "join", "leave", "prepare", "rank_info"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank belongs."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    backend: str
+    timeout: float | None
+    device: torch.device
+    store_port: int
+    session: str
+
+
+def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
+    """Set up threads, random numbers, environment and device; no CUDA context comes before that.
+
+    A forked child inherits its parent's generators, so an unseeded rank gets fresh entropy.
+    """
+    local_rank = rank % len(start.devices)
+    device = torch.device(start.devices[local_rank])
+    place = Place(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=start.world_size,
+        local_world_size=len(start.devices),
+        backend=start.backend,
+        timeout=start.timeout,
+        device=device,
+        store_port=store_port,
+        session=os.path.basename(start.folder),
+    )
+    os.environ.clear()
+    os.environ.update(start.environ)
+    os.environ.update(
+        rank_environment(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=place.world_size,
+            local_world_size=place.local_world_size,
+            node_rank=0,
+            address="127.0.0.1",
+            port=store_port,
+            threads=start.threads,
+            run_id=place.session,
+        )
+    )
+    # All ranks are on this machine: without these, gloo and NCCL open ports on its network.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    os.environ.pop("JPY_SESSION_NAME", None)  # ipykernel would put it into the user's namespace
+    sys.path[:] = start.sys_path
+    os.chdir(start.cwd)
+
+    torch.set_num_threads(start.threads)
+    if start.seed is None:
+        seed_everything(int.from_bytes(os.urandom(7), "big"))
+    else:
+        seed_everything(start.seed + (rank if start.seed_per_rank else 0))
+    if device.type == "cuda":
+        assert not torch.cuda._is_in_bad_fork(), "CUDA was initialised before the fork"
+        torch.cuda.set_device(device)
+    return place
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0] if names else "lo")
+
+
+def join(place: Place, generation: int) -> None:
+    """Join the process group of a generation; returns when all ranks have.
+
+    Each generation has its own prefix in the store, so nothing of an earlier one is found there.
+    """
+    prefixed = dist.PrefixStore(f"generation{generation}", store.connect(place.store_port))
+    dist.init_process_group(
+        place.backend,
+        store=prefixed,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=None if place.timeout is None else timedelta(seconds=place.timeout),
+        device_id=place.device if place.device.type == "cuda" else None,
+    )
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank_info(place: Place, generation: int) -> RankInfo:
+    """The facts of this rank."""
+    return RankInfo(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        node_rank=0,
+        nodes=1,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        backend=place.backend,
+        device=probe.device_info(place.device),
+        generation=generation,
+        torch_version=torch.__version__,
+        python_version=".".join(map(str, sys.version_info[:3])),
+    )

@@ -1,0 +1,46 @@
+"""What a freshly forked process does to stand on its own.
+
+Runs in: an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["die_with_parent", "redirect_standard_streams"]
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel (Linux's) kill this process when its parent ends, however that ends.
+
+    Args:
+        parent: Its pid. If it is gone already, this process ends at once.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def redirect_standard_streams(out_path: str, err_path: str) -> None:
+    """Point descriptors 0, 1 and 2 at nothing and at two log files.
+
+    Regular files, because a write to one never blocks: whatever holds the interpreter's lock, a C
+    library that prints cannot wait for the thread of ours that would have to read a pipe.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    targets = [
+        (os.open(os.devnull, os.O_RDONLY), 0),
+        (os.open(out_path, flags, 0o600), 1),
+        (os.open(err_path, flags, 0o600), 2),
+    ]
+    for descriptor, number in targets:
+        os.dup2(descriptor, number)
+        os.close(descriptor)

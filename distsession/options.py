@@ -1,0 +1,264 @@
+"""The options of a session, each declared once.
+
+Runs in: both.
+
+One field of :class:`SessionOptions` is a keyword of ``Session(...)``, a flag of
+``%session start`` and of the command line (``--start-timeout``), and an environment variable
+(``DISTSESSION_START_TIMEOUT``). What is given wins over the environment, and that over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from distsession.errors import OptionsError
+from distsession.ranks import HostInfo
+
+__all__ = ["RankPlan", "SessionOptions", "add_arguments", "plan_ranks", "resolve_options"]
+
+PREFIX = "DISTSESSION_"
+LAUNCHERS = ("local", "inline")
+
+
+def _option(default: Any, help: str, read: Any, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, "read": read, **extra})
+
+
+def _read_ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.strip("[]() ").split(",") if part.strip())
+
+
+def _read_names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _read_bool(text: str) -> bool:
+    value = {"1": True, "true": True, "yes": True, "on": True}.get(text.lower())
+    if value is None and text.lower() not in ("0", "false", "no", "off", ""):
+        raise ValueError(text)
+    return bool(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """What a session is made of.
+
+    Attributes:
+        ranks: Number of ranks. Default: one per visible GPU, or 2 where there is none.
+        backend: Process-group backend, any name that torch knows, also one for each device type
+            (``"cpu:gloo,cuda:nccl"``). Default: nccl on GPUs, gloo on CPU.
+        devices: Numbers of the GPUs to use, in the order of the local ranks. Default: the first.
+        timeout: Seconds that a collective may wait. Default: torch's own (30 min, NCCL 10 min).
+        seed: Seed of torch, numpy and random on every rank. Default: a fresh one for each rank.
+        seed_per_rank: Give rank r the seed ``seed + r`` instead of the same one.
+        threads: Threads of each rank for operations on the CPU. Default: the processors, shared
+            out evenly.
+        preload: Modules to import before the ranks are forked, so that all share them.
+        launcher: ``"local"`` starts processes on this machine; ``"inline"`` runs one rank within
+            the calling process, for debugging.
+        start_timeout: Seconds until a start that does not come about is given up.
+    """
+
+    ranks: int | None = _option(None, "number of ranks", int)
+    backend: str | None = _option(None, "process-group backend, such as gloo or nccl", str)
+    devices: tuple[int, ...] | None = _option(
+        None, "GPUs to use, in local rank order: 0,2", _read_ints
+    )
+    timeout: float | None = _option(None, "seconds that a collective may wait", float)
+    seed: int | None = _option(None, "seed for torch, numpy and random", int)
+    seed_per_rank: bool = _option(False, "give rank r the seed SEED + r", _read_bool)
+    threads: int | None = _option(None, "CPU threads per rank", int)
+    preload: tuple[str, ...] = _option((), "modules to import before forking: a,b", _read_names)
+    launcher: str = _option("local", f"one of {', '.join(LAUNCHERS)}", str, choices=LAUNCHERS)
+    start_timeout: float = _option(120.0, "seconds until a start is given up", float)
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "threads"):
+            self._check(name, lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
+        for name in ("timeout", "start_timeout"):
+            self._check(name, lambda v: _is_number(v) and v > 0, "a number of seconds above 0")
+        self._check("seed", lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
+        self._check("backend", lambda v: isinstance(v, str) and v.strip() != "", "a name")
+        self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")
+        self._check("seed_per_rank", lambda v: isinstance(v, bool), "True or False")
+        self._tuple("devices", lambda v: _is_int(v) and v >= 0, "a list of different GPU numbers")
+        self._tuple("preload", lambda v: isinstance(v, str), "a list of module names")
+        if self.devices is not None:
+            if not self.devices or len(set(self.devices)) != len(self.devices):
+                self._refuse("devices", "a list of different GPU numbers")
+            if self.ranks is not None and self.ranks != len(self.devices):
+                raise OptionsError(
+                    f"ranks={self.ranks} but devices names {len(self.devices)} GPUs "
+                    f"{list(self.devices)}: give one device for each rank, or leave out ranks."
+                )
+        if self.launcher == "inline" and self.ranks not in (None, 1):
+            raise OptionsError(
+                f"launcher='inline' runs one rank in this process, ranks={self.ranks} asks for "
+                "more: use launcher='local'."
+            )
+
+    def _check(self, name: str, allowed: Any, what: str) -> None:
+        value = getattr(self, name)
+        optional = _field(name).default is None
+        if value is None and optional:
+            return
+        if not allowed(value):
+            self._refuse(name, what)
+
+    def _tuple(self, name: str, allowed: Any, what: str) -> None:
+        value = getattr(self, name)
+        if value is None and _field(name).default is None:
+            return
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            self._refuse(name, what)
+        object.__setattr__(self, name, tuple(value))
+        if not all(allowed(item) for item in getattr(self, name)):
+            self._refuse(name, what)
+
+    def _refuse(self, name: str, what: str) -> None:
+        raise OptionsError(f"{name}={getattr(self, name)!r} is not possible: it takes {what}.")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _field(name: str) -> Field[Any]:
+    return next(f for f in fields(SessionOptions) if f.name == name)
+
+
+def resolve_options(
+    given: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> SessionOptions:
+    """Make options from what the caller gave and ``DISTSESSION_*`` variables.
+
+    Raises:
+        OptionsError: An unknown name or an impossible value, wherever it came from.
+    """
+    environ = os.environ if environ is None else environ
+    known = {f.name: f for f in fields(SessionOptions)}
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else f" There are: {', '.join(known)}."
+            raise OptionsError(f"there is no option {name!r}.{hint}")
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, option in known.items():
+        variable = PREFIX + name.upper()
+        if name not in given and variable in environ:
+            try:
+                values[name] = option.metadata["read"](environ[variable])
+            except ValueError:
+                raise OptionsError(
+                    f"the environment variable {variable}={environ[variable]!r} cannot be read: "
+                    f"it takes {option.metadata['help']}."
+                ) from None
+    return SessionOptions(**values)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a parser one flag for each option; ``ranks`` is positional."""
+    for option in fields(SessionOptions):
+        help_text, read = option.metadata["help"], option.metadata["read"]
+        if option.name == "ranks":
+            parser.add_argument("ranks", nargs="?", type=read, help=help_text)
+        elif read is _read_bool:
+            flag = "--" + option.name.replace("_", "-")
+            parser.add_argument(flag, action="store_const", const=True, help=help_text)
+        else:
+            parser.add_argument(
+                "--" + option.name.replace("_", "-"),
+                type=read,
+                metavar=option.name.upper(),
+                choices=option.metadata.get("choices"),
+                help=help_text,
+            )
+
+
+# --- from options and a host to ranks -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """How many ranks a host gets, on which devices, with which backend."""
+
+    world_size: int
+    devices: tuple[str, ...]
+    backend: str
+    threads: int
+
+
+def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
+    """Fit the options to what a host has.
+
+    A backend that serves CUDA puts one rank on each GPU. ``gloo`` alone means the CPU, also where
+    there are GPUs.
+
+    Raises:
+        OptionsError: The host cannot give what the options ask for.
+    """
+    on_gpu = _wants_gpu(options, host)
+    backend = options.backend or ("nccl" if on_gpu else "gloo")
+    if on_gpu:
+        chosen = options.devices or tuple(range(options.ranks or len(host.gpus)))
+        missing = [number for number in chosen if number >= len(host.gpus)]
+        if missing:
+            raise OptionsError(
+                f"{len(chosen)} ranks with backend {backend!r} need a GPU each, but {host.host} "
+                f"shows {len(host.gpus)} (there is no GPU {missing[0]}): ask for at most "
+                f"{len(host.gpus)} ranks, or use backend='gloo' on the CPU."
+            )
+        devices = tuple(f"cuda:{number}" for number in chosen)
+    else:
+        if options.devices:
+            raise OptionsError(
+                f"devices={list(options.devices)} names GPUs, but "
+                + (
+                    f"{host.host} shows none."
+                    if not host.gpus
+                    else f"backend {backend!r} runs on the CPU: leave one of the two out."
+                )
+            )
+        devices = ("cpu",) * (options.ranks or 2)
+    threads = options.threads or max(1, host.cpus // len(devices))
+    return RankPlan(
+        world_size=len(devices), devices=devices, backend=backend, threads=threads
+    )
+
+
+def _wants_gpu(options: SessionOptions, host: HostInfo) -> bool:
+    """Whether the ranks go on GPUs; also checks that torch offers the backend."""
+    if options.backend is None:
+        return bool(host.gpus)
+    serves = dict(host.backends)
+    names = {}
+    for part in options.backend.lower().split(","):
+        device, _, name = part.strip().rpartition(":")
+        names[name] = device
+    for name, device in names.items():
+        if name not in serves:
+            raise OptionsError(
+                f"backend {name!r} is not one that this torch ({host.torch_version}) offers: "
+                f"it has {', '.join(sorted(serves))}. A backend of your own is registered by a "
+                "module named in preload=[...]."
+            )
+        needs_gpu = device == "cuda" or "cpu" not in serves[name]
+        if needs_gpu and not host.gpus:
+            raise OptionsError(
+                f"backend {options.backend!r} needs a GPU, and {host.host} shows none: "
+                "use backend='gloo', or see what `distsession doctor` says."
+            )
+    return bool(host.gpus) and any(
+        "cuda" in serves[name] and device != "cpu" and name != "gloo"
+        for name, device in names.items()
+    )
