@@ -1,0 +1,228 @@
+"""Everything that a rank puts out, in order and without loss.
+
+Runs in: an engine.
+
+Descriptors 1 and 2 are two log files, so prints, C libraries and subprocesses end up in the same
+place and no writer ever blocks on us. One thread, the pump, sends what has been added to them.
+The order between the two files, and between text and displays, is kept in a queue of marks: each
+says how long both files were when something else happened (a display, a change of stream, the
+begin or end of a request).
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from distsession.messages import OutputEnd, Text
+
+__all__ = ["Capture", "LogStream"]
+
+log = logging.getLogger(__name__)
+
+STREAMS = ("stdout", "stderr")
+CHUNK = 1 << 16
+INTERVAL = 0.05
+"""Seconds between two looks at the files while output is expected."""
+AHEAD = 32 << 20
+"""Bytes by which Python's own prints may be ahead of what the kernel has taken."""
+MARKS_AHEAD = 256
+"""Displays by which a rank may be ahead of what the kernel has taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    sizes: tuple[int, int]
+    message: Any = None
+    begin: int | None = None
+
+
+class LogStream(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a rank: each write goes to the log file at once."""
+
+    def __init__(self, capture: Capture, index: int):
+        self._capture = capture
+        self._index = index
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    @property
+    def name(self) -> str:
+        return f"<{STREAMS[self._index]}>"
+
+    def fileno(self) -> int:
+        return self._index + 1
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        self._capture.write(self._index, text.encode("utf-8", "backslashreplace"))
+        return len(text)
+
+    @property
+    def buffer(self) -> _LogBuffer:
+        """For code that writes bytes, as to the buffer of an ordinary stdout."""
+        return _LogBuffer(self._capture, self._index)
+
+
+class _LogBuffer(io.RawIOBase):
+    def __init__(self, capture: Capture, index: int):
+        self._capture = capture
+        self._index = index
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._index + 1
+
+    def write(self, data: Any) -> int:
+        data = bytes(data)
+        self._capture.write(self._index, data)
+        return len(data)
+
+
+class Capture:
+    """The order of a rank's output, and the thread that sends it.
+
+    Args:
+        rank: The rank.
+        paths: The two log files.
+        send: Sends a message to the kernel. It may block for as long as the kernel is behind.
+    """
+
+    def __init__(self, rank: int, paths: tuple[str, str], send: Callable[[Any], None]):
+        self._rank = rank
+        self._send = send
+        self._files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in paths]
+        self._sent = [0, 0]
+        self._marks: deque[_Mark] = deque()
+        self._messages = 0
+        self._last_stream = 0
+        self._write_lock = threading.Lock()
+        self._pump_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._request = 0  # as the pump sees it
+        self._begun: tuple[tuple[int, int], int] = ((0, 0), 0)
+        self.streams = (LogStream(self, 0), LogStream(self, 1))
+        self._thread = threading.Thread(target=self._pump, name="distsession-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- called by user code ----------------------------------------------------------------------
+
+    def write(self, index: int, data: bytes) -> None:
+        with self._write_lock:
+            if index != self._last_stream:
+                self._marks.append(_Mark(self._sizes()))
+                self._last_stream = index
+            view = memoryview(data)
+            while view:
+                view = view[os.write(index + 1, view) :]
+        self._wait_for_kernel()
+
+    def show(self, message: Any) -> None:
+        """Send a display after all text that was written before it."""
+        with self._write_lock:
+            self._marks.append(_Mark(self._sizes(), message))
+            self._messages += 1
+        self._wake.set()
+        self._wait_for_kernel()
+
+    def _wait_for_kernel(self) -> None:
+        # Only cheap facts here: this runs on every print.
+        while len(self._marks) > MARKS_AHEAD or self._unsent() > AHEAD:
+            self._wake.set()
+            time.sleep(0.005)
+
+    def _unsent(self) -> int:
+        sizes = self._sizes()
+        return sizes[0] + sizes[1] - self._sent[0] - self._sent[1]
+
+    @staticmethod
+    def _sizes() -> tuple[int, int]:
+        return os.fstat(1).st_size, os.fstat(2).st_size
+
+    # --- called around each request ---------------------------------------------------------------
+
+    def begin(self, request: int) -> None:
+        """What is put out from here on belongs to this request."""
+        sizes = self._sizes()
+        self._begun = (sizes, self._messages)
+        self._marks.append(_Mark(sizes, begin=request))
+
+    def end(self, request: int) -> bool:
+        """Close a request. Whether it put anything out; then an ``OutputEnd`` will follow."""
+        sizes = self._sizes()
+        if (sizes, self._messages) == self._begun:
+            self._marks.append(_Mark(sizes, begin=0))
+            return False
+        self._marks.append(_Mark(sizes, OutputEnd(self._rank, request), begin=0))
+        self._wake.set()
+        return True
+
+    def flush(self) -> None:
+        """Send everything that there is, now and in this thread."""
+        self._drain()
+
+    # --- the pump ---------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while True:
+            self._wake.wait(INTERVAL)
+            self._wake.clear()
+            try:
+                self._drain()
+            except Exception:  # the rank must go on, and say so where its agent keeps the log
+                log.exception("output of rank %d could not be sent", self._rank)
+                time.sleep(1.0)
+
+    def _drain(self) -> None:
+        with self._pump_lock:
+            while self._marks:
+                mark = self._marks[0]
+                self._send_text(mark.sizes)
+                self._marks.popleft()
+                if mark.message is not None:
+                    self._send(mark.message)
+                if mark.begin is not None:
+                    self._request = mark.begin
+            # A mark that is added from here on has sizes at least as large as these.
+            self._send_text(self._sizes(), stop=lambda: bool(self._marks))
+
+    def _send_text(self, sizes: tuple[int, int], stop: Callable[[], bool] | None = None) -> None:
+        for index, size in enumerate(sizes):
+            while self._sent[index] < size and not (stop and stop()):
+                wanted = min(CHUNK, size - self._sent[index])
+                data = os.pread(self._files[index], wanted, self._sent[index])
+                if not data:
+                    break  # the file was cut short by someone else
+                text = self._decoders[index].decode(data)
+                if text:
+                    self._send(Text(self._rank, self._request, STREAMS[index], text))
+                self._sent[index] += len(data)
+
+
+@contextlib.contextmanager
+def streams_set(out: Any, err: Any) -> Iterator[None]:
+    """Let ``sys.stdout`` and ``sys.stderr`` be these for a while."""
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield

@@ -1,0 +1,285 @@
+"""The process of one rank, from the fork to its end.
+
+Runs in: an engine.
+
+The main thread runs the user's code; between requests it runs the event loop of ipyparallel's
+engine. User code therefore never finds a running event loop, as in a script. Two side threads
+never run user code: control (answers while the main thread is busy) and output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zmq
+
+from distsession import serialize
+from distsession.engine import failure, join, tensors
+from distsession.engine.agent import log_path
+from distsession.engine.capture import Capture
+from distsession.engine.control import Control, Interruptor
+from distsession.engine.entry import ShellFront, make_shell, register
+from distsession.engine.execute import NOTHING, run_call, run_cell
+from distsession.engine.process import die_with_parent, redirect_standard_streams
+from distsession.errors import SerializationError
+from distsession.messages import (
+    CallRequest,
+    CellRequest,
+    ControllerInfo,
+    EngineRegistered,
+    MalformedMessage,
+    RankFailed,
+    RankReady,
+    RejoinRequest,
+    Reply,
+    Request,
+    StartRanks,
+    decode,
+    encode,
+)
+
+__all__ = ["main"]
+
+log = logging.getLogger(__name__)
+
+STAY_AWAKE_MS = 3
+"""How long to wait for the next request before ipyparallel's event loop gets its turn: a request
+that follows at once is then served without the cost of entering and leaving that loop."""
+
+
+class _Stop(BaseException):
+    """Raised by SIGTERM: leave, running exit functions."""
+
+
+def main(start: StartRanks, rank: int, *, agent: int, store_port: int) -> None:
+    """Be this rank until the agent ends it."""
+    os.setsid()
+    die_with_parent(agent)
+    paths = (log_path(start.folder, rank, "out"), log_path(start.folder, rank, "err"))
+    redirect_standard_streams(*paths)
+    Rank(start, rank, store_port, paths).serve()
+
+
+class Rank:
+    """The parts of a rank's process."""
+
+    def __init__(self, start: StartRanks, rank: int, store_port: int, paths: tuple[str, str]):
+        self._generation = start.generation
+        self._place = join.prepare(start, rank, store_port)
+        self._rank = rank
+        context = zmq.Context()
+        identity = f"{start.generation}.{rank}".encode()
+        self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
+        self._replies = _connect(context, zmq.PUSH, start.folder, "replies")
+        self._reply_lock = threading.Lock()
+        self._output = _connect(context, zmq.PUSH, start.folder, "output")
+        control = _connect(context, zmq.DEALER, start.folder, "control", identity)
+        self._capture = Capture(rank, paths, lambda message: self._send_output(message))
+        sys.stdout, sys.stderr = self._capture.streams
+        sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
+        self._interruptor = Interruptor()
+        self._control = Control(control, self._interruptor, self._on_controller)
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._namespace: dict[str, Any] = {}
+        self._front: ShellFront | None = None
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        self._capture.start()
+        try:
+            try:
+                join.join(self._place, self._generation)
+            except Exception as error:
+                self._send(RankFailed(self._rank, self._generation, failure.describe(error)))
+                time.sleep(0.2)  # let the message out; the session ends us anyway
+                return
+            self._announce()
+            self._make_namespace()
+            self._control.start()
+            while True:
+                self._handle(self._next_request())
+        except _Stop:
+            pass
+        finally:
+            self._leave()
+
+    def _on_terminate(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Stop
+
+    def _leave(self) -> None:
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()
+        with contextlib.suppress(Exception):
+            self._capture.flush()
+
+    def _announce(self) -> None:
+        self._send(RankReady(self._rank, join.rank_info(self._place, self._generation)))
+
+    def _make_namespace(self) -> None:
+        place = self._place
+        self._front = make_shell(self._namespace, self._capture, self._rank)
+        self._namespace.update(
+            torch=torch,
+            dist=dist,
+            rank=place.rank,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            device=place.device,
+        )
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _send(self, message: Any, payload: serialize.Frames | None = None) -> None:
+        frames = encode(message, payload or ())
+        with self._reply_lock:
+            self._replies.send_multipart(frames, copy=len(frames) <= 2)
+
+    def _send_output(self, message: Any) -> None:
+        self._output.send_multipart(encode(message))
+
+    def _next_request(self) -> tuple[Request, Any]:
+        while True:
+            frames = self._receive()
+            try:
+                message, payload = decode(frames)
+            except MalformedMessage as error:
+                log.warning("dropped a malformed request: %s", error)
+                continue
+            if isinstance(message, Request):
+                return message, payload
+            log.warning("dropped a message that is no request: %r", message)
+
+    def _receive(self) -> list[Any]:
+        if not self._requests.poll(STAY_AWAKE_MS):
+            self._loop.run_until_complete(self._arrival())
+        return self._requests.recv_multipart()
+
+    async def _arrival(self) -> None:
+        """Let the event loop run until a request is there.
+
+        zmq's descriptor signals changes, not states, so the state is read before each wait.
+        """
+        while not self._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            changed = self._loop.create_future()
+            descriptor = self._requests.getsockopt(zmq.FD)
+            self._loop.add_reader(descriptor, lambda f=changed: f.done() or f.set_result(None))
+            try:
+                if not self._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    await changed
+            finally:
+                self._loop.remove_reader(descriptor)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _handle(self, received: tuple[Request, Any]) -> None:
+        request, payload = received
+        self._capture.begin(request.id)
+        assert self._front is not None
+        self._front.request(request.id)
+        began = time.perf_counter()
+        value: Any = NOTHING
+        shown = error = None
+        try:
+            with self._interruptor.user_code(request.id):
+                match request:
+                    case CallRequest():
+                        value = self._call(payload)
+                    case CellRequest():
+                        value, shown = self._cell(request)
+                    case RejoinRequest():
+                        self._rejoin(request.generation)
+        except _Stop:
+            raise
+        except BaseException as raised:
+            error = raised
+        duration = time.perf_counter() - began
+        self._front.request(0)
+        self._reply(request, duration, value, shown, error)
+
+    def _call(self, payload: Any) -> Any:
+        try:
+            function, args, kwargs = serialize.load(payload)
+        except Exception as error:
+            raise SerializationError(
+                f"the function or its arguments cannot be rebuilt on rank {self._rank}: "
+                f"{type(error).__name__}: {error}. A module that only the notebook has must be "
+                "on sys.path here, too."
+            ) from error
+        return run_call(function, args, kwargs, self._namespace)
+
+    def _cell(self, request: CellRequest) -> tuple[Any, Any]:
+        assert self._front is not None
+        value, show = run_cell(
+            request.source,
+            request.label,
+            self._namespace,
+            self._front,
+            expression=request.expression,
+        )
+        shown = self._front.render(value) if show and not request.expression else None
+        return (value if request.fetch else NOTHING), shown
+
+    def _rejoin(self, generation: int) -> None:
+        join.leave()
+        join.join(self._place, generation)
+        self._generation = generation
+        self._announce()
+
+    def _reply(
+        self, request: Request, duration: float, value: Any, shown: Any, error: BaseException | None
+    ) -> None:
+        payload: serialize.Frames = []
+        if error is None and value is not NOTHING:
+            try:
+                what = f"the result of rank {self._rank}"
+                payload = serialize.dump_value(value, what=what, reducer=tensors.for_kernel)
+            except SerializationError as refused:
+                error, shown = refused, None
+        info = None
+        if error is not None:
+            info = failure.describe(error)
+            payload = failure.pickled(error)
+            error.__traceback__ = None  # it holds the frames, and with them what they refer to
+        has_output = self._capture.end(request.id)
+        self._send(Reply(request.id, self._rank, duration, info, shown, has_output), payload)
+
+    # --- ipyparallel ------------------------------------------------------------------------------
+
+    def _on_controller(self, info: ControllerInfo) -> None:
+        """From the control thread: register as soon as the main thread is idle."""
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._register(info)))
+
+    async def _register(self, info: ControllerInfo) -> None:
+        def report(engine_id: int) -> None:
+            self._send(EngineRegistered(self._rank, self._generation, engine_id))
+
+        try:
+            await register(info, self._rank, self._namespace, report)
+        except BaseException:
+            log.exception("rank %d could not register with ipyparallel's controller", self._rank)
+            report(-1)
+
+
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, folder: str, name: str, identity: bytes = b""
+) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.SNDHWM, 32)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(f"ipc://{folder}/{name}.sock")
+    return socket
