@@ -1,0 +1,4 @@
+"""Starting ranks and talking to them.
+
+Runs in: the kernel.
+"""

@@ -1,0 +1,282 @@
+"""Our own road to the ranks: zmq, one hop, over unix sockets in a folder of the session.
+
+Runs in: the kernel.
+
+Requests leave from whichever thread makes them, straight on the socket; one thread receives
+everything. The folder can be opened by its user alone, which is the authentication of all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+import zmq
+
+from distsession.cluster.base import Budget, Channel, Pending
+from distsession.errors import EngineDiedError, SessionStateError
+from distsession.messages import (
+    Interrupt,
+    MalformedMessage,
+    OutputEnd,
+    Reply,
+    Request,
+    decode,
+    encode,
+)
+from distsession.serialize import Frames
+
+__all__ = ["SocketChannel"]
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds that a rank which is ready may take to connect its request socket."""
+LARGE = 1 << 16
+"""Bytes from which zmq sends a frame from where it lies instead of copying it."""
+
+
+class SocketChannel(Channel):
+    """The sockets of one session.
+
+    Args:
+        folder: An existing folder that only this user can open.
+        on_event: Called by the channel's thread with every message that is no part of a run:
+            readiness, failures and ends of ranks and agents. ``None`` says that the agent's link
+            has closed. It must not block.
+        background: Takes output that belongs to no run.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        on_event: Callable[[Any], None],
+        background: Pending,
+    ):
+        self._folder = folder
+        self._on_event = on_event
+        self.budget = Budget()
+        self._background = background
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._requests = self._bind(zmq.ROUTER, "requests")
+        self._replies = self._bind(zmq.PULL, "replies")
+        self._output = self._bind(zmq.PULL, "output")
+        self._control = self._bind(zmq.ROUTER, "control")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._dead: dict[int, EngineDiedError] = {}
+        self._identities: dict[int, bytes] = {}
+        self._agent: Connection | None = None
+        self._listener = Listener(os.path.join(folder, "agent.sock"), family="AF_UNIX")
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._closed = False
+        self.malformed = 0
+        self._thread = threading.Thread(target=self._receive, name="distsession-channel", daemon=True)
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.SNDHWM, 0)
+        if name == "output":
+            socket.setsockopt(zmq.RCVHWM, 8)
+        socket.bind(f"ipc://{self._folder}/{name}.sock")
+        return socket
+
+    # --- the agent --------------------------------------------------------------------------------
+
+    def accept_agent(self, is_alive: Callable[[], bool], deadline: float) -> bool:
+        """Wait for the agent to connect; False if it ended or the time is up."""
+        from multiprocessing.connection import wait
+
+        inner = self._listener._listener._socket  # type: ignore[attr-defined]
+        while not wait([inner], timeout=0.05):
+            if not is_alive() or time.monotonic() > deadline:
+                return False
+        connection = self._listener.accept()
+        assert isinstance(connection, Connection)
+        self._agent = connection
+        self._thread.start()
+        return True
+
+    def send_agent(self, message: Any) -> None:
+        with self._lock:
+            if self._agent is None or self._agent.closed:
+                raise SessionStateError("the agent of this session is gone: call restart().")
+            try:
+                self._agent.send(message)
+            except OSError as error:
+                raise SessionStateError(
+                    f"the agent of this session is gone ({error}): call session.restart()."
+                ) from error
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def set_identity(self, rank: int, generation: int) -> None:
+        """Requests for a rank go to its process of this generation from here on."""
+        with self._lock:
+            self._identities[rank] = f"{generation}.{rank}".encode()
+            self._dead.pop(rank, None)
+
+    def submit(
+        self, ranks: Sequence[int], make: Callable[[int], Request], payload: Frames
+    ) -> Pending:
+        with self._lock:
+            self._check_open()
+            for rank in ranks:
+                if rank in self._dead:
+                    raise self._dead[rank]
+            request = make(next(self._numbers))
+            pending = Pending(request.id, ranks, self.budget)
+            self._pending[request.id] = pending
+            frames = encode(request, payload)
+            copy = all(len(frame) < LARGE for frame in frames)
+            for rank in ranks:
+                self._route(self._requests, self._identities[rank], frames, copy=copy)
+        return pending
+
+    def send_control(self, rank: int, message: Any) -> None:
+        with self._lock:
+            if not self._closed and rank in self._identities and rank not in self._dead:
+                self._route(self._control, self._identities[rank], encode(message))
+
+    def interrupt(self, ranks: Sequence[int], request: int) -> None:
+        for rank in ranks:
+            self.send_control(rank, Interrupt(request))
+
+    def pending(self) -> list[Pending]:
+        with self._lock:
+            return list(self._pending.values())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionStateError("this session is closed: start another with Session(...).")
+
+    def _route(
+        self, socket: zmq.Socket[bytes], identity: bytes, frames: list[Any], *, copy: bool = True
+    ) -> None:
+        """Send to one peer; a rank that has just started may need a moment to connect."""
+        deadline = time.monotonic() + CONNECT_TIMEOUT
+        while True:
+            try:
+                socket.send_multipart([identity, *frames], copy=copy)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                if time.monotonic() > deadline:
+                    log.warning("%s is not connected", identity)
+                    return
+                time.sleep(0.001)
+
+    # --- receiving --------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._replies, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        assert self._agent is not None
+        agent_fd = self._agent.fileno()
+        poller.register(agent_fd, zmq.POLLIN)
+        reading = False
+        while not self._closed:
+            if reading == self.budget.is_over:
+                reading = not reading
+                if reading:
+                    poller.register(self._output, zmq.POLLIN)
+                else:
+                    poller.unregister(self._output)
+            ready = dict(poller.poll(None if reading else 20))
+            if self._replies in ready:
+                self._drain(self._replies)
+            if self._output in ready:
+                self._drain(self._output, at_most=32)
+            if agent_fd in ready and not self._hear_agent():
+                poller.unregister(agent_fd)
+        for socket in (self._requests, self._replies, self._output, self._control):
+            socket.close(0)
+
+    def _drain(self, socket: zmq.Socket[bytes], at_most: int = 1000) -> None:
+        for _ in range(at_most):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+            try:
+                message, payload = decode(frames)
+                self._take(message, payload)
+            except MalformedMessage as error:
+                self.malformed += 1
+                log.warning("dropped a malformed message: %s", error)
+            except Exception:
+                self.malformed += 1
+                log.exception("dropped a message that could not be handled")
+
+    def _take(self, message: Any, payload: Sequence[Any]) -> None:
+        if isinstance(message, Reply):
+            pending = self._pending.get(message.id)
+            if pending is not None:
+                pending.put_reply(message, payload)
+        elif hasattr(message, "request"):
+            pending = self._pending.get(message.request)
+            if pending is not None:
+                pending.put_output(message)
+            elif not isinstance(message, OutputEnd):
+                self._background.put_output(message)
+        else:
+            self._on_event(message)
+
+    def forget(self, pending: Pending) -> None:
+        """Nobody waits for this any more; what still comes of it is background output."""
+        with self._lock:
+            self._pending.pop(pending.request, None)
+
+    def _hear_agent(self) -> bool:
+        assert self._agent is not None
+        try:
+            message = self._agent.recv()
+        except (EOFError, OSError):
+            self._on_event(None)
+            return False
+        except Exception:
+            self.malformed += 1
+            log.exception("dropped a malformed message of the agent")
+            return True
+        self._on_event(message)
+        return True
+
+    def bury(self, error: EngineDiedError) -> None:
+        """A rank has died: nothing more is sent to it, and nobody waits for it any longer."""
+        with self._lock:
+            self._dead[error.rank] = error
+            waiting = list(self._pending.values())
+        for pending in waiting:
+            if error.rank in pending.ranks:
+                pending.put_death(error)
+
+    def close(self) -> None:
+        """Close everything; whoever waits is told by the deaths of the ranks."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._agent is not None:
+                self._agent.close()
+        os.write(self._wake_writer, b"x")
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+        elif not self._thread.ident:
+            for socket in (self._requests, self._replies, self._output, self._control):
+                socket.close(0)
+        self._listener.close()
+        self._context.destroy(0)
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)

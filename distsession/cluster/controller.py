@@ -1,0 +1,233 @@
+"""ipyparallel beside our own channel: its controller, the engines' registration, its client.
+
+Runs in: the kernel.
+
+All of it happens behind the start, in a thread with an event loop of its own; importing
+ipyparallel alone takes a fifth of a second that no run has to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+
+from distsession.errors import LaunchError, LaunchTimeoutError
+from distsession.messages import ControllerInfo
+from distsession.ranks import format_ranks
+
+__all__ = ["Controller", "px_magic"]
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 200
+"""Period of the controller's heartbeat. An engine counts as registered with its first beat, so
+ipyparallel's default of 3 s is what its users wait for."""
+
+
+class Controller:
+    """One controller and the client connected to it.
+
+    Args:
+        folder: The session's folder; ipyparallel's profile is made in it.
+        pid_of_agent: The running agent, which ipyparallel's cluster adopts as its engine set.
+    """
+
+    def __init__(self, folder: str, pid_of_agent: int):
+        self._profile = os.path.join(folder, "ipyparallel")
+        self._agent = pid_of_agent
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._cluster: Any = None
+        self._connection: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self._client: Any = None
+        self._client_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self, on_ready: Callable[[ControllerInfo], None]) -> None:
+        """Start the controller behind; ``on_ready`` is called in its thread when it serves."""
+
+        def run() -> None:
+            try:
+                asyncio.run(self._run(on_ready))
+            except BaseException as error:
+                self._error = error
+                if not self._closed:
+                    log.exception("ipyparallel's controller did not start")
+            finally:
+                self._ready.set()
+
+        self._thread = threading.Thread(target=run, name="distsession-ipyparallel", daemon=True)
+        self._thread.start()
+
+    async def _run(self, on_ready: Callable[[ControllerInfo], None]) -> None:
+        import ipyparallel
+        from ipyparallel.cluster.launcher import LocalEngineLauncher
+        from traitlets.config import Config
+
+        config = Config()
+        config.LocalControllerLauncher.controller_cmd = [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {_package_root()!r}); "
+            "from distsession.cluster.controller_process import main; main()",
+        ]
+        config.LocalControllerLauncher.controller_args = [
+            "--IPController.use_threads=True",
+            "--IPController.enable_curve=True",
+            "--IPController.ip=127.0.0.1",
+            "--IPController.location=127.0.0.1",
+            f"--HeartMonitor.period={HEARTBEAT_MS}",
+            "--log-level=WARNING",
+        ]
+        self._stopped = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        os.makedirs(self._profile, mode=0o700, exist_ok=True)
+        cluster = self._cluster = ipyparallel.Cluster(
+            config=config,
+            profile_dir=self._profile,
+            cluster_id="",
+            load_profile=False,
+            shutdown_atexit=False,
+            controller_ip="127.0.0.1",
+            controller_location="127.0.0.1",
+            delay=0,
+            log_level=logging.WARNING,
+        )
+        await cluster.start_controller()
+        # The agent runs already: ipyparallel takes over the process as if it had started it.
+        cluster.engines["agent"] = LocalEngineLauncher.from_dict(
+            {"pid": self._agent}, parent=cluster, profile_dir=self._profile, engine_set_id="agent"
+        )
+        self._connection = await cluster.controller.get_connection_info()
+        assert self._connection is not None
+        self._ready.set()
+        on_ready(self.info())
+        await self._stopped.wait()
+
+    def info(self) -> ControllerInfo:
+        """What an engine needs to register."""
+        assert self._connection is not None
+        return ControllerInfo(self._connection["engine"], self._profile)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._connection is not None
+
+    # --- use --------------------------------------------------------------------------------------
+
+    def client(
+        self, wait_registered: Callable[[float], Mapping[int, int]], world: int, timeout: float
+    ) -> Any:
+        """The connected client, once each rank's engine is known to it.
+
+        Raises:
+            LaunchError: The controller or a rank's engine did not come.
+        """
+        if not self._ready.wait(timeout):
+            raise LaunchTimeoutError(f"ipyparallel's controller did not start within {timeout:g} s.")
+        if self._connection is None:
+            raise LaunchError(f"ipyparallel's controller did not start: {self._error}")
+        ids = wait_registered(timeout)
+        missing = [rank for rank in range(world) if ids.get(rank, -1) < 0]
+        if missing:
+            raise LaunchTimeoutError(
+                f"rank {format_ranks(missing)} did not register with ipyparallel's controller "
+                f"within {timeout:g} s. A rank registers when it is idle: is one still running?"
+            )
+        with self._client_lock:
+            if self._client is None:
+                import ipyparallel
+
+                self._client = ipyparallel.Client(
+                    self._connection["client"],
+                    cluster=self._cluster,
+                    profile_dir=self._profile,
+                    timeout=timeout,
+                )
+            client = self._client
+        client.wait_for_engines(world, timeout=timeout, interactive=False)
+        return client
+
+    def unregister(self, engine_id: int) -> None:
+        """Tell the controller that an engine is gone, so that its id is free at once.
+
+        The controller itself would notice after ten missed heartbeats.
+        """
+        if self._connection is None:
+            return
+        from jupyter_client.session import Session
+
+        facts = self._connection["client"]
+        session = Session(
+            key=facts["key"].encode(),
+            signature_scheme=facts["signature_scheme"],
+            packer=facts["pack"],
+            unpacker=facts["unpack"],
+        )
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        try:
+            if facts.get("curve_serverkey"):
+                socket.curve_serverkey = facts["curve_serverkey"].encode()
+                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.connect(f"{facts['interface']}:{facts['registration']}")
+            session.send(socket, "unregistration_request", content={"id": engine_id})
+        finally:
+            socket.close(500)
+            context.term()
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the controller and disconnect the client."""
+        self._closed = True
+        with self._client_lock, contextlib.suppress(Exception):
+            if self._client is not None:
+                self._client.close()
+        self._kill()
+        if self._loop is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopped.set)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        self._kill()  # one that was being started a moment ago
+
+    def _kill(self) -> None:
+        """End it at once: it keeps nothing that outlives the session."""
+        launcher = getattr(self._cluster, "controller", None)
+        process = getattr(launcher, "_popen_process", None)
+        if process is not None:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait(2.0)
+        if self._cluster is not None:
+            self._cluster.engines.clear()
+            self._cluster.controller = None
+
+
+def _package_root() -> str:
+    import distsession
+
+    return os.path.dirname(os.path.dirname(os.path.abspath(distsession.__file__)))
+
+
+def px_magic(shell: Any, client: Any, line: str, cell: str | None) -> Any:
+    """Run ipyparallel's ``%px`` or ``%%px`` on all engines of a client."""
+    from ipyparallel.client.magics import ParallelMagics
+
+    view = client[:]
+    view.block = True
+    magics = ParallelMagics(shell, view)
+    return magics.px(line) if cell is None else magics.cell_px(line, cell)

@@ -1,0 +1,191 @@
+"""What is known of each rank's process: starting, ready, dead.
+
+Runs in: the kernel.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from distsession.errors import (
+    EngineDiedError,
+    LaunchError,
+    LaunchTimeoutError,
+    ProcessGroupError,
+)
+from distsession.messages import (
+    AgentFailed,
+    AgentReady,
+    EngineRegistered,
+    ErrorInfo,
+    RankExited,
+    RankFailed,
+    RankReady,
+)
+from distsession.ranks import HostInfo, RankInfo, format_ranks
+
+__all__ = ["Monitor", "describe_death"]
+
+AGENT_GONE = (
+    "the session's agent (the process that started the ranks) is gone, and with it all ranks: "
+    "session.restart() brings them back, without their variables."
+)
+
+
+class Monitor:
+    """Collects what the channel hears, and lets others wait for it.
+
+    Args:
+        on_death: Called, in the channel's thread, when a rank that was in use has died.
+    """
+
+    def __init__(self, on_death: Callable[[EngineDiedError], None]):
+        self._on_death = on_death
+        self._changed = threading.Condition()
+        self.host: HostInfo | None = None
+        self.ready: dict[int, RankInfo] = {}
+        self.dead: dict[int, EngineDiedError] = {}
+        self.pids: dict[int, int] = {}
+        self.engine_ids: dict[int, int] = {}
+        self.agent_gone = False
+        self._agent_problem = ""
+        self._failed: dict[int, ErrorInfo] = {}
+        self._exited: dict[int, RankExited] = {}
+
+    def hear(self, message: object) -> None:
+        """Take in one message; None says that the agent's link has closed."""
+        deaths: list[EngineDiedError] = []
+        with self._changed:
+            match message:
+                case AgentReady():
+                    self.host = message.host
+                case AgentFailed():
+                    self._agent_problem = message.reason
+                case RankReady():
+                    self.ready[message.rank] = message.info
+                case RankFailed():
+                    self._failed[message.rank] = message.error
+                case EngineRegistered():
+                    self.engine_ids[message.rank] = message.engine_id
+                case RankExited():
+                    deaths += self._note_exit(message)
+                case None:
+                    self.agent_gone = True
+                    deaths += [self._lost_with_agent(rank) for rank in self._living()]
+            self._changed.notify_all()
+        for death in deaths:
+            self._on_death(death)
+
+    def _living(self) -> list[int]:
+        return [rank for rank in self.ready if rank not in self.dead]
+
+    def _note_exit(self, message: RankExited) -> list[EngineDiedError]:
+        self._exited[message.rank] = message
+        info = self.ready.get(message.rank)
+        self.engine_ids.pop(message.rank, None)
+        error = EngineDiedError(
+            describe_death(message),
+            rank=message.rank,
+            pid=message.pid,
+            returncode=message.returncode,
+            log_tail=message.log_tail,
+        )
+        if info is not None and info.pid == message.pid:
+            self.dead[message.rank] = error
+            return [error]
+        return []
+
+    def _lost_with_agent(self, rank: int) -> EngineDiedError:
+        info = self.ready[rank]
+        error = EngineDiedError(
+            f"rank {rank} (pid {info.pid}) is gone: {AGENT_GONE}",
+            rank=rank,
+            pid=info.pid,
+            returncode=-signal.SIGKILL,
+        )
+        self.dead[rank] = error
+        return error
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """These ranks are about to be started anew."""
+        with self._changed:
+            for rank in ranks:
+                for known in (self.dead, self._failed, self._exited, self.engine_ids):
+                    known.pop(rank, None)
+
+    def wait_exited(self, ranks: Sequence[int], timeout: float) -> bool:
+        """Wait until the processes of these ranks have ended."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.agent_gone
+                or all(rank in self.dead or rank in self._exited for rank in ranks),
+                timeout,
+            )
+
+    def wait_host(self, is_alive: Callable[[], bool], deadline: float) -> HostInfo:
+        """Wait until the agent has imported torch."""
+        with self._changed:
+            while self.host is None:
+                if self._agent_problem:
+                    raise LaunchError(self._agent_problem)
+                if self.agent_gone or not is_alive():
+                    raise LaunchError("the agent ended before it was ready.")
+                if time.monotonic() > deadline:
+                    raise LaunchTimeoutError("importing torch took too long.")
+                self._changed.wait(0.1)
+            return self.host
+
+    def wait_ready(self, world: Sequence[int], generation: int, deadline: float) -> None:
+        """Wait until each rank is in the process group of a generation."""
+
+        def here(rank: int) -> bool:
+            return rank in self.ready and self.ready[rank].generation == generation
+
+        with self._changed:
+            while not all(here(rank) for rank in world):
+                self._raise_failure(world)
+                late = [rank for rank in world if not here(rank)]
+                if time.monotonic() > deadline:
+                    raise LaunchTimeoutError(f"rank {format_ranks(late)} did not become ready.")
+                self._changed.wait(0.1)
+
+    def _raise_failure(self, world: Sequence[int]) -> None:
+        if self.agent_gone:
+            raise LaunchError(AGENT_GONE)
+        for rank in world:
+            if rank in self._failed:
+                error = self._failed[rank]
+                raise ProcessGroupError(
+                    f"rank {rank} could not join the process group: {error.ename}: {error.evalue}"
+                )
+        for rank in world:
+            if rank in self._exited:
+                raise LaunchError(describe_death(self._exited[rank], while_starting=True))
+
+    def wait_registered(self, world: Sequence[int], timeout: float) -> dict[int, int]:
+        """Wait until each rank has an engine id; gives rank -> id."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(rank in self.engine_ids for rank in world), timeout)
+            return {rank: self.engine_ids[rank] for rank in world if rank in self.engine_ids}
+
+
+def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
+    """Say how a rank ended, with the last lines that it wrote."""
+    code = message.returncode
+    if code < 0:
+        try:
+            how = f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            how = f"was killed by signal {-code}"
+    else:
+        how = f"ended with exit code {code}"
+    when = " while it was starting" if while_starting else ""
+    tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
+    last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
+    mend = "" if while_starting else " session.restart() brings it back, without its variables."
+    return f"rank {message.rank} (pid {message.pid}) {how}{when}.{mend}{last}"
