@@ -148,7 +148,11 @@ class Channel(ABC):
 
     @abstractmethod
     def pending(self) -> list[Pending]:
-        """The requests that are not finished yet, oldest first."""
+        """The requests that somebody waits for, oldest first."""
+
+    @abstractmethod
+    def forget(self, pending: Pending) -> None:
+        """Nobody waits for this any more; what still comes of it is background output."""
 
 
 class Launcher(ABC):

@@ -8,6 +8,7 @@ everything. The folder can be opened by its user alone, which is the authenticat
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -235,7 +236,6 @@ class SocketChannel(Channel):
             self._on_event(message)
 
     def forget(self, pending: Pending) -> None:
-        """Nobody waits for this any more; what still comes of it is background output."""
         with self._lock:
             self._pending.pop(pending.request, None)
 
@@ -276,7 +276,8 @@ class SocketChannel(Channel):
         elif not self._thread.ident:
             for socket in (self._requests, self._replies, self._output, self._control):
                 socket.close(0)
-        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):  # the agent may have removed the folder
+            self._listener.close()
         self._context.destroy(0)
         os.close(self._wake_reader)
         os.close(self._wake_writer)

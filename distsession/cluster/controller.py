@@ -26,6 +26,8 @@ from distsession.ranks import format_ranks
 __all__ = ["Controller", "px_magic"]
 
 log = logging.getLogger(__name__)
+_ipyparallel_log = log.getChild("ipyparallel")
+_ipyparallel_log.setLevel(logging.ERROR)  # it warns of every controller that we end
 
 HEARTBEAT_MS = 200
 """Period of the controller's heartbeat. An engine counts as registered with its first beat, so
@@ -86,10 +88,8 @@ class Controller:
         config.LocalControllerLauncher.controller_args = [
             "--IPController.use_threads=True",
             "--IPController.enable_curve=True",
-            "--IPController.ip=127.0.0.1",
-            "--IPController.location=127.0.0.1",
             f"--HeartMonitor.period={HEARTBEAT_MS}",
-            "--log-level=WARNING",
+            "--log-level=30",
         ]
         self._stopped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -103,12 +103,16 @@ class Controller:
             controller_ip="127.0.0.1",
             controller_location="127.0.0.1",
             delay=0,
-            log_level=logging.WARNING,
+            log=_ipyparallel_log,
         )
         await cluster.start_controller()
         # The agent runs already: ipyparallel takes over the process as if it had started it.
         cluster.engines["agent"] = LocalEngineLauncher.from_dict(
-            {"pid": self._agent}, parent=cluster, profile_dir=self._profile, engine_set_id="agent"
+            {"pid": self._agent, "state": "running"},
+            parent=cluster,
+            log=_ipyparallel_log,
+            profile_dir=self._profile,
+            engine_set_id="agent",
         )
         self._connection = await cluster.controller.get_connection_info()
         assert self._connection is not None
@@ -207,11 +211,11 @@ class Controller:
     def _kill(self) -> None:
         """End it at once: it keeps nothing that outlives the session."""
         launcher = getattr(self._cluster, "controller", None)
-        process = getattr(launcher, "_popen_process", None)
+        process = getattr(launcher, "process", None)
         if process is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):  # it has ended already
                 process.kill()
-            process.wait(2.0)
+            launcher._wait_thread.join(2.0)  # ipyparallel's own thread reaps it
         if self._cluster is not None:
             self._cluster.engines.clear()
             self._cluster.controller = None

@@ -257,7 +257,7 @@ class LocalLauncher(Launcher):
 
 def _private_folder() -> str:
     """A new folder that only this user can open, with a path short enough for unix sockets."""
-    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+    for base in (tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR")):
         if not base or not os.access(base, os.W_OK | os.X_OK) or len(base) > UNIX_PATH_MAX - 40:
             continue
         try:
@@ -267,7 +267,7 @@ def _private_folder() -> str:
         os.mkdir(os.path.join(folder, "logs"), mode=0o700)
         return folder
     raise LaunchError(
-        "there is no folder for the session's sockets and logs: neither $XDG_RUNTIME_DIR, "
-        f"{tempfile.gettempdir()} nor /tmp can be written to (or its path is too long for a "
+        "there is no folder for the session's sockets and logs: neither "
+        f"{tempfile.gettempdir()}, /tmp nor $XDG_RUNTIME_DIR can be written to (or its path is too long for a "
         "socket). Set TMPDIR to a short, writable path."
     )

@@ -10,6 +10,7 @@ closes, for whatever reason, the agent ends its ranks, removes the session's fol
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -134,6 +135,7 @@ class Agent:
             reason = f"ranks cannot be forked: {problem}, because of {names}. Leave it out of preload."
             self._link.send(AgentFailed(reason=reason))
             return False
+        gc.freeze()  # a collection in a child then does not copy the pages of what all share
         self._link.send(AgentReady(host=probe.host_info()))
         return True
 
@@ -239,16 +241,17 @@ class Agent:
 def _log_tail(rank: _Rank) -> str:
     parts = []
     for stream in ("out", "err"):
-        with contextlib.suppress(OSError), open(log_path(rank.folder, rank.rank, stream), "rb") as f:
+        path = log_path(rank.folder, rank.rank, rank.generation, stream)
+        with contextlib.suppress(OSError), open(path, "rb") as f:
             f.seek(0, os.SEEK_END)
             f.seek(max(0, f.tell() - LOG_TAIL))
             parts.append(f.read().decode("utf-8", "replace"))
     return "".join(parts)
 
 
-def log_path(folder: str, rank: int, stream: str) -> str:
+def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
     """Where the raw output of a rank is kept; ``stream`` is ``"out"`` or ``"err"``."""
-    return os.path.join(folder, "logs", f"rank{rank}.{stream}")
+    return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 
 def _signal(pid: int, number: int) -> None:
@@ -291,7 +294,8 @@ def _exit_after() -> Any:
 def main() -> NoReturn:
     """Serve the kernel whose socket is named by the command line."""
     folder = sys.argv[1]
-    logging.basicConfig(level=os.environ.get("DISTSESSION_LOG", "WARNING"))
+    # On our own logger: a handler on the root would make the user's basicConfig() do nothing.
+    logging.getLogger("distsession").addHandler(logging.StreamHandler())
     link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
     assert isinstance(link, Connection)
     Agent(link, folder).serve()

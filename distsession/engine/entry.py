@@ -8,12 +8,13 @@ test_ipyparallel.py`` fails when a release changes it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ipykernel.compiler import XCachingCompiler
@@ -118,6 +119,7 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int) -> ShellF
         config=config,
         display_pub_class=_Publisher,
     )
+    atexit.unregister(shell.atexit_operations)  # a full garbage collection, for a history we lack
     publisher = shell.display_pub
     assert isinstance(publisher, _Publisher)
     publisher.capture = capture
@@ -175,6 +177,18 @@ class _Engine(engine_app.IPEngine):
         hook.topic = f"engine.{self.id}.execute_result".encode("ascii")
 
 
+@contextlib.contextmanager
+def _no_signing_warning() -> Iterator[None]:
+    """CurveZMQ stands in for message signatures; jupyter_client warns of their absence."""
+    traitlets_log = logging.getLogger("traitlets")
+    level = traitlets_log.level
+    traitlets_log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        traitlets_log.setLevel(level)
+
+
 async def register(
     info: ControllerInfo, rank: int, namespace: dict[str, Any], report: Callable[[int], None]
 ) -> None:
@@ -192,13 +206,14 @@ async def register(
     config.IPEngine.enable_nanny = False
     config.IPEngine.max_heartbeat_misses = 0  # a controller's end must not end the rank
     config.IPEngine.timeout = 30.0
-    config.IPEngine.log_level = logging.WARNING
+    config.IPEngine.log_level = logging.ERROR
     engine = _Engine(config=config, user_ns=namespace, id=rank)
     engine.connection_info_env = json.dumps(info.connection)
     own_path, own_cwd = list(sys.path), os.getcwd()
     try:
-        engine.initialize(argv=[])
-        await engine.register()
+        with _no_signing_warning():
+            engine.initialize(argv=[])
+            await engine.register()
     finally:
         sys.path[:] = own_path
         os.chdir(own_cwd)

@@ -131,6 +131,6 @@ def rank_info(place: Place, generation: int) -> RankInfo:
         backend=place.backend,
         device=probe.device_info(place.device),
         generation=generation,
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         python_version=".".join(map(str, sys.version_info[:3])),
     )

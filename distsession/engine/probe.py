@@ -25,7 +25,7 @@ def host_info() -> HostInfo:
         pid=os.getpid(),
         gpus=tuple(f"cuda:{number}" for number in range(_count_gpus())),
         backends=_backends(),
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
 

@@ -31,7 +31,11 @@ from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
 from distsession.engine.entry import ShellFront, make_shell, register
 from distsession.engine.execute import NOTHING, run_call, run_cell
-from distsession.engine.process import die_with_parent, redirect_standard_streams
+from distsession.engine.process import (
+    die_with_parent,
+    forget_inherited_finalizers,
+    redirect_standard_streams,
+)
 from distsession.errors import SerializationError
 from distsession.messages import (
     CallRequest,
@@ -66,9 +70,10 @@ def main(start: StartRanks, rank: int, *, agent: int, store_port: int) -> None:
     """Be this rank until the agent ends it."""
     os.setsid()
     die_with_parent(agent)
-    paths = (log_path(start.folder, rank, "out"), log_path(start.folder, rank, "err"))
-    redirect_standard_streams(*paths)
-    Rank(start, rank, store_port, paths).serve()
+    forget_inherited_finalizers()
+    out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
+    redirect_standard_streams(out, err)
+    Rank(start, rank, store_port, (out, err)).serve()
 
 
 class Rank:

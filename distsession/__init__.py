@@ -1,0 +1,71 @@
+"""Persistent distributed PyTorch ranks for a notebook.
+
+Runs in: both.
+
+``from distsession import Session`` and ``%load_ext distsession`` are the two ways in. Importing
+this package loads neither torch nor IPython, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distsession import errors
+
+if TYPE_CHECKING:
+    from distsession.options import SessionOptions
+    from distsession.results import RankResults
+    from distsession.session import Session, current_session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RankResults",
+    "Session",
+    "SessionOptions",
+    "current_session",
+    "errors",
+    "load_ipython_extension",
+    "unload_ipython_extension",
+]
+
+_HOMES = {
+    "Session": "distsession.session",
+    "current_session": "distsession.session",
+    "RankResults": "distsession.results",
+    "SessionOptions": "distsession.options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        from distsession import session
+
+        if session.output_factory is session.Silent:
+            session.output_factory = _printer
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in errors.__all__:
+        return getattr(errors, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _printer() -> Any:
+    from distsession.notebook.stream import Printer
+
+    return Printer()
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What ``%load_ext distsession`` does: add the magics."""
+    from distsession.notebook import magics
+
+    magics.register(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """What ``%unload_ext distsession`` does: take the magics away. Sessions stay as they are."""
+    from distsession.notebook import magics
+
+    magics.unregister(shell)

@@ -1,0 +1,153 @@
+"""One rank within the kernel's own process, for debugging.
+
+Runs in: the kernel.
+
+Calls run in the caller's thread, so ``breakpoint()`` and a debugger work; they are pickled and
+unpickled all the same, so that what works here also works on ranks of their own. Output is not
+captured: it is the kernel's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distsession import serialize
+from distsession.cluster.base import Channel, Launcher, Pending
+from distsession.errors import EngineDiedError, OptionsError, SerializationError, SessionStateError
+from distsession.messages import CallRequest, CellRequest, Reply, Request
+from distsession.options import SessionOptions
+from distsession.ranks import RankInfo
+from distsession.serialize import Frames
+
+__all__ = ["InlineLauncher"]
+
+
+class InlineChannel(Channel):
+    """Runs each request at once, in the thread that makes it."""
+
+    def __init__(self, namespace: dict[str, Any]):
+        self._numbers = itertools.count(1)
+        self._namespace = namespace
+
+    def submit(
+        self, ranks: Sequence[int], make: Callable[[int], Request], payload: Frames
+    ) -> Pending:
+        from distsession.engine import failure
+        from distsession.engine.execute import NOTHING
+
+        request = make(next(self._numbers))
+        pending = Pending(request.id, ranks)
+        began = time.perf_counter()
+        info = shown = None
+        answer: Frames = []
+        try:
+            value, shown = self._perform(request, payload)
+            if value is not NOTHING:
+                answer = serialize.dump_value(value, what="the result of rank 0")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            info, answer = failure.describe(error), failure.pickled(error)
+        duration = time.perf_counter() - began
+        pending.put_reply(Reply(request.id, 0, duration, info, shown), answer)
+        return pending
+
+    def _perform(self, request: Request, payload: Frames) -> tuple[Any, Any]:
+        from distsession.engine.execute import NOTHING, PlainFront, run_call, run_cell
+
+        if isinstance(request, CellRequest):
+            front = PlainFront()
+            value, show = run_cell(
+                request.source, request.label, self._namespace, front, expression=request.expression
+            )
+            shown = front.render(value) if show and not request.expression else None
+            return (value if request.fetch else NOTHING), shown
+        assert isinstance(request, CallRequest)
+        try:
+            function, args, kwargs = serialize.load(payload)
+        except Exception as error:
+            raise SerializationError(
+                f"the function or its arguments cannot be rebuilt: {error}"
+            ) from error
+        return run_call(function, args, kwargs, self._namespace), None
+
+    def interrupt(self, ranks: Sequence[int], request: int) -> None:
+        """Nothing to do: a run is in the caller's own thread, where Ctrl-C reaches it."""
+
+    def pending(self) -> list[Pending]:
+        return []
+
+    def forget(self, pending: Pending) -> None:
+        pass
+
+
+class InlineLauncher(Launcher):
+    """A world of one rank, on the CPU, without any new process."""
+
+    name = "inline"
+    channel: InlineChannel
+
+    def __init__(self, options: SessionOptions):
+        if options.backend not in (None, "gloo") or options.devices:
+            raise OptionsError(
+                "launcher='inline' runs on the CPU with gloo: leave out backend= and devices=, "
+                "or use launcher='local'."
+            )
+        self._options = options
+        self._started = False
+
+    def start(self) -> tuple[RankInfo, ...]:
+        import torch  # noqa: TID253  this kernel is the rank
+        import torch.distributed as dist
+
+        from distsession.distributed.seeding import seed_everything
+        from distsession.engine import join
+
+        if dist.is_initialized():
+            raise SessionStateError(
+                "this process is in a process group already, so it cannot be an inline rank: "
+                "call torch.distributed.destroy_process_group() first."
+            )
+        if self._options.seed is not None:
+            seed_everything(self._options.seed)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self._started = True
+        device = torch.device("cpu")
+        namespace = {
+            "__name__": "__main__",
+            "torch": torch,
+            "dist": dist,
+            "rank": 0,
+            "local_rank": 0,
+            "world_size": 1,
+            "device": device,
+        }
+        self.channel = InlineChannel(namespace)
+        place = join.Place(0, 0, 1, 1, "gloo", self._options.timeout, device, 0, f"{os.getpid()}")
+        return (join.rank_info(place, 0),)
+
+    def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
+        self.close()
+        return self.start()
+
+    def close(self) -> None:
+        if self._started:
+            self._started = False
+            sys.modules["torch.distributed"].destroy_process_group()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._started
+
+    def dead_ranks(self) -> dict[int, EngineDiedError]:
+        return {}
+
+    def client(self, timeout: float) -> Any:
+        raise SessionStateError(
+            "an inline session has no ipyparallel engines: use launcher='local'."
+        )

@@ -1,0 +1,4 @@
+"""IPython's front end: magics and live output.
+
+Runs in: the kernel.
+"""

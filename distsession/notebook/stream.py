@@ -1,0 +1,245 @@
+"""The ranks' output in the notebook's cell, or in a terminal.
+
+Runs in: the kernel.
+
+Text is put together into lines, each marked with its rank, so that ranks which write at the same
+time do not tear each other's lines. A line that is not finished (a progress bar) is held back; in
+a notebook it is shown in a block that is updated in place, one line for each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from distsession.cluster.base import OutputMessage
+from distsession.messages import ClearOutput, Display, Text
+from distsession.render import Bundle, fold_bundles, rank_label
+
+__all__ = ["Lines", "Printer"]
+
+LIVE_INTERVAL = 0.1
+"""Seconds between two updates of the block of unfinished lines."""
+BATCH = 1 << 16
+"""Characters that are written to the notebook in one piece."""
+
+
+class Lines:
+    """Turns pieces of a stream into whole lines, honouring carriage returns.
+
+    What stands before a carriage return is overwritten by what follows, as in a terminal: as far
+    as the new text reaches.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[str] = []
+        self._returned = False
+
+    def feed(self, text: str) -> list[str]:
+        """Take a piece; gives the lines that it finished, without their ends."""
+        if "\r" not in text and not self._returned:
+            *whole, rest = text.split("\n")
+            if whole and self._line:
+                whole[0] = "".join((*self._line, whole[0]))
+                self._line.clear()
+            if rest:
+                self._line.append(rest)
+            return whole
+        return self._feed_returns(text)
+
+    def _feed_returns(self, text: str) -> list[str]:
+        finished = []
+        pieces = text.split("\n")
+        for number, piece in enumerate(pieces):
+            self._overwrite(piece)
+            if number < len(pieces) - 1:
+                finished.append(self.partial)
+                self._line.clear()
+                self._returned = False
+        return finished
+
+    def _overwrite(self, piece: str) -> None:
+        for number, part in enumerate(piece.split("\r")):
+            if number:
+                self._returned = True
+            if not part:
+                continue
+            if self._returned:
+                before = self.partial
+                self._line = [part, before[len(part) :]]
+                self._returned = False
+            else:
+                self._line.append(part)
+
+    @property
+    def partial(self) -> str:
+        """The line that is not finished."""
+        if len(self._line) > 1:
+            self._line = ["".join(self._line)]
+        return self._line[0] if self._line else ""
+
+    def finish(self) -> str:
+        """The unfinished line, which is thereby finished."""
+        rest = self.partial
+        self._line.clear()
+        self._returned = False
+        return rest
+
+
+class Printer:
+    """Writes one run's output to ``sys.stdout`` and ``sys.stderr``, and displays what is rich."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[int, str], Lines] = {}
+        self._batch: list[str] = []
+        self._batch_size = 0
+        self._batch_stream = "stdout"
+        self._live: Any = None
+        self._live_text = ""
+        self._live_time = 0.0
+        self._clear: set[int] = set()
+        self._flushed = time.monotonic()
+
+    def write(self, message: OutputMessage) -> None:
+        """Take one piece of output of one rank."""
+        if isinstance(message, Text):
+            lines = self._lines.setdefault((message.rank, message.stream), Lines())
+            prefix = f"[{message.rank}] "
+            finished = lines.feed(message.text)
+            if finished:
+                self._put(message.stream, "".join(f"{prefix}{line}\n" for line in finished))
+            self._update_live()
+        elif isinstance(message, Display):
+            self._flush()
+            _display(message)
+        elif isinstance(message, ClearOutput):
+            self._flush()
+            self._clear_output(message)
+
+    def show(self, shown: dict[int, Bundle]) -> None:
+        """Show the last value of a cell, ranks that show the same folded into one."""
+        self._finish_lines()
+        for ranks, bundle in fold_bundles(shown):
+            _show_bundle(ranks, bundle)
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        self._finish_lines()
+
+    # --- text -------------------------------------------------------------------------------------
+
+    def _put(self, stream: str, text: str) -> None:
+        if stream != self._batch_stream:
+            self._flush()
+            self._batch_stream = stream
+        self._batch.append(text)
+        self._batch_size += len(text)
+        now = time.monotonic()
+        if self._batch_size > BATCH or now - self._flushed > 0.02:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        if self._batch:
+            target = getattr(sys, self._batch_stream)
+            target.write("".join(self._batch))
+            target.flush()
+            self._batch.clear()
+            self._batch_size = 0
+
+    def _finish_lines(self) -> None:
+        for (rank, stream), lines in sorted(self._lines.items()):
+            rest = lines.finish()
+            if rest:
+                self._put(stream, f"[{rank}] {rest}\n")
+        self._flush()
+        if self._live is not None and self._live_text:
+            self._live_text = ""
+            self._live.update(_raw(""), raw=True)
+
+    def _update_live(self) -> None:
+        """Show the unfinished lines, at most ten times a second and only in a notebook."""
+        now = time.monotonic()
+        if now - self._live_time < LIVE_INTERVAL or not _in_notebook():
+            return
+        self._live_time = now
+        partial = [
+            f"[{rank}] {lines.partial}"
+            for (rank, _), lines in sorted(self._lines.items())
+            if lines.partial
+        ]
+        text = "\n".join(partial)
+        if text == self._live_text:
+            return
+        self._flush()
+        self._live_text = text
+        if self._live is None:
+            from IPython.display import display
+
+            self._live = display(_raw(text), raw=True, display_id=True)
+        else:
+            self._live.update(_raw(text), raw=True)
+
+    def _clear_output(self, message: ClearOutput) -> None:
+        if _in_notebook():
+            from IPython.display import clear_output
+
+            clear_output(message.wait)
+
+
+def _raw(text: str) -> dict[str, str]:
+    return {"text/plain": text}
+
+
+def _shell() -> Any:
+    """The IPython shell, if there is one; without importing IPython where there is none."""
+    # Another thread may be half-way through importing it.
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython() if get_ipython is not None else None
+
+
+def _in_notebook() -> bool:
+    return hasattr(_shell(), "kernel")
+
+
+def _display(message: Display) -> None:
+    """Something that a rank displayed, under its rank."""
+    if _shell() is None:
+        sys.stdout.write(_plain([message.rank], message.data) + "\n")
+        return
+    from IPython.display import display, update_display
+
+    if message.update:
+        update_display(
+            message.data, raw=True, display_id=_own_id(message), metadata=message.metadata
+        )
+        return
+    if not _in_notebook() or set(message.data) == {"text/plain"}:
+        sys.stdout.write(_plain([message.rank], message.data) + "\n")
+        return
+    display(_raw(rank_label([message.rank])), raw=True)
+    options = {"display_id": _own_id(message)} if message.display_id else {}
+    display(message.data, raw=True, metadata=message.metadata, **options)
+
+
+def _own_id(message: Display) -> str:
+    """Two ranks may use the same id; they must not overwrite each other."""
+    return f"{message.display_id}-rank{message.rank}"
+
+
+def _show_bundle(ranks: tuple[int, ...], bundle: Bundle) -> None:
+    data, metadata = bundle
+    if not _in_notebook() or set(data) <= {"text/plain"}:
+        sys.stdout.write(_plain(list(ranks), data) + "\n")
+        sys.stdout.flush()
+        return
+    from IPython.display import display
+
+    display(_raw(rank_label(ranks)), raw=True)
+    display(data, raw=True, metadata=metadata)
+
+
+def _plain(ranks: list[int], data: dict[str, Any]) -> str:
+    text = str(data.get("text/plain", f"<{', '.join(data)}>"))
+    return f"{rank_label(ranks)}{chr(10) if chr(10) in text else ' '}{text}"

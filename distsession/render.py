@@ -1,0 +1,235 @@
+"""Results, tables and errors as text and HTML.
+
+Runs in: both.
+
+Pure functions from data to strings; nothing here knows IPython.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import linecache
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from distsession.messages import ErrorInfo, FrameInfo
+from distsession.ranks import RankInfo, format_ranks
+
+__all__ = [
+    "Bundle",
+    "config_html",
+    "config_text",
+    "devices_html",
+    "devices_text",
+    "error_text",
+    "fold",
+    "fold_bundles",
+    "fold_text",
+    "rank_label",
+    "remote_traceback",
+]
+
+Bundle = tuple[dict[str, Any], dict[str, Any]]
+K = TypeVar("K", bound=Hashable)
+
+
+def rank_label(ranks: Sequence[int]) -> str:
+    """``[rank 2]`` or ``[ranks 0-3]``."""
+    return f"[rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}]"
+
+
+def fold(shown: Mapping[int, K]) -> list[tuple[tuple[int, ...], K]]:
+    """Put ranks that show the same together; in the order of their lowest ranks."""
+    groups: dict[K, list[int]] = {}
+    for rank in sorted(shown):
+        groups.setdefault(shown[rank], []).append(rank)
+    return [(tuple(ranks), what) for what, ranks in groups.items()]
+
+
+def fold_text(shown: Mapping[int, str]) -> str:
+    """One line (or block) for each group of ranks that show the same."""
+    return "\n".join(_labelled(ranks, text) for ranks, text in fold(shown))
+
+
+def _labelled(ranks: Sequence[int], text: str) -> str:
+    gap = "\n" if "\n" in text else " "
+    return f"{rank_label(ranks)}{gap}{text}"
+
+
+def fold_bundles(shown: Mapping[int, Bundle]) -> list[tuple[tuple[int, ...], Bundle]]:
+    """Like :func:`fold`, for MIME bundles."""
+    keys = {rank: json.dumps(b, sort_keys=True, default=repr) for rank, b in shown.items()}
+    return [(ranks, shown[ranks[0]]) for ranks, _ in fold(keys)]
+
+
+# --- configuration and devices --------------------------------------------------------------------
+
+
+def _memory(amount: int) -> str:
+    return f"{amount / 2**30:.0f} GiB" if amount else "unknown"
+
+
+def _config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
+    first = infos[0]
+    hosts = sorted({info.host for info in infos})
+    models = sorted({f"{info.device.device.split(':')[0]} ({info.device.name})" for info in infos})
+    return [
+        ("backend", first.backend),
+        ("world size", str(first.world_size)),
+        ("nodes", str(first.nodes)),
+        ("ranks per node", str(first.local_world_size)),
+        ("hosts", ", ".join(hosts)),
+        ("devices", ", ".join(models)),
+        ("torch", first.torch_version),
+        ("python", first.python_version),
+    ]
+
+
+_RANK_HEAD = ("rank", "local rank", "node rank", "host", "pid", "device", "threads")
+
+
+def _rank_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(info.rank),
+            str(info.local_rank),
+            str(info.node_rank),
+            info.host,
+            str(info.pid),
+            info.device.device,
+            str(info.device.threads),
+        )
+        for info in infos
+    ]
+
+
+_DEVICE_HEAD = ("rank", "host", "device", "name", "memory")
+
+
+def _device_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(info.rank),
+            info.host,
+            info.device.device,
+            info.device.name,
+            _memory(info.device.memory_bytes),
+        )
+        for info in infos
+    ]
+
+
+def config_text(infos: Sequence[RankInfo]) -> str:
+    """A session's configuration and a line for each rank."""
+    rows = _config_rows(infos)
+    width = max(len(name) for name, _ in rows)
+    facts = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return f"{facts}\n\n{_table_text(_RANK_HEAD, _rank_rows(infos))}"
+
+
+def config_html(infos: Sequence[RankInfo]) -> str:
+    """The same as :func:`config_text`, for a notebook."""
+    return _table_html((), _config_rows(infos)) + _table_html(_RANK_HEAD, _rank_rows(infos))
+
+
+def devices_text(infos: Sequence[RankInfo]) -> str:
+    """A line for each rank's device."""
+    return _table_text(_DEVICE_HEAD, _device_rows(infos))
+
+
+def devices_html(infos: Sequence[RankInfo]) -> str:
+    """The same as :func:`devices_text`, for a notebook."""
+    return _table_html(_DEVICE_HEAD, _device_rows(infos))
+
+
+def _table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    top = f"<thead>{line(head, 'th')}</thead>" if head else ""
+    return f"<table>{top}<tbody>{body}</tbody></table>"
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def error_text(errors: Mapping[int, ErrorInfo], where: Mapping[int, str]) -> str:
+    """One traceback for each group of ranks that failed in the same way.
+
+    Args:
+        errors: What each failed rank reported.
+        where: Host and device of each rank.
+    """
+    blocks = []
+    for ranks, error in fold(errors):
+        places = sorted({where[rank] for rank in ranks if rank in where})
+        at = f" ({'; '.join(places[:4])}{'; ...' if len(places) > 4 else ''})" if places else ""
+        name = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+        blocks.append(f"{error.ename} on {name}{at}\n\n{remote_traceback(error)}")
+    return "\n\n".join(blocks)
+
+
+def remote_traceback(error: ErrorInfo) -> str:
+    """The traceback of one exception and of those before it, oldest first."""
+    parts = []
+    if error.cause is not None:
+        link = (
+            "The above exception was the direct cause of the following exception:"
+            if error.cause_is_explicit
+            else "During handling of the above exception, another exception occurred:"
+        )
+        parts += [remote_traceback(error.cause), "", link, ""]
+    parts += [_frame_text(frame) for frame in error.frames]
+    parts.append(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
+    parts += [f"  {note}" for note in error.notes]
+    return "\n".join(parts)
+
+
+def _frame_text(frame: FrameInfo) -> str:
+    inside = "" if frame.name == "<module>" else f", in {frame.name}"
+    lines = frame.context or _local_lines(frame)
+    if _is_cell(frame.filename):
+        head = f"{_cell_name(frame.filename)}, line {frame.lineno}{inside}"
+    else:
+        head = f"{_short(frame.filename)}, line {frame.lineno}{inside}"
+        lines = [(n, text.strip()) for n, text in lines if n == frame.lineno]
+        return "\n".join([head, *(f"    {text}" for _, text in lines)])
+    shown = [
+        f"{'---->' if number == frame.lineno else '     '} {number:>3} {text}"
+        for number, text in lines
+    ]
+    return "\n".join([head, *shown, ""])
+
+
+def _is_cell(filename: str) -> bool:
+    return filename.startswith("In[") or filename.startswith("<") or "ipykernel_" in filename
+
+
+def _cell_name(filename: str) -> str:
+    return "Cell of the notebook" if "ipykernel_" in filename else f"Cell {filename}"
+
+
+def _local_lines(frame: FrameInfo) -> Sequence[tuple[int, str]]:
+    """Lines of a function that was defined in this kernel; the ranks do not have its source."""
+    numbers = range(max(1, frame.lineno - 2), frame.lineno + 3)
+    lines = [(n, linecache.getline(frame.filename, n).rstrip()) for n in numbers]
+    return lines if any(n == frame.lineno and text for n, text in lines) else ()
+
+
+def _short(path: str) -> str:
+    home = os.path.expanduser("~")
+    if path.startswith(home + os.sep):
+        return "~" + path[len(home) :]
+    return path

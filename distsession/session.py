@@ -1,0 +1,294 @@
+"""The session: ranks that stay, from their start to their end.
+
+Runs in: the kernel.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distsession import render
+from distsession.errors import OptionsError, SessionStateError
+from distsession.options import SessionOptions, resolve_options
+from distsession.ranks import RankInfo, RankSelector, format_ranks, select_ranks
+from distsession.results import RankResults
+from distsession.view import Output, RankView, Silent
+
+if TYPE_CHECKING:
+    from distsession.cluster.base import Channel, Launcher
+
+__all__ = ["Session", "Table", "current_session"]
+
+T = TypeVar("T")
+
+CLIENT_TIMEOUT = 60.0
+"""Seconds that ``session.client`` waits for ipyparallel."""
+
+_open: list[Session] = []
+_names = itertools.count(1)
+
+output_factory: Callable[[], Output] = Silent
+"""Makes the place for a run's output where a session was given none; the package's face sets it."""
+
+
+class Table:
+    """Facts as text in a terminal and as a table in a notebook."""
+
+    def __init__(self, text: str, html: str):
+        self._text = text
+        self._html = html
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+
+class Session:
+    """Persistent ranks joined in a process group.
+
+    Starts at once and returns when every rank is in the group::
+
+        with Session(4) as session:
+            session.run(train, lr=1e-3)
+
+    Args:
+        ranks: Number of ranks. Default: one per visible GPU, or 2 where there is none.
+        output: Makes the place for a run's output. Default: the notebook's cell, or stdout.
+        **options: See :class:`~distsession.options.SessionOptions`; also from ``DISTSESSION_*``
+            variables.
+
+    Raises:
+        OptionsError: An option that cannot work here.
+        LaunchError: The ranks did not start. Nothing of them is left.
+    """
+
+    def __init__(
+        self,
+        ranks: int | None = None,
+        *,
+        output: Callable[[], Output] | None = None,
+        **options: Any,
+    ):
+        if ranks is not None:
+            options["ranks"] = ranks
+        self.options: SessionOptions = resolve_options(options)
+        self.name = f"session {next(_names)}"
+        self._output = output
+        self._closed = False
+        self._owner = os.getpid()
+        self._lifecycle = threading.RLock()
+        self.infos: tuple[RankInfo, ...] = ()
+        self._launcher: Launcher = _make_launcher(self.options, self._on_background)
+        self.infos = self._launcher.start()
+        self._everyone = RankView(self, range(self.world_size))
+        _open.append(self)
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def __getitem__(self, selector: RankSelector) -> RankView:
+        return RankView(self, select_ranks(selector, self.world_size))
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> RankResults[T]:
+        """Call a function on all ranks; see :meth:`RankView.run`."""
+        return self._everyone.run(function, *args, **kwargs)
+
+    def submit(
+        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> concurrent.futures.Future[RankResults[T]]:
+        """Call a function on all ranks without waiting; see :meth:`RankView.submit`."""
+        return self._everyone.submit(function, *args, **kwargs)
+
+    def execute(
+        self,
+        code: str,
+        *,
+        fetch: bool = False,
+        timeout: float | None = None,
+        label: str | None = None,
+    ) -> RankResults[Any] | None:
+        """Run code in the namespace of all ranks; see :meth:`RankView.execute`."""
+        return self._everyone.execute(code, fetch=fetch, timeout=timeout, label=label)
+
+    def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
+        """The value of an expression on all ranks; see :meth:`RankView.evaluate`."""
+        return self._everyone.evaluate(expression, timeout=timeout)
+
+    def interrupt(self) -> bool:
+        """Raise KeyboardInterrupt in whatever runs on the ranks, from any thread.
+
+        Returns:
+            Whether anything ran.
+        """
+        self.check_open()
+        waiting = self.channel.pending()
+        for pending in waiting:
+            self.channel.interrupt(pending.missing, pending.request)
+        return bool(waiting)
+
+    # --- facts ------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return len(self.infos)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    @property
+    def channel(self) -> Channel:
+        return self._launcher.channel
+
+    @property
+    def client(self) -> Any:
+        """The connected ``ipyparallel.Client``; waits until every rank is registered with it."""
+        self.check_open()
+        return self._launcher.client(CLIENT_TIMEOUT)
+
+    def show_config(self) -> Table:
+        """Backend, world size, hosts, and where each rank is."""
+        self.check_open()
+        return Table(render.config_text(self.infos), render.config_html(self.infos))
+
+    def devices(self) -> Table:
+        """The device of each rank."""
+        self.check_open()
+        return Table(render.devices_text(self.infos), render.devices_html(self.infos))
+
+    def status(self) -> str:
+        """One line on how the session is."""
+        if self._closed:
+            return f"{self.name}: closed"
+        facts = f"{self.world_size} ranks, {self.infos[0].backend}"
+        if not self._launcher.is_alive:
+            return f"{self.name}: its agent is gone ({facts}); session.restart() brings it back"
+        dead = self._launcher.dead_ranks()
+        if dead:
+            return f"{self.name}: rank {format_ranks(dead)} is dead ({facts}); session.restart()"
+        running = self.channel.pending()
+        state = "running" if running else "idle"
+        return f"{self.name}: {state} ({facts})"
+
+    def __repr__(self) -> str:
+        return f"<Session {self.status().removeprefix('session ')}>"
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def restart(self, ranks: RankSelector | None = None) -> None:
+        """Put fresh processes in the place of all ranks, or of some.
+
+        Variables of the replaced ranks are lost; those of the others stay. All then join a new
+        process group, so the others must be idle. Ranks that have died are always replaced.
+
+        Args:
+            ranks: Which. Default: all.
+
+        Raises:
+            LaunchError: They did not start.
+        """
+        with self._lifecycle:
+            self.check_open()
+            chosen = None if ranks is None else select_ranks(ranks, self.world_size)
+            if self._launcher.is_alive:
+                self.infos = self._launcher.restart(chosen)
+                return
+            self._launcher.close()
+            self._launcher = _make_launcher(self.options, self._on_background)
+            try:
+                self.infos = self._launcher.start()
+            except BaseException:
+                self._forget()
+                raise
+
+    def close(self) -> None:
+        """End all ranks and everything that belongs to them. Harmless when repeated."""
+        if os.getpid() != self._owner:
+            return
+        with self._lifecycle:
+            if not self._closed:
+                self._forget()
+                self._launcher.close()
+
+    def _forget(self) -> None:
+        self._closed = True
+        if self in _open:
+            _open.remove(self)
+
+    def activate(self) -> None:
+        """Make this the session that ``%%distributed`` and :func:`current_session` use."""
+        self.check_open()
+        _open.remove(self)
+        _open.append(self)
+
+    def __enter__(self) -> Session:
+        self.check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- for views --------------------------------------------------------------------------------
+
+    def output(self) -> Output:
+        """A place for the output of one run."""
+        return (self._output or output_factory)()
+
+    def _on_background(self, message: Any) -> None:
+        output = self.output()
+        output.write(message)
+        output.close()
+
+    def check_open(self) -> None:
+        """Refuse to go on with a session that is closed, or inherited by a forked process."""
+        if self._closed:
+            raise SessionStateError("this session is closed: start another with Session(...).")
+        if os.getpid() != self._owner:
+            raise SessionStateError(
+                "this session belongs to the process that started it, and this is a forked copy."
+            )
+
+
+def _make_launcher(options: SessionOptions, on_background: Callable[[Any], None]) -> Launcher:
+    if options.launcher == "inline":
+        from distsession.cluster.inline import InlineLauncher
+
+        return InlineLauncher(options)
+    if options.launcher == "local":
+        from distsession.cluster.launch import LocalLauncher
+
+        return LocalLauncher(options, on_background)
+    raise OptionsError(f"launcher={options.launcher!r} is not known.")
+
+
+def current_session() -> Session:
+    """The session that was started or activated last and is still open.
+
+    Raises:
+        SessionStateError: There is none.
+    """
+    if not _open:
+        raise SessionStateError("no session is open: start one with Session(4) or %session start 4.")
+    return _open[-1]
+
+
+def open_sessions() -> Sequence[Session]:
+    """All open sessions, the current one last."""
+    return tuple(_open)
+
+
+@atexit.register
+def _close_all() -> None:
+    for session in list(_open):
+        session.close()

@@ -1,0 +1,343 @@
+"""Some ranks of a session, and what one can have them do.
+
+Runs in: the kernel.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from distsession import render, serialize
+from distsession.cluster.base import OutputMessage, Pending
+from distsession.errors import EngineDiedError, RemoteError, RunError, RunInterrupt, RunTimeoutError
+from distsession.messages import CallRequest, CellRequest, ErrorInfo, Request
+from distsession.ranks import format_ranks
+from distsession.results import RankResults
+
+if TYPE_CHECKING:
+    from distsession.session import Session
+
+__all__ = ["Output", "RankView", "Silent"]
+
+T = TypeVar("T")
+
+INTERRUPT_GRACE = 2.0
+"""Seconds that interrupted ranks have to come back before the caller does without them."""
+
+
+class Output(Protocol):
+    """Where the ranks' output goes; the session itself never prints."""
+
+    def write(self, message: OutputMessage) -> None:
+        """Take one piece of output."""
+
+    def show(self, shown: dict[int, render.Bundle]) -> None:
+        """Show the value of a cell's last expression on each rank."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Silent:
+    """Drops all output."""
+
+    def write(self, message: OutputMessage) -> None:
+        pass
+
+    def show(self, shown: dict[int, render.Bundle]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RankView:
+    """Some ranks of a session: ``session[0]``, ``session[1:3]``, ``session[[0, 3]]``.
+
+    ``session.run`` and its like are those of ``session[:]``.
+    """
+
+    def __init__(self, session: Session, ranks: Sequence[int]):
+        self._session = session
+        self._ranks = tuple(ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._ranks
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __repr__(self) -> str:
+        return f"<RankView {render.rank_label(self._ranks)} of {self._session!r}>"
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> RankResults[T]:
+        """Call a function on every rank of the view and wait for all of them.
+
+        The function and its arguments are pickled with cloudpickle, once for all ranks: lambdas,
+        closures and what a notebook defines work. Names that the notebook does not have are
+        looked up among the rank's variables.
+
+        Args:
+            function: What to call.
+            *args: Its positional arguments, the same on each rank.
+            **kwargs: Its keyword arguments; none is taken by this method.
+
+        Returns:
+            Each rank's value.
+
+        Raises:
+            RunError: It raised on a rank; ``.by_rank`` has the exceptions.
+            SerializationError: The function or an argument cannot be pickled.
+            RunInterrupt: Ctrl-C or Jupyter's Stop.
+        """
+        began = time.perf_counter()
+        pending = self._call(function, args, kwargs)
+        results: RankResults[T] = self._finish(pending, self._session.output(), None, began)
+        return results
+
+    def submit(
+        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> concurrent.futures.Future[RankResults[T]]:
+        """Like :meth:`run`, without waiting: a future of what it would return or raise."""
+        began = time.perf_counter()
+        pending = self._call(function, args, kwargs)
+        output = self._session.output()
+        future: concurrent.futures.Future[RankResults[T]] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        context = contextvars.copy_context()  # output goes to the cell that made the call
+
+        def wait() -> None:
+            try:
+                future.set_result(context.run(self._finish, pending, output, None, began))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=wait, name="distsession-submit", daemon=True).start()
+        return future
+
+    def execute(
+        self,
+        code: str,
+        *,
+        fetch: bool = False,
+        timeout: float | None = None,
+        label: str | None = None,
+    ) -> RankResults[Any] | None:
+        """Run code in the namespace of every rank of the view, as a cell.
+
+        Magics, ``!`` and top-level ``await`` work. The value of a last expression is shown for
+        each rank.
+
+        Args:
+            code: Source code.
+            fetch: Return the values of the last expression too.
+            timeout: Seconds after which the code is interrupted. Default: none.
+            label: Stands for the file name in tracebacks. Default: ``In[number of the request]``.
+
+        Returns:
+            With ``fetch``, each rank's value; otherwise None.
+
+        Raises:
+            RunError: It raised on a rank.
+            RunTimeoutError: It took longer than ``timeout``.
+            RunInterrupt: Ctrl-C or Jupyter's Stop.
+        """
+        return self._execute(code, fetch=fetch, timeout=timeout, label=label)
+
+    def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
+        """The value of one expression on every rank of the view.
+
+        Raises:
+            RunError: It raised on a rank, or is no expression.
+        """
+        results = self._execute(expression, fetch=True, timeout=timeout, expression=True)
+        assert results is not None
+        return results
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Pending:
+        self._session.check_open()
+        if not callable(function):
+            raise TypeError(
+                f"run() and submit() take a function and its arguments, not {function!r}: "
+                "source code goes to execute()."
+            )
+        name = getattr(function, "__qualname__", type(function).__name__)
+        payload = serialize.dump_call(function, args, kwargs)
+        return self._submit(lambda number: CallRequest(number, name), payload)
+
+    def _execute(
+        self,
+        code: str,
+        *,
+        fetch: bool = False,
+        timeout: float | None = None,
+        label: str | None = None,
+        expression: bool = False,
+    ) -> RankResults[Any] | None:
+        began = time.perf_counter()
+        self._session.check_open()
+
+        def make(number: int) -> Request:
+            return CellRequest(number, code, label or f"In[{number}]", fetch, expression)
+
+        pending = self._submit(make, [])
+        results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
+        return results if fetch else None
+
+    def _submit(self, make: Callable[[int], Request], payload: serialize.Frames) -> Pending:
+        return self._session.channel.submit(self._ranks, make, payload)
+
+    def _finish(
+        self, pending: Pending, output: Output, timeout: float | None, began: float
+    ) -> RankResults[Any]:
+        """Wait for a request, handing on its output; make results or an error of its answers."""
+        try:
+            with self._interrupting(pending, output):
+                pending.wait(output.write, timeout)
+            results, failed = self._collect(pending, began)
+            shown = {
+                rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
+            }
+            if shown:
+                output.show(shown)
+        finally:
+            output.close()
+            self._session.channel.forget(pending)
+        if failed:
+            raise self._run_error(pending, failed, results)
+        return results
+
+    @contextmanager
+    def _interrupting(self, pending: Pending, output: Output) -> Iterator[None]:
+        """Stop, or the end of the time, reaches the ranks before it reaches the caller."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            stuck = self._interrupt(pending, output)
+            raise RunInterrupt(
+                f"the run on rank {format_ranks(pending.ranks)} was stopped." + _stuck_text(stuck)
+            ) from None
+        except RunTimeoutError as error:
+            stuck = self._interrupt(pending, output)
+            raise RunTimeoutError(
+                f"{error} It was stopped there." + _stuck_text(stuck)
+            ) from None
+
+    def _interrupt(self, pending: Pending, output: Output) -> tuple[int, ...]:
+        """Interrupt a request; gives the ranks that did not come back from it."""
+        self._session.channel.interrupt(pending.missing, pending.request)
+        try:
+            pending.wait(output.write, INTERRUPT_GRACE)
+        except RunTimeoutError:
+            pass
+        except KeyboardInterrupt:  # pressed again: do not wait
+            pass
+        return pending.missing
+
+    def _collect(
+        self, pending: Pending, began: float
+    ) -> tuple[RankResults[Any], dict[int, tuple[BaseException, ErrorInfo]]]:
+        values: dict[int, Any] = {}
+        failed: dict[int, tuple[BaseException, ErrorInfo]] = {}
+        for rank, (reply, payload) in pending.replies.items():
+            if reply.error is not None:
+                failed[rank] = (_rebuild(reply.error, payload), reply.error)
+            elif not payload:
+                values[rank] = None
+            else:
+                try:
+                    values[rank] = serialize.load(payload)
+                except Exception as error:
+                    refused = RemoteError(
+                        "SerializationError",
+                        f"the result of rank {rank} cannot be rebuilt in the notebook: "
+                        f"{type(error).__name__}: {error}",
+                    )
+                    failed[rank] = (refused, ErrorInfo("SerializationError", refused.evalue))
+        for rank, death in pending.deaths.items():
+            failed[rank] = (death, ErrorInfo("EngineDiedError", str(death)))
+        durations = {rank: reply.duration for rank, (reply, _) in pending.replies.items()}
+        results = RankResults(
+            values, duration=time.perf_counter() - began, durations=durations
+        )
+        return results, failed
+
+    def _run_error(
+        self,
+        pending: Pending,
+        failed: dict[int, tuple[BaseException, ErrorInfo]],
+        results: RankResults[Any],
+    ) -> RunError:
+        # A death is the cause of what its peers then report; otherwise the lowest rank comes first.
+        order = sorted(failed, key=lambda r: (not isinstance(failed[r][0], EngineDiedError), r))
+        infos = {info.rank: info for info in self._session.infos}
+        where = {
+            rank: f"{info.host}, {info.device.device}"
+            for rank, info in infos.items()
+            if rank in failed
+        }
+        for rank, (error, info) in failed.items():
+            error.add_note(_note(rank, where.get(rank, ""), info))
+        first = failed[order[0]][1]
+        same = [rank for rank in order if failed[rank][1] == first]
+        line = _cell_line(first)
+        summary = (
+            f"{first.ename} on rank{'s' if len(same) > 1 else ''} {format_ranks(same)}"
+            f"{f' at {line}' if line else ''}: {first.evalue}"
+        )
+        others = [rank for rank in order if rank not in same]
+        if others:
+            summary += f" (and {len(others)} more rank{'s' if len(others) > 1 else ''}: "
+            summary += f"{format_ranks(others)})"
+        details = render.error_text({rank: failed[rank][1] for rank in order}, where)
+        return RunError(
+            summary,
+            by_rank={rank: failed[rank][0] for rank in order},
+            results=results,
+            details=details,
+        )
+
+
+def _stuck_text(stuck: Sequence[int]) -> str:
+    if not stuck:
+        return ""
+    return (
+        f" Rank {format_ranks(stuck)} did not come back within {INTERRUPT_GRACE:g} s (it waits in "
+        "a collective or computes in C code): what is sent to it now waits for that. "
+        "session.restart() brings fresh ranks."
+    )
+
+
+def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:
+    """The user's own exception where it can be rebuilt here, else one that stands for it."""
+    if payload:
+        try:
+            rebuilt = serialize.load(payload)
+            if isinstance(rebuilt, BaseException):
+                str(rebuilt)
+                return rebuilt
+        except Exception:
+            pass  # its class is not known here, or its __init__ or __str__ fails
+    return RemoteError(error.ename, error.evalue, render.remote_traceback(error))
+
+
+def _cell_line(error: ErrorInfo) -> str:
+    for frame in error.frames:
+        if frame.filename.startswith("In["):
+            return f"{frame.filename} line {frame.lineno}"
+    return ""
+
+
+def _note(rank: int, where: str, error: ErrorInfo) -> str:
+    return ", ".join(part for part in (f"on rank {rank}", where, _cell_line(error)) if part)
