@@ -98,6 +98,7 @@ class Controller:
             config=config,
             profile_dir=self._profile,
             cluster_id="",
+            cluster_file="",  # nothing is to be written behind our back once the session ends
             load_profile=False,
             shutdown_atexit=False,
             controller_ip="127.0.0.1",
@@ -216,9 +217,6 @@ class Controller:
             with contextlib.suppress(Exception):  # it has ended already
                 process.kill()
             launcher._wait_thread.join(2.0)  # ipyparallel's own thread reaps it
-        if self._cluster is not None:
-            self._cluster.engines.clear()
-            self._cluster.controller = None
 
 
 def _package_root() -> str:

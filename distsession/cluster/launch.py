@@ -244,6 +244,7 @@ class LocalLauncher(Launcher):
         if self._controller is not None:
             self._controller.close()
         if self._process is not None:
+            self._process.terminate()  # in case it is in the midst of an import
             try:
                 self._process.wait(timeout=3.0)
             except subprocess.TimeoutExpired:

@@ -77,7 +77,7 @@ class Agent:
         self._wake_writer = wake_writer
 
     def _on_terminate(self, *_: Any) -> None:
-        raise SystemExit(0)
+        raise SystemExit(0)  # also out of the midst of an import
 
     def serve(self) -> None:
         """Obey the kernel until the link closes."""
@@ -227,6 +227,7 @@ class Agent:
             self._link.send(message)
 
     def _end(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._stop(set(self._ranks))
         if self._store_pid:
             _signal(self._store_pid, signal.SIGKILL)

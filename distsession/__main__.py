@@ -1,0 +1,12 @@
+"""``python -m distsession``.
+
+Runs in: both.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from distsession.cli import main
+
+sys.exit(main())

@@ -1,0 +1,214 @@
+"""``%session``, ``%distributed`` and ``%%distributed``.
+
+Runs in: the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from IPython.core.magic import no_var_expand
+
+from distsession import options as session_options
+from distsession import session as session_module
+from distsession.errors import OptionsError, SessionStateError
+from distsession.notebook.stream import Printer
+from distsession.ranks import parse_ranks
+from distsession.results import RankResults
+from distsession.session import Session, Table, current_session
+from distsession.view import RankView
+
+__all__ = ["register", "unregister"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse for magics: an error is shown as a line, and never ends the kernel."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionsError(f"{message}. {self.format_usage().strip()}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise _Helped
+
+
+class _Helped(Exception):
+    """``--help`` was asked for and has been printed."""
+
+
+def _session_parser() -> _Parser:
+    parser = _Parser(prog="%session", description="Start, look at and end the session.")
+    commands = parser.add_subparsers(dest="command", parser_class=_Parser, metavar="COMMAND")
+    start = commands.add_parser("start", help="start ranks")
+    session_options.add_arguments(start)
+    commands.add_parser("status", help="one line on how it is (the default)")
+    commands.add_parser("config", help="backend, world size, and where each rank is")
+    commands.add_parser("devices", help="the device of each rank")
+    restart = commands.add_parser("restart", help="fresh processes for all ranks, or for some")
+    restart.add_argument("ranks", nargs="?", help="such as 1 or 0,2-3")
+    commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
+    commands.add_parser("close", help="end all ranks")
+    return parser
+
+
+def _cell_parser() -> _Parser:
+    parser = _Parser(prog="%%distributed", description="Run the cell on the ranks.")
+    parser.add_argument("ranks", nargs="?", help="such as 0 or 1-3; all by default")
+    parser.add_argument("--out", metavar="NAME", help="keep the last expression's values as NAME")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="seconds after which the cell is stopped"
+    )
+    return parser
+
+
+def _parse(parser: _Parser, line: str) -> argparse.Namespace | None:
+    """The line's arguments; None where the user asked for help."""
+    try:
+        return parser.parse_args(shlex.split(line))
+    except _Helped:
+        return None
+    except ValueError as error:  # an unclosed quote
+        raise OptionsError(f"{parser.prog} {line}: {error}.") from None
+
+
+class Magics:
+    """The magics of one IPython shell."""
+
+    def __init__(self, shell: Any):
+        self._shell = shell
+        self._started: Session | None = None  # by %session start
+
+    # --- %session ---------------------------------------------------------------------------------
+
+    @no_var_expand
+    def session(self, line: str) -> Any:
+        """Start, look at and end the session: ``%session start 4 --backend gloo``."""
+        arguments = _parse(_session_parser(), line)
+        if arguments is None:
+            return None
+        command = arguments.command or "status"
+        result: Any = getattr(self, f"_{command}")(arguments)
+        return result
+
+    def _start(self, arguments: argparse.Namespace) -> Table:
+        given = {k: v for k, v in vars(arguments).items() if k != "command" and v is not None}
+        wanted = session_options.resolve_options(given)
+        old = self._started
+        if old is not None and old.is_open:
+            if old.options == wanted:
+                return _line(f"{old.status()}. It was running already; %session restart renews it.")
+            raise SessionStateError(
+                f"{old.status()}. Close it first with %session close, or start a second one "
+                "beside it with Session(...)."
+            )
+        self._started = Session(**given)
+        return _line(self._started.status())
+
+    def _status(self, _: argparse.Namespace) -> Table:
+        try:
+            return _line(current_session().status())
+        except SessionStateError as error:
+            return _line(str(error))
+
+    def _config(self, _: argparse.Namespace) -> Table:
+        return current_session().show_config()
+
+    def _devices(self, _: argparse.Namespace) -> Table:
+        return current_session().devices()
+
+    def _restart(self, arguments: argparse.Namespace) -> Table:
+        session = current_session()
+        ranks = parse_ranks(arguments.ranks, session.world_size) if arguments.ranks else None
+        session.restart(ranks)
+        return _line(session.status())
+
+    def _interrupt(self, _: argparse.Namespace) -> Table:
+        hit = current_session().interrupt()
+        return _line("interrupted." if hit else "nothing was running.")
+
+    def _close(self, _: argparse.Namespace) -> Table:
+        session = current_session()
+        session.close()
+        return _line(session.status())
+
+    # --- %distributed -----------------------------------------------------------------------------
+
+    @no_var_expand  # braces and dollars belong to the expression
+    def distributed(self, line: str, cell: str | None = None) -> Any:
+        """Run a cell on the ranks, or evaluate one expression there."""
+        if cell is None:
+            if not line.strip():
+                raise OptionsError("%distributed takes an expression: %distributed t.sum()")
+            return current_session().evaluate(line)
+        return self._run_cell(line, cell)
+
+    def _run_cell(self, line: str, cell: str) -> None:
+        arguments = _parse(_cell_parser(), line)
+        if arguments is None:
+            return
+        if arguments.out is not None and not arguments.out.isidentifier():
+            raise OptionsError(f"--out takes the name of a variable, not {arguments.out!r}.")
+        session = current_session()
+        view = _view(session, arguments.ranks)
+        # The magic's own line stays as a comment, so that line numbers are those of the cell that
+        # the user sees. A cell magic below it must come first to be one.
+        source = cell if cell.lstrip().startswith("%%") else f"# %%distributed {line}\n{cell}"
+        results = view.execute(
+            source,
+            fetch=arguments.out is not None,
+            timeout=arguments.timeout,
+            label=f"In[{self._shell.execution_count}]",
+        )
+        if arguments.out is not None:
+            self._keep(arguments.out, results)
+
+    def _keep(self, name: str, results: RankResults[Any] | None) -> None:
+        self._shell.user_ns[name] = results
+
+    # --- ipyparallel's own ------------------------------------------------------------------------
+
+    def px(self, line: str, cell: str | None = None) -> Any:
+        """ipyparallel's %px and %%px, on the engines of the current session."""
+        from distsession.cluster.controller import px_magic
+
+        return px_magic(self._shell, current_session().client, line, cell)
+
+
+def _view(session: Session, ranks: str | None) -> RankView:
+    return session[:] if ranks is None else session[parse_ranks(ranks, session.world_size)]
+
+
+def _line(text: str) -> Table:
+    import html
+
+    return Table(text, f"<pre>{html.escape(text)}</pre>")
+
+
+_NAMES: Sequence[tuple[str, Sequence[str]]] = (
+    ("session", ("line",)),
+    ("distributed", ("line", "cell")),
+    ("px", ("line", "cell")),
+)
+
+
+def register(shell: Any) -> None:
+    """Add the magics to a shell. ``%px`` is left alone where the user has ipyparallel's own."""
+    session_module.output_factory = Printer
+    magics = Magics(shell)
+    present = shell.magics_manager.magics
+    for name, kinds in _NAMES:
+        for kind in kinds:
+            if name == "px" and name in present[kind]:
+                continue
+            shell.register_magic_function(getattr(magics, name), kind, name)
+
+
+def unregister(shell: Any) -> None:
+    """Take the magics away again."""
+    present = shell.magics_manager.magics
+    for name, kinds in _NAMES:
+        for kind in kinds:
+            if isinstance(getattr(present[kind].get(name), "__self__", None), Magics):
+                del present[kind][name]
