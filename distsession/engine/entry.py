@@ -135,12 +135,24 @@ class _Kernel(IPythonParallelKernel):
 
     shell_class = EngineShell  # adopts the one that make_shell made
     px_streams: tuple[Any, Any] | None = None
-    px_hook: Any = None
 
-    def _px(self) -> contextlib.AbstractContextManager[None]:
+    def set_parent(self, ident: Any, parent: Any, channel: str = "shell") -> None:
+        super().set_parent(ident, parent, channel)
+        for stream in self.px_streams or ():
+            stream.set_parent(parent)
+
+    @contextlib.contextmanager
+    def _px(self) -> Iterator[None]:
         if self.px_streams is None:
-            return contextlib.nullcontext()
-        return streams_set(*self.px_streams)
+            yield
+            return
+        with streams_set(*self.px_streams):
+            try:
+                yield
+            finally:
+                # The client forgets a request once it is idle, with whatever still comes.
+                for stream in self.px_streams:
+                    stream.flush()
 
     async def do_execute(self, *args: Any, **kwargs: Any) -> Any:
         with self._px():

@@ -4,7 +4,8 @@ Runs in: the kernel.
 
 Text is put together into lines, each marked with its rank, so that ranks which write at the same
 time do not tear each other's lines. A line that is not finished (a progress bar) is held back; in
-a notebook it is shown in a block that is updated in place, one line for each rank.
+a notebook it is shown in a block that is updated in place, one line for each rank, where it also
+stays when it is finished.
 """
 
 from __future__ import annotations
@@ -35,28 +36,26 @@ class Lines:
     def __init__(self) -> None:
         self._line: list[str] = []
         self._returned = False
+        self.redrawn = False
+        """Whether the unfinished line has been overwritten: then it is a progress bar."""
 
-    def feed(self, text: str) -> list[str]:
-        """Take a piece; gives the lines that it finished, without their ends."""
-        if "\r" not in text and not self._returned:
+    def feed(self, text: str) -> list[tuple[str, bool]]:
+        """Take a piece; gives the lines that it finished, and whether each was redrawn."""
+        if "\r" not in text and not self.redrawn:
             *whole, rest = text.split("\n")
             if whole and self._line:
                 whole[0] = "".join((*self._line, whole[0]))
                 self._line.clear()
             if rest:
                 self._line.append(rest)
-            return whole
-        return self._feed_returns(text)
-
-    def _feed_returns(self, text: str) -> list[str]:
+            return [(line, False) for line in whole]
         finished = []
         pieces = text.split("\n")
         for number, piece in enumerate(pieces):
             self._overwrite(piece)
             if number < len(pieces) - 1:
-                finished.append(self.partial)
-                self._line.clear()
-                self._returned = False
+                redrawn = self.redrawn
+                finished.append((self.finish(), redrawn))
         return finished
 
     def _overwrite(self, piece: str) -> None:
@@ -67,6 +66,7 @@ class Lines:
                 continue
             if self._returned:
                 before = self.partial
+                self.redrawn = self.redrawn or bool(before)
                 self._line = [part, before[len(part) :]]
                 self._returned = False
             else:
@@ -83,7 +83,7 @@ class Lines:
         """The unfinished line, which is thereby finished."""
         rest = self.partial
         self._line.clear()
-        self._returned = False
+        self._returned = self.redrawn = False
         return rest
 
 
@@ -95,27 +95,27 @@ class Printer:
         self._batch: list[str] = []
         self._batch_size = 0
         self._batch_stream = "stdout"
-        self._live: Any = None
-        self._live_text = ""
-        self._live_time = 0.0
-        self._clear: set[int] = set()
         self._flushed = time.monotonic()
+        self._live = _LiveBlock()
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
         if isinstance(message, Text):
             lines = self._lines.setdefault((message.rank, message.stream), Lines())
             prefix = f"[{message.rank}] "
-            finished = lines.feed(message.text)
-            if finished:
-                self._put(message.stream, "".join(f"{prefix}{line}\n" for line in finished))
+            text = []
+            for line, redrawn in lines.feed(message.text):
+                if not (redrawn and self._live.keep(message.rank, line)):
+                    text.append(f"{prefix}{line}\n")
+            if text:
+                self._put(message.stream, "".join(text))
             self._update_live()
         elif isinstance(message, Display):
             self._flush()
             _display(message)
         elif isinstance(message, ClearOutput):
             self._flush()
-            self._clear_output(message)
+            _clear_output(message)
 
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the last value of a cell, ranks that show the same folded into one."""
@@ -150,42 +150,66 @@ class Printer:
 
     def _finish_lines(self) -> None:
         for (rank, stream), lines in sorted(self._lines.items()):
+            redrawn = lines.redrawn
             rest = lines.finish()
-            if rest:
+            if rest and not (redrawn and self._live.keep(rank, rest)):
                 self._put(stream, f"[{rank}] {rest}\n")
         self._flush()
-        if self._live is not None and self._live_text:
-            self._live_text = ""
-            self._live.update(_raw(""), raw=True)
+        self._live.show({})
 
     def _update_live(self) -> None:
-        """Show the unfinished lines, at most ten times a second and only in a notebook."""
-        now = time.monotonic()
-        if now - self._live_time < LIVE_INTERVAL or not _in_notebook():
+        if self._live.is_due:
+            partial = {
+                rank: lines.partial
+                for (rank, _), lines in sorted(self._lines.items())
+                if lines.partial
+            }
+            if partial:
+                self._flush()
+            self._live.show(partial)
+
+
+class _LiveBlock:
+    """The lines that ranks redraw, in one display that is updated in place. Notebooks only."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, str]] = []
+        self._handle: Any = None
+        self._text = ""
+        self._shown_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._shown_at > LIVE_INTERVAL and _in_notebook()
+
+    def keep(self, rank: int, line: str) -> bool:
+        """Take a redrawn line that is finished; False where there is no block to take it."""
+        if self._handle is None:
+            return False
+        self._kept.append((rank, line))
+        return True
+
+    def show(self, partial: dict[int, str]) -> None:
+        """Show what was kept and what is unfinished."""
+        self._shown_at = time.monotonic()
+        lines = [f"[{rank}] {line}" for rank, line in sorted(self._kept)]
+        text = "\n".join([*lines, *(f"[{rank}] {line}" for rank, line in partial.items())])
+        if text == self._text or (not text and self._handle is None):
             return
-        self._live_time = now
-        partial = [
-            f"[{rank}] {lines.partial}"
-            for (rank, _), lines in sorted(self._lines.items())
-            if lines.partial
-        ]
-        text = "\n".join(partial)
-        if text == self._live_text:
-            return
-        self._flush()
-        self._live_text = text
-        if self._live is None:
+        self._text = text
+        if self._handle is None:
             from IPython.display import display
 
-            self._live = display(_raw(text), raw=True, display_id=True)
+            self._handle = display(_raw(text), raw=True, display_id=True)
         else:
-            self._live.update(_raw(text), raw=True)
+            self._handle.update(_raw(text), raw=True)
 
-    def _clear_output(self, message: ClearOutput) -> None:
-        if _in_notebook():
-            from IPython.display import clear_output
 
-            clear_output(message.wait)
+def _clear_output(message: ClearOutput) -> None:
+    if _in_notebook():
+        from IPython.display import clear_output
+
+        clear_output(message.wait)
 
 
 def _raw(text: str) -> dict[str, str]:
