@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
         from distsession import session
 
-        if session.output_factory is session.Silent:
+        if session.output_factory is None:
             session.output_factory = _printer
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in errors.__all__:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distsession import __version__, render
+from distsession import render
 from distsession.errors import DistsessionError
 from distsession.options import add_arguments
 from distsession.ranks import RankInfo
@@ -57,7 +57,7 @@ class Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
     parser = argparse.ArgumentParser(prog="distsession", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="version", version=_version("distsession"))
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor", help="say what this machine has, what would go wrong, and the mend"
@@ -93,16 +93,20 @@ def _doctor(options: dict[str, object]) -> int:
 def _versions() -> Iterator[Finding]:
     old = sys.version_info < (3, 11)
     yield Finding("python", platform.python_version(), "use Python 3.11 or newer" * old, fatal=old)
-    yield Finding("distsession", __version__)
+    yield Finding("distsession", _version("distsession"))
     for package in PACKAGES:
         try:
-            yield Finding(package, importlib.metadata.version(package))
+            yield Finding(package, _version(package))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(package, "not installed", f"pip install {package}", fatal=True)
     if sys.platform != "linux":
         yield Finding(
             "system", platform.system(), "ranks are forked, which is tested on Linux only"
         )
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
 
 
 def _memory() -> Iterator[Finding]:

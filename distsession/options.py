@@ -231,9 +231,7 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
             )
         devices = ("cpu",) * (options.ranks or 2)
     threads = options.threads or max(1, host.cpus // len(devices))
-    return RankPlan(
-        world_size=len(devices), devices=devices, backend=backend, threads=threads
-    )
+    return RankPlan(world_size=len(devices), devices=devices, backend=backend, threads=threads)
 
 
 def _wants_gpu(options: SessionOptions, host: HostInfo) -> bool:

@@ -46,9 +46,7 @@ class RankResults(Mapping[int, T], Generic[T]):
         try:
             return self._values[rank]
         except KeyError:
-            raise KeyError(
-                f"rank {rank} gave no result; these did: {list(self._values)}"
-            ) from None
+            raise KeyError(f"rank {rank} gave no result; these did: {list(self._values)}") from None
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._values)

@@ -105,7 +105,9 @@ def _explain(obj: Any, what: str, error: Exception) -> str:
 
 def _kind(obj: Any) -> str:
     cls = type(obj)
-    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    name = (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
     return f"a {name}"
 
 

@@ -33,7 +33,7 @@ CLIENT_TIMEOUT = 60.0
 _open: list[Session] = []
 _names = itertools.count(1)
 
-output_factory: Callable[[], Output] = Silent
+output_factory: Callable[[], Output] | None = None
 """Makes the place for a run's output where a session was given none; the package's face sets it."""
 
 
@@ -243,7 +243,7 @@ class Session:
 
     def output(self) -> Output:
         """A place for the output of one run."""
-        return (self._output or output_factory)()
+        return (self._output or output_factory or Silent)()
 
     def _on_background(self, message: Any) -> None:
         output = self.output()
@@ -279,7 +279,9 @@ def current_session() -> Session:
         SessionStateError: There is none.
     """
     if not _open:
-        raise SessionStateError("no session is open: start one with Session(4) or %session start 4.")
+        raise SessionStateError(
+            "no session is open: start one with Session(4) or %session start 4."
+        )
     return _open[-1]
 
 

@@ -230,9 +230,7 @@ class RankView:
             ) from None
         except RunTimeoutError as error:
             stuck = self._interrupt(pending, output)
-            raise RunTimeoutError(
-                f"{error} It was stopped there." + _stuck_text(stuck)
-            ) from None
+            raise RunTimeoutError(f"{error} It was stopped there." + _stuck_text(stuck)) from None
 
     def _interrupt(self, pending: Pending, output: Output) -> tuple[int, ...]:
         """Interrupt a request; gives the ranks that did not come back from it."""
@@ -268,9 +266,7 @@ class RankView:
         for rank, death in pending.deaths.items():
             failed[rank] = (death, ErrorInfo("EngineDiedError", str(death)))
         durations = {rank: reply.duration for rank, (reply, _) in pending.replies.items()}
-        results = RankResults(
-            values, duration=time.perf_counter() - began, durations=durations
-        )
+        results = RankResults(values, duration=time.perf_counter() - began, durations=durations)
         return results, failed
 
     def _run_error(

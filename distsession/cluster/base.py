@@ -5,7 +5,9 @@ Runs in: the kernel.
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,9 +19,20 @@ from distsession.messages import ClearOutput, Display, OutputEnd, Reply, Request
 from distsession.ranks import RankInfo, format_ranks
 from distsession.serialize import Frames
 
-__all__ = ["Budget", "Channel", "Launcher", "OutputMessage", "Pending"]
+__all__ = ["Budget", "Channel", "Launcher", "OutputMessage", "Pending", "python_command"]
 
 OutputMessage = Text | Display | ClearOutput
+
+
+def python_command(module: str) -> list[str]:
+    """The command that runs ``main()`` of one of our modules in a process of its own.
+
+    The package may have been found by a ``sys.path`` that only this kernel has.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    code = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+    return [sys.executable, "-c", code]
+
 
 _DONE = object()
 
@@ -106,7 +119,9 @@ class Pending:
         """Ranks that have neither answered nor died."""
         return tuple(r for r in self.ranks if r not in self.replies and r not in self.deaths)
 
-    def wait(self, on_output: Callable[[OutputMessage], None], timeout: float | None = None) -> None:
+    def wait(
+        self, on_output: Callable[[OutputMessage], None], timeout: float | None = None
+    ) -> None:
         """Hand on output until every rank has answered or died.
 
         Raises:

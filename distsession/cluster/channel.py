@@ -79,7 +79,9 @@ class SocketChannel(Channel):
         self._wake_reader, self._wake_writer = os.pipe()
         self._closed = False
         self.malformed = 0
-        self._thread = threading.Thread(target=self._receive, name="distsession-channel", daemon=True)
+        self._thread = threading.Thread(
+            target=self._receive, name="distsession-channel", daemon=True
+        )
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
 
+from distsession.cluster.base import python_command
 from distsession.errors import LaunchError, LaunchTimeoutError
 from distsession.messages import ControllerInfo
 from distsession.ranks import format_ranks
@@ -79,12 +79,9 @@ class Controller:
         from traitlets.config import Config
 
         config = Config()
-        config.LocalControllerLauncher.controller_cmd = [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {_package_root()!r}); "
-            "from distsession.cluster.controller_process import main; main()",
-        ]
+        config.LocalControllerLauncher.controller_cmd = python_command(
+            "distsession.cluster.controller_process"
+        )
         config.LocalControllerLauncher.controller_args = [
             "--IPController.use_threads=True",
             "--IPController.enable_curve=True",
@@ -141,7 +138,9 @@ class Controller:
             LaunchError: The controller or a rank's engine did not come.
         """
         if not self._ready.wait(timeout):
-            raise LaunchTimeoutError(f"ipyparallel's controller did not start within {timeout:g} s.")
+            raise LaunchTimeoutError(
+                f"ipyparallel's controller did not start within {timeout:g} s."
+            )
         if self._connection is None:
             raise LaunchError(f"ipyparallel's controller did not start: {self._error}")
         ids = wait_registered(timeout)
@@ -211,18 +210,11 @@ class Controller:
 
     def _kill(self) -> None:
         """End it at once: it keeps nothing that outlives the session."""
-        launcher = getattr(self._cluster, "controller", None)
-        process = getattr(launcher, "process", None)
-        if process is not None:
+        launcher: Any = getattr(self._cluster, "controller", None)
+        if getattr(launcher, "process", None) is not None:
             with contextlib.suppress(Exception):  # it has ended already
-                process.kill()
+                launcher.process.kill()
             launcher._wait_thread.join(2.0)  # ipyparallel's own thread reaps it
-
-
-def _package_root() -> str:
-    import distsession
-
-    return os.path.dirname(os.path.dirname(os.path.abspath(distsession.__file__)))
 
 
 def px_magic(shell: Any, client: Any, line: str, cell: str | None) -> Any:

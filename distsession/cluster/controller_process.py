@@ -13,7 +13,7 @@ POLL = 0.25
 
 
 def _end_with(parent: int) -> None:
-    """ipyparallel's controller does not notice that nobody needs it any more."""
+    """Ipyparallel's controller does not notice that nobody needs it any more."""
     while os.getppid() == parent:
         time.sleep(POLL)
     os._exit(0)

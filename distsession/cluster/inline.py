@@ -102,7 +102,7 @@ class InlineLauncher(Launcher):
         self._started = False
 
     def start(self) -> tuple[RankInfo, ...]:
-        import torch  # noqa: TID253  this kernel is the rank
+        import torch
         import torch.distributed as dist
 
         from distsession.distributed.seeding import seed_everything

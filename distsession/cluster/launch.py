@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distsession.cluster.base import Launcher, OutputMessage, Pending
+from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import Controller
 from distsession.cluster.monitor import Monitor
@@ -99,11 +99,6 @@ class LocalLauncher(Launcher):
             raise
 
     def _spawn_agent(self) -> None:
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        boot = (
-            f"import sys; sys.path.insert(0, {root!r}); "
-            "from distsession.engine.agent import main; main()"
-        )
         environ = {
             **os.environ,
             # One thread only: a child forked from a process with a thread pool hangs in it.
@@ -115,7 +110,7 @@ class LocalLauncher(Launcher):
         }
         with open(os.path.join(self._folder, "agent.log"), "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", boot, self._folder],
+                [*python_command("distsession.engine.agent"), self._folder],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -186,7 +181,8 @@ class LocalLauncher(Launcher):
             self.channel.send_control(rank, info)
 
     def client(self, timeout: float) -> Any:
-        assert self._controller is not None and self._plan is not None
+        assert self._controller is not None
+        assert self._plan is not None
         world = range(self._plan.world_size)
         return self._controller.client(
             lambda limit: self._monitor.wait_registered(world, limit), len(world), timeout
@@ -269,6 +265,6 @@ def _private_folder() -> str:
         return folder
     raise LaunchError(
         "there is no folder for the session's sockets and logs: neither "
-        f"{tempfile.gettempdir()}, /tmp nor $XDG_RUNTIME_DIR can be written to (or its path is too long for a "
-        "socket). Set TMPDIR to a short, writable path."
+        f"{tempfile.gettempdir()}, /tmp nor $XDG_RUNTIME_DIR can be written to (or its path is too "
+        "long for a socket). Set TMPDIR to a short, writable path."
     )

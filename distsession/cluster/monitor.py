@@ -122,8 +122,10 @@ class Monitor:
         """Wait until the processes of these ranks have ended."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self.agent_gone
-                or all(rank in self.dead or rank in self._exited for rank in ranks),
+                lambda: (
+                    self.agent_gone
+                    or all(rank in self.dead or rank in self._exited for rank in ranks)
+                ),
                 timeout,
             )
 

@@ -132,7 +132,9 @@ class Agent:
         problem = probe.fork_problem()
         if problem:
             names = ", ".join(message.preload) or "something that Python runs at its start"
-            reason = f"ranks cannot be forked: {problem}, because of {names}. Leave it out of preload."
+            reason = (
+                f"ranks cannot be forked: {problem}, because of {names}. Leave it out of preload."
+            )
             self._link.send(AgentFailed(reason=reason))
             return False
         gc.freeze()  # a collection in a child then does not copy the pages of what all share

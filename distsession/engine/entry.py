@@ -21,10 +21,10 @@ from ipykernel.compiler import XCachingCompiler
 from ipykernel.displayhook import ZMQDisplayHook
 from ipykernel.iostream import OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
-from IPython.core.error import UsageError
-from IPython.core.interactiveshell import ExecutionInfo
 from ipyparallel.engine import app as engine_app
 from ipyparallel.engine.kernel import IPythonParallelKernel
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import ExecutionInfo
 from traitlets.config import Config
 
 from distsession.engine.capture import Capture, streams_set
@@ -42,7 +42,7 @@ class _Publisher(ZMQDisplayPublisher):
     rank = 0
     request = 0
 
-    def publish(  # type: ignore[override]
+    def publish(
         self,
         data: dict[str, Any],
         metadata: dict[str, Any] | None = None,
@@ -179,7 +179,7 @@ class _Engine(engine_app.IPEngine):
         kernel = self.kernel
         assert isinstance(kernel, _Kernel)
         # watchfd: descriptors 1 and 2 are our log files and stay so.
-        kernel.px_streams = tuple(  # type: ignore[assignment]
+        kernel.px_streams = tuple(
             OutStream(self.session, iopub_socket, name, watchfd=False)
             for name in ("stdout", "stderr")
         )

@@ -7,7 +7,6 @@ launcher, where there is none.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -79,8 +78,10 @@ class _Compiler:
         assert isinstance(tree, ast.Module)
         return tree
 
-    def __call__(self, source: str | ast.AST, label: str, mode: str) -> CodeType:
-        code: CodeType = compile(source, label, mode, self.flags, dont_inherit=True)  # type: ignore[call-overload]
+    def __call__(
+        self, source: str | ast.Module | ast.Expression, label: str, mode: str
+    ) -> CodeType:
+        code: CodeType = compile(source, label, mode, self.flags, dont_inherit=True)
         self.flags |= code.co_flags & self._future
         return code
 
@@ -225,7 +226,7 @@ def _main_globals(
             if item.__globals__.get("__name__") != "__main__":
                 continue
             known = id(item.__globals__) in used
-            target, names = used.setdefault(id(item.__globals__), (item.__globals__, set()))
+            _, names = used.setdefault(id(item.__globals__), (item.__globals__, set()))
             names |= _names(item.__code__)
             if not known:
                 todo += [v for v in item.__globals__.values() if _is_code_holder(v)]
@@ -233,9 +234,8 @@ def _main_globals(
         elif isinstance(item, type):
             if item.__module__ == "__main__":
                 todo += [v for v in vars(item).values() if callable(v) or hasattr(v, "__func__")]
-        elif not callable(item) or type(item).__module__ == "__main__":
-            if type(item).__module__ == "__main__":
-                todo.append(type(item))
+        elif type(item).__module__ == "__main__":
+            todo.append(type(item))
     yield from used.values()
 
 

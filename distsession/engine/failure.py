@@ -10,12 +10,14 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from distsession.messages import ErrorInfo, FrameInfo
 from distsession.serialize import Frames, dump_value
 
 __all__ = ["describe", "pickled"]
+
+T = TypeVar("T")
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _CONTEXT = 2
@@ -33,7 +35,8 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
     explicit = cause is not None
     if cause is None and not error.__suppress_context__:
         cause = error.__context__
-    notes = _safely(lambda: tuple(str(note) for note in getattr(error, "__notes__", ())), ())
+    nothing: tuple[str, ...] = ()
+    notes = _safely(lambda: tuple(str(note) for note in getattr(error, "__notes__", ())), nothing)
     evalue = _message(error)
     if isinstance(error, BaseExceptionGroup) and depth < _MAX_CHAIN:
         inner = [describe(part, depth + 1) for part in error.exceptions[:10]]
@@ -51,17 +54,20 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
 def _message(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # its own formatting shows the line with a caret
         return _safely(
-            lambda: "".join(traceback.format_exception_only(type(error), error))
-            .rstrip()
-            .removeprefix(f"{type(error).__name__}: "),
+            lambda: (
+                "".join(traceback.format_exception_only(type(error), error))
+                .rstrip()
+                .removeprefix(f"{type(error).__name__}: ")
+            ),
             "invalid syntax",
         )
     return _safely(
-        lambda: str(error)[:_MAX_VALUE], f"<its message cannot be shown: {type(error).__name__}.__str__ raises>"
+        lambda: str(error)[:_MAX_VALUE],
+        f"<its message cannot be shown: {type(error).__name__}.__str__ raises>",
     )
 
 
-def _safely(make: Callable[[], Any], fallback: Any) -> Any:
+def _safely(make: Callable[[], T], fallback: T) -> T:
     try:
         return make()
     except Exception:
@@ -83,7 +89,9 @@ def _frames(tb: TracebackType | None) -> Iterator[FrameInfo]:
         )
 
 
-def _context(filename: str, lineno: int, module_globals: dict[str, Any]) -> tuple[tuple[int, str], ...]:
+def _context(
+    filename: str, lineno: int, module_globals: dict[str, Any]
+) -> tuple[tuple[int, str], ...]:
     numbers = range(max(1, lineno - _CONTEXT), lineno + _CONTEXT + 1)
     lines = [(n, linecache.getline(filename, n, module_globals).rstrip()) for n in numbers]
     while lines and not lines[-1][1] and lines[-1][0] != lineno:

@@ -26,7 +26,9 @@ def host_info() -> HostInfo:
         gpus=tuple(f"cuda:{number}" for number in range(_count_gpus())),
         backends=_backends(),
         torch_version=str(torch.__version__),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
     )
 
 

@@ -177,15 +177,17 @@ class Rank:
 
         zmq's descriptor signals changes, not states, so the state is read before each wait.
         """
-        while not self._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            changed = self._loop.create_future()
-            descriptor = self._requests.getsockopt(zmq.FD)
-            self._loop.add_reader(descriptor, lambda f=changed: f.done() or f.set_result(None))
+        while not self._has_request():
+            changed: asyncio.Future[None] = self._loop.create_future()
+            self._loop.add_reader(self._requests.FD, _set_once, changed)
             try:
-                if not self._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                if not self._has_request():
                     await changed
             finally:
-                self._loop.remove_reader(descriptor)
+                self._loop.remove_reader(self._requests.FD)
+
+    def _has_request(self) -> bool:
+        return bool(int(self._requests.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -278,8 +280,17 @@ class Rank:
             report(-1)
 
 
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 def _connect(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, folder: str, name: str, identity: bytes = b""
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    folder: str,
+    name: str,
+    identity: bytes = b"",
 ) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 500)

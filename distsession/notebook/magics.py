@@ -170,7 +170,7 @@ class Magics:
     # --- ipyparallel's own ------------------------------------------------------------------------
 
     def px(self, line: str, cell: str | None = None) -> Any:
-        """ipyparallel's %px and %%px, on the engines of the current session."""
+        """Run ipyparallel's %px or %%px, on the engines of the current session."""
         from distsession.cluster.controller import px_magic
 
         return px_magic(self._shell, current_session().client, line, cell)

@@ -1,0 +1,37 @@
+# Everything runs in a virtual environment in the checkout; nothing else needs to be set up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint notebooks docs bench check clean
+
+demo: $(STAMP)  ## train a classifier on all ranks and show the result
+	$(BIN)/python notebooks/demo.py
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## style, types, import laws
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+notebooks: $(STAMP)  ## execute the notebooks
+	$(BIN)/python -m pytest -m notebook -o addopts="" notebooks tests
+
+docs: $(STAMP)  ## build the documentation
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+bench: $(STAMP)  ## measure this project beside its peers
+	$(BIN)/python -m tests.benchmarks
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	.ci/install-torch $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,notebooks,docs,lint]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache
