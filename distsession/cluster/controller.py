@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -103,7 +104,12 @@ class Controller:
             delay=0,
             log=_ipyparallel_log,
         )
+        if self._closed:
+            return
         await cluster.start_controller()
+        if self._closed:  # close() came in between and found nothing to end
+            self._kill()
+            return
         # The agent runs already: ipyparallel takes over the process as if it had started it.
         cluster.engines["agent"] = LocalEngineLauncher.from_dict(
             {"pid": self._agent, "state": "running"},
@@ -206,14 +212,14 @@ class Controller:
                 self._loop.call_soon_threadsafe(self._stopped.set)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
-        self._kill()  # one that was being started a moment ago
 
     def _kill(self) -> None:
         """End it at once: it keeps nothing that outlives the session."""
         launcher: Any = getattr(self._cluster, "controller", None)
         if getattr(launcher, "process", None) is not None:
-            with contextlib.suppress(Exception):  # it has ended already
-                launcher.process.kill()
+            # It leads a process group, in which ipyparallel's heart monitor is a process of its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.process.pid, signal.SIGKILL)
             launcher._wait_thread.join(2.0)  # ipyparallel's own thread reaps it
 
 

@@ -33,6 +33,8 @@ STREAMS = ("stdout", "stderr")
 CHUNK = 1 << 16
 INTERVAL = 0.05
 """Seconds between two looks at the files while output is expected."""
+CHECK_EVERY = 1 << 20
+"""Bytes of Python's own prints between two looks at how far they are ahead."""
 AHEAD = 32 << 20
 """Bytes by which Python's own prints may be ahead of what the kernel has taken."""
 MARKS_AHEAD = 256
@@ -116,6 +118,7 @@ class Capture:
         self._marks: deque[_Mark] = deque()
         self._messages = 0
         self._last_stream = 0
+        self._unchecked = 0
         self._write_lock = threading.Lock()
         self._pump_lock = threading.Lock()
         self._wake = threading.Event()
@@ -137,7 +140,10 @@ class Capture:
             view = memoryview(data)
             while view:
                 view = view[os.write(index + 1, view) :]
-        self._wait_for_kernel()
+            self._unchecked += len(data)
+        if self._unchecked > CHECK_EVERY:
+            self._unchecked = 0
+            self._wait_for_kernel()
 
     def show(self, message: Any) -> None:
         """Send a display after all text that was written before it."""
@@ -148,7 +154,6 @@ class Capture:
         self._wait_for_kernel()
 
     def _wait_for_kernel(self) -> None:
-        # Only cheap facts here: this runs on every print.
         while len(self._marks) > MARKS_AHEAD or self._unsent() > AHEAD:
             self._wake.set()
             time.sleep(0.005)

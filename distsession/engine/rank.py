@@ -61,6 +61,9 @@ STAY_AWAKE_MS = 3
 """How long to wait for the next request before ipyparallel's event loop gets its turn: a request
 that follows at once is then served without the cost of entering and leaving that loop."""
 
+SEND_TIMEOUT_MS = 50
+"""How long a piece of output waits for a kernel that may be gone, once this process is to end."""
+
 
 class _Stop(BaseException):
     """Raised by SIGTERM: leave, running exit functions."""
@@ -89,8 +92,10 @@ class Rank:
         self._replies = _connect(context, zmq.PUSH, start.folder, "replies")
         self._reply_lock = threading.Lock()
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
+        self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        self._is_leaving = False
         control = _connect(context, zmq.DEALER, start.folder, "control", identity)
-        self._capture = Capture(rank, paths, lambda message: self._send_output(message))
+        self._capture = Capture(rank, paths, self._send_output)
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
         self._interruptor = Interruptor()
@@ -125,6 +130,7 @@ class Rank:
         raise _Stop
 
     def _leave(self) -> None:
+        self._is_leaving = True
         with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
         with contextlib.suppress(Exception):
@@ -153,7 +159,15 @@ class Rank:
             self._replies.send_multipart(frames, copy=len(frames) <= 2)
 
     def _send_output(self, message: Any) -> None:
-        self._output.send_multipart(encode(message))
+        """Wait for as long as the kernel is behind; give up only when this process ends."""
+        frames = encode(message)
+        while True:
+            try:
+                self._output.send_multipart(frames)
+                return
+            except zmq.Again:
+                if self._is_leaving:
+                    raise
 
     def _next_request(self) -> tuple[Request, Any]:
         while True:

@@ -1,0 +1,212 @@
+"""What a call costs that does no work: beside the floor, beside peers, and with more ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import zmq
+
+from tests.benchmarks import peers
+from tests.benchmarks.bench import Bench
+from tests.benchmarks.figures import OURS, Arm, Figure, Row, Target, describe, take_turns
+from tests.benchmarks.processes import end_tree, program, snapshot
+
+RANKS = 4
+GROWTH = (1, 2, 4, 8, 16, 32)
+PAUSE = 0.05
+ANSWER_TIMEOUT = 120
+RAW = "raw pyzmq"
+
+
+def _from_a_notebook() -> Callable[[], None]:
+    """A function that travels by value, as one that a notebook defines."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def noop():\n    return None\n", names)
+    function: Callable[[], None] = names["noop"]
+    return function
+
+
+noop = _from_a_notebook()
+
+
+def time_calls(call: Callable[[], Any], count: int, pause: float = 0.0) -> list[float]:
+    """Milliseconds of each of some calls."""
+    times = []
+    for _ in range(count):
+        if pause:
+            time.sleep(pause)
+        began = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+class RawFloor:
+    """The least that a call can be: one zmq socket, cloudpickle, processes without torch."""
+
+    def __init__(self, bench: Bench, workers: int):
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        address = f"ipc://{bench.folder}/raw.sock"
+        self._socket.bind(address)
+        self._identities = [str(number).encode() for number in range(workers)]
+        self._processes = [
+            subprocess.Popen(program("raw_worker", address, number), text=True)
+            for number in range(workers)
+        ]
+        for _ in range(workers):
+            if not self._socket.poll(30_000):
+                self.close()
+                raise TimeoutError("the raw workers did not come")
+            self._socket.recv_multipart()
+
+    def call(self) -> list[Any]:
+        payload = cloudpickle.dumps((noop, (), {}), protocol=5)
+        for identity in self._identities:
+            self._socket.send_multipart([identity, payload])
+        values = []
+        for _ in self._identities:
+            if not self._socket.poll(1000 * ANSWER_TIMEOUT):
+                raise TimeoutError("a raw worker did not answer")
+            values.append(pickle.loads(self._socket.recv_multipart()[1]))
+        return values
+
+    def close(self) -> None:
+        for process in self._processes:
+            end_tree(process)
+        self._context.destroy(0)
+
+
+class RayCalls:
+    """Ray's actors in an interpreter that has it, driven by lines."""
+
+    def __init__(self, bench: Bench, actors: int):
+        python = peers.python_with("ray")
+        self._process = subprocess.Popen(
+            program("calls_ray", actors, bench.folder / "ray", python=python),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**peers.path_with(python), "RAY_USAGE_STATS_ENABLED": "0", **_home(bench)},
+        )
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def time(self, count: int) -> list[float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> list[float]:
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(ANSWER_TIMEOUT, self._process.kill)
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("["):
+                    times: list[float] = json.loads(line)
+                    return times
+        finally:
+            watchdog.cancel()
+        raise RuntimeError(f"Ray ended, or did not answer within {ANSWER_TIMEOUT} s")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # it shuts down when there is nothing more to do
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        end_tree(self._process)
+
+
+def _home(bench: Bench) -> dict[str, str]:
+    return {"HOME": str(bench.folder), "TMPDIR": str(bench.folder)}
+
+
+def call(bench: Bench) -> Iterator[Row]:
+    """A call with no work on four ranks, and the same after a pause."""
+    name = f"call with no work, N={RANKS}"
+    each = 100 if bench.quick else 200
+    with bench.session(RANKS) as session, contextlib.closing(RawFloor(bench, RANKS)) as floor:
+        run = partial(session.run, noop)
+        apply = partial(session.client[:].apply_sync, noop)
+        time_calls(apply, 1)
+
+        rounds = max(bench.repeats, 3)
+        raw = Arm(RAW, lambda: time_calls(floor.call, each))
+        ours = Arm(OURS, lambda: time_calls(run, each))
+        theirs = Arm("ipyparallel", lambda: time_calls(apply, each // 5))
+        take_turns([raw, ours, theirs], rounds)
+        yield raw.row(name, "ms")
+        yield ours.row(name, "ms", raw, target=Target(1.6))
+        yield theirs.row(name, "ms", ours, target=Target(5, at_least=True))
+
+        paused = f"call {1e3 * PAUSE:g} ms after the last, N={RANKS}"
+        raw = Arm(RAW, lambda: time_calls(floor.call, each // 10, PAUSE))
+        ours = Arm(OURS, lambda: time_calls(run, each // 10, PAUSE))
+        take_turns([raw, ours], rounds)
+        yield raw.row(paused, "ms")
+        yield ours.row(paused, "ms", raw)
+        yield from _beside_ray(bench, name, run, each, rounds)
+
+
+def _beside_ray(
+    bench: Bench, name: str, run: Callable[[], Any], each: int, rounds: int
+) -> Iterator[Row]:
+    """Ray for itself, for its own processes keep a small machine busy."""
+    before = snapshot()
+    try:
+        ray = RayCalls(bench, RANKS)
+    except peers.NotInstalled as missing:
+        yield Row(name, "ray", note=str(missing))
+        return
+    except Exception as error:
+        yield Row(name, "ray", note=describe(error), failed=True)
+        bench.sweep("ray", before)
+        return
+    try:
+        ours = Arm(OURS, lambda: time_calls(run, each))
+        theirs = Arm("ray", lambda: ray.time(each))
+        take_turns([ours, theirs], rounds)
+        yield theirs.row(name, "ms", ours, beside=f"{OURS} while ray runs")
+    finally:
+        ray.close()
+        bench.sweep("ray", before)
+
+
+def growth(bench: Bench) -> Iterator[Row]:
+    """A call with no work, with more and more ranks."""
+    rounds: dict[int, list[list[float]]] = {ranks: [] for ranks in GROWTH}
+    for _ in range(min(bench.repeats, 3)):
+        for ranks in GROWTH:
+            with bench.session(ranks) as session:
+                run = partial(session.run, noop)
+                time_calls(run, 20)
+                rounds[ranks].append(time_calls(run, 100 if bench.quick else 200))
+    least = [statistics.median(values) for values in rounds[1]]
+    for ranks, measured in rounds.items():
+        every = [value for values in measured for value in values]
+        medians = [statistics.median(values) for values in measured]
+        yield Row(
+            f"call with no work, N={ranks}, for growth",
+            OURS,
+            Figure(tuple(every)),
+            "ms",
+            Figure(tuple(a / b for a, b in zip(medians, least, strict=True))),
+            "N=1",
+            note=f"{1e3 * statistics.median(every) / ranks:.0f} microseconds a rank",
+        )

@@ -1,0 +1,92 @@
+"""Starting: from nothing to the first barrier, and fresh ranks in a session that is warm."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+
+from tests.benchmarks import peers
+from tests.benchmarks.bench import Bench
+from tests.benchmarks.figures import OURS, Arm, Row, take_turns
+from tests.benchmarks.processes import free_port, program, snapshot, time_program
+
+RANKS = (1, 2, 4, 8)
+IMPORT = "import torch"
+
+
+def import_torch() -> list[float]:
+    """Seconds of a process that imports torch and ends: the unit of all starts."""
+    return [time_program([sys.executable, "-c", "import torch"])]
+
+
+def start(bench: Bench) -> Iterator[Row]:
+    """Start to first barrier, as a multiple of one ``import torch``."""
+    import_torch()  # whatever the disk has to bring is in memory from here on
+    find = cache(peers.python_with)
+    for ranks in RANKS:
+        floor = Arm(IMPORT, import_torch)
+        arms = [
+            floor,
+            _arm(bench, OURS, lambda n=ranks: _start_ours(n)),
+            _arm(bench, "torchrun", lambda n=ranks: _start_torchrun(n)),
+            _arm(bench, "ipyparallel", lambda n=ranks: _start_ipyparallel(n)),
+            _arm(
+                bench,
+                "nbdistributed",
+                lambda n=ranks: _start_nbdistributed(n, find("nbdistributed")),
+            ),
+        ]
+        take_turns(arms, bench.repeats)
+        name = f"start to first barrier, N={ranks}"
+        yield floor.row(name, "s")
+        yield from (arm.row(name, "s", floor) for arm in arms[1:])
+
+
+def _arm(bench: Bench, subject: str, measure: Callable[[], float]) -> Arm:
+    """A start whose leftovers are ended before the next one."""
+
+    def swept() -> list[float]:
+        before = snapshot()
+        try:
+            return [measure()]
+        finally:
+            bench.sweep(subject, before)
+
+    return Arm(subject, swept)
+
+
+def _start_ours(ranks: int) -> float:
+    return time_program(program("start_distsession", ranks), ready=1)
+
+
+def _start_torchrun(ranks: int) -> float:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    script = program("start_torchrun")[1:]
+    command = [*launcher, "--master-port", str(free_port()), *script]
+    return time_program(command, ready=ranks)
+
+
+def _start_ipyparallel(ranks: int) -> float:
+    return time_program(program("start_ipyparallel", ranks, free_port()), ready=1)
+
+
+def _start_nbdistributed(ranks: int, python: str) -> float:
+    command = program("start_nbdistributed", ranks, python=python)
+    return time_program(command, ready=1, env=peers.path_with(python))
+
+
+def restart(bench: Bench) -> Iterator[Row]:
+    """Fresh processes for all ranks of a session that has been running for a while."""
+    with bench.session(4) as session:
+
+        def measure() -> list[float]:
+            began = time.perf_counter()
+            session.restart()
+            return [time.perf_counter() - began]
+
+        floor = Arm(IMPORT, import_torch)
+        ours = Arm(OURS, measure)
+        take_turns([floor, ours], bench.repeats)
+        yield ours.row("warm restart, N=4", "s", floor)

@@ -1,0 +1,91 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a session could leave behind on this machine."""
+
+    processes: frozenset[int]
+    folders: frozenset[str]
+    shared_memory: frozenset[str]
+    listening: frozenset[tuple[int, int]]
+
+
+def traces() -> Traces:
+    processes = {p.pid for p in psutil.process_iter(["cmdline"]) if _is_ours(p)}
+    listening = {
+        (c.pid or 0, c.laddr.port)
+        for c in psutil.net_connections(kind="tcp")
+        if c.status == psutil.CONN_LISTEN and c.pid in processes | {os.getpid()}
+    }
+    return Traces(
+        processes=frozenset(processes),
+        folders=frozenset(glob.glob(os.path.join(tempfile.gettempdir(), "distsession-*"))),
+        shared_memory=frozenset(os.listdir("/dev/shm")),
+        listening=frozenset(listening),
+    )
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    """A process of a session that this test run started, in whatever way it was detached."""
+    try:
+        mine = process.environ().get("PYTEST_RUN_OF") == str(os.getpid())
+        return mine and process.pid != os.getpid()
+    except psutil.Error:  # it ended, or it is another user's
+        return False
+
+
+def assert_nothing_left(before: Traces, within: float = 2.0) -> None:
+    """Processes, folders, shared memory and ports are as before, at latest after some seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        now = traces()
+        left = Traces(
+            processes=now.processes - before.processes,
+            folders=now.folders - before.folders,
+            shared_memory=now.shared_memory - before.shared_memory,
+            listening=now.listening - before.listening,
+        )
+        if left == Traces(frozenset(), frozenset(), frozenset(), frozenset()):
+            return
+        if time.monotonic() > deadline:
+            names = []
+            for pid in left.processes:
+                try:
+                    names.append(f"{pid}: {' '.join(psutil.Process(pid).cmdline())[:200]}")
+                except psutil.Error:
+                    continue
+            pytest.fail(f"left behind: {left}\n" + "\n".join(names))
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mark_processes() -> Iterator[None]:
+    """Processes and folders of this test run can be told from those of others."""
+    os.environ["PYTEST_RUN_OF"] = str(os.getpid())
+    # pytest's own temporary folders have paths too long for a unix socket
+    with tempfile.TemporaryDirectory(prefix="ds-test-", dir="/tmp") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
+    tempfile.tempdir = None
+    del os.environ["PYTEST_RUN_OF"], os.environ["TMPDIR"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_leaks(_mark_processes: None) -> Iterator[None]:
+    """A module leaves nothing behind."""
+    before = traces()
+    yield
+    assert_nothing_left(before)

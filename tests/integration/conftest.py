@@ -1,0 +1,80 @@
+"""Real sessions, and a place for their output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from distsession import Session
+from distsession.messages import Display, Text
+
+
+class Recorder:
+    """Keeps what the ranks put out."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.shown: list[dict[int, Any]] = []
+
+    def __call__(self) -> Recorder:
+        return self
+
+    def write(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def show(self, shown: dict[int, Any]) -> None:
+        self.shown.append(shown)
+
+    def close(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        self.messages.clear()
+        self.shown.clear()
+
+    def text(self, rank: int, stream: str = "stdout") -> str:
+        return "".join(
+            m.text
+            for m in self.messages
+            if isinstance(m, Text) and m.rank == rank and m.stream == stream
+        )
+
+    def displays(self, rank: int) -> list[Display]:
+        return [m for m in self.messages if isinstance(m, Display) and m.rank == rank]
+
+
+@pytest.fixture(scope="module")
+def _shared() -> Iterator[tuple[Session, Recorder]]:
+    recorder = Recorder()
+    with Session(2, output=recorder) as session:
+        yield session, recorder
+
+
+@pytest.fixture
+def session(_shared: tuple[Session, Recorder]) -> Session:
+    """Two ranks that the tests of a module share."""
+    session, recorder = _shared
+    recorder.clear()
+    return session
+
+
+@pytest.fixture
+def output(_shared: tuple[Session, Recorder]) -> Recorder:
+    """What the shared session's ranks put out."""
+    return _shared[1]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Session]]:
+    """Start sessions of a test's own; they are closed after it."""
+    sessions: list[Session] = []
+
+    def make(*args: Any, **kwargs: Any) -> Session:
+        sessions.append(Session(*args, **kwargs))
+        return sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()

@@ -1,0 +1,88 @@
+"""The notebooks and the demo run through, as their readers would run them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+TIMEOUT = 300
+
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(TIMEOUT)]
+
+
+@pytest.fixture
+def this_python(tmp_path, monkeypatch):
+    """Let the kernel ``python3`` be the interpreter that runs the tests, whatever else is there."""
+    from ipykernel.kernelspec import write_kernel_spec
+
+    write_kernel_spec(str(tmp_path / "kernels" / "python3"))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+
+
+def execute(path):
+    """Run a notebook; cells tagged ``raises-exception`` may fail, no others."""
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(
+        notebook, timeout=TIMEOUT, kernel_name="python3", resources=resources
+    ).execute()
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(cell, kind):
+    return [output for output in cell.outputs if output.output_type == kind]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_through(path, this_python):
+    cells = execute(path)
+
+    assert all(cell.execution_count for cell in cells)
+    for cell in cells:
+        may_fail = "raises-exception" in cell.metadata.get("tags", [])
+        assert bool(outputs(cell, "error")) == may_fail, cell.source
+    if path.stem == "01_first_session":
+        [failing] = [cell for cell in cells if outputs(cell, "error")]
+        [error] = outputs(failing, "error")
+        assert error.ename == "RunError"
+        assert "ranks 1,3" in error.evalue
+        assert "ranks 1,3" in error.traceback[0]
+        assert re.search(r"----> +3 torch\.ones", "\n".join(error.traceback))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_outputs(path):
+    cells = nbformat.read(path, as_version=4).cells
+
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+def test_the_demo_trains_and_says_so():
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "demo.py")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT - 20,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    [accuracy] = re.findall(r"^held-out accuracy (\d+\.\d)%$", done.stdout, re.MULTILINE)
+    assert float(accuracy) >= 95
+    assert "weights equal on all ranks" in done.stdout
+    assert len(re.findall(r"^\[0\] epoch +\d+  loss \d", done.stdout, re.MULTILINE)) == 10

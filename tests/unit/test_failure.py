@@ -1,0 +1,219 @@
+"""Exceptions of user code as data, whatever they do."""
+
+from __future__ import annotations
+
+import linecache
+import pickle
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from distsession.engine.execute import PlainFront, run_call, run_cell
+from distsession.engine.failure import describe, pickled
+from distsession.messages import ErrorInfo
+from distsession.serialize import load
+
+
+def raised(function: Any) -> BaseException:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+def from_cell(source: str, label: str = "In[5]") -> ErrorInfo:
+    return describe(raised(lambda: run_cell(source, label, {}, PlainFront())))
+
+
+def frames_of_user(info: ErrorInfo) -> list[tuple[str, int, str]]:
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in info.frames]
+    return [frame for frame in frames if frame[0] != __file__]
+
+
+def test_an_error_has_its_class_and_its_message() -> None:
+    info = describe(ValueError("no such thing"))
+    assert (info.ename, info.evalue) == ("ValueError", "no such thing")
+    assert (info.frames, info.notes, info.cause) == ((), (), None)
+
+
+def test_the_frames_are_those_of_the_user() -> None:
+    # The test's own frames stand where on a rank there are only the engine's.
+    run = from_cell("def f(x):\n    y = 1\n    return y / x\n\nf(0)")
+    assert frames_of_user(run)[-2:] == [("In[5]", 5, "<module>"), ("In[5]", 3, "f")]
+
+
+def test_the_engines_own_frames_come_off_the_top() -> None:
+    error = raised(lambda: run_call(lambda: 1 / 0, (), {}, {}))  # type: ignore[arg-type]
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]
+    assert [frame.filename for frame in describe(error).frames] == [__file__]
+
+
+def test_a_frame_shows_the_lines_around_the_failing_one() -> None:
+    info = from_cell("a = 1\nb = 2\nc = 1 / 0\nd = 4\n\n\n")
+    assert info.frames[-1].context == ((1, "a = 1"), (2, "b = 2"), (3, "c = 1 / 0"), (4, "d = 4"))
+
+
+def test_a_frame_without_source_has_no_lines() -> None:
+    linecache.cache.pop("<nowhere>", None)
+    error = raised(lambda: exec(compile("1 / 0", "<nowhere>", "exec"), {}))
+    assert describe(error).frames[-1].context == ()
+
+
+def test_a_very_deep_recursion_keeps_its_last_frames() -> None:
+    info = from_cell("def f():\n    f()\n\nf()")
+    assert info.ename == "RecursionError"
+    assert 10 < len(info.frames) <= 100
+    assert info.frames[-1].name == "f"
+
+
+def test_a_syntax_error_shows_its_line_with_a_caret() -> None:
+    info = from_cell("x = (1,\ny = 2 2")
+    assert info.ename == "SyntaxError"
+    assert "In[5]" in info.evalue
+    assert "^" in info.evalue
+    assert not info.evalue.startswith("SyntaxError")
+
+
+def test_causes_are_told_from_errors_while_handling() -> None:
+    declared = from_cell(
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError from e"
+    )
+    assert declared.cause is not None
+    assert (declared.cause.ename, declared.cause_is_explicit) == ("ZeroDivisionError", True)
+    handling = from_cell("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError")
+    assert handling.cause is not None
+    assert (handling.cause.ename, handling.cause_is_explicit) == ("ZeroDivisionError", False)
+
+
+def test_an_error_from_none_has_no_cause() -> None:
+    source = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError('x') from None"
+    assert from_cell(source).cause is None
+
+
+def test_notes_are_kept() -> None:
+    error = ValueError("x")
+    error.add_note("epoch 3")
+    assert describe(error).notes == ("epoch 3",)
+
+
+def test_a_group_says_what_it_contains() -> None:
+    group = ExceptionGroup("two", [ValueError("a"), ExceptionGroup("in", [KeyError("b")])])
+    assert describe(group).notes == (
+        "contains ValueError: a",
+        "contains ExceptionGroup: in (1 sub-exception)",
+    )
+
+
+def test_a_chain_of_any_length_is_described_in_part() -> None:
+    error = ValueError("the last")
+    last = error
+    for number in range(5000):
+        last.__cause__ = ValueError(str(number))
+        last = last.__cause__
+    info = describe(error)
+    links = 0
+    while info.cause is not None:
+        info, links = info.cause, links + 1
+    assert 3 < links < 100
+
+
+def test_a_chain_that_bites_its_tail_is_described() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    info = describe(first)
+    assert info.cause is not None
+    assert (info.evalue, info.cause.evalue) == ("first", "second")
+
+
+class RaisingStr(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text for you")
+
+
+class RaisingRepr(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr for you")
+
+
+class RaisingNotes(Exception):
+    @property
+    def __notes__(self) -> list[str]:
+        raise RuntimeError("no notes for you")
+
+
+class OddStr(Exception):
+    def __str__(self) -> str:
+        return 3  # type: ignore[return-value]
+
+
+class RaisingGetattr(Exception):
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("cls", [RaisingStr, RaisingRepr, RaisingNotes, OddStr, RaisingGetattr])
+def test_an_exception_with_methods_that_fail_is_described(cls: type[Exception]) -> None:
+    info = describe(raised(lambda: _raise(cls("text"))))
+    assert info.ename == cls.__name__
+    assert info.frames[-1].name == "_raise"
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("notes", [3, None, [RaisingStr()], [1, None]])
+def test_notes_that_are_no_notes_do_not_matter(notes: Any) -> None:
+    error = ValueError("x")
+    error.__notes__ = notes
+    assert describe(error).evalue == "x"
+
+
+def test_a_message_that_cannot_be_made_is_said_to_be_so() -> None:
+    assert "RaisingStr.__str__ raises" in describe(RaisingStr()).evalue
+
+
+def test_a_huge_message_is_cut() -> None:
+    assert len(describe(ValueError("x" * 10_000_000)).evalue) < 100_000
+
+
+def test_an_exit_and_an_interrupt_are_described() -> None:
+    assert describe(SystemExit(3)).evalue == "3"
+    assert describe(KeyboardInterrupt()).ename == "KeyboardInterrupt"
+
+
+def test_every_description_can_be_sent() -> None:
+    info = from_cell("raise ValueError('\\udc80')")
+    assert pickle.loads(pickle.dumps(info)) == info
+
+
+# --- the exception itself -------------------------------------------------------------------------
+
+
+def test_an_exception_travels_with_its_notes_and_attributes() -> None:
+    error = OSError(2, "No such file", "data.bin")
+    error.add_note("while loading")
+    arrived = load(pickled(error))
+    assert (arrived.errno, arrived.filename) == (2, "data.bin")
+    assert arrived.__notes__ == ["while loading"]
+
+
+def test_an_exception_class_of_the_notebook_travels() -> None:
+    class Diverged(Exception):
+        pass
+
+    assert repr(load(pickled(Diverged("at step 3")))) == "Diverged('at step 3')"
+
+
+def test_an_exception_that_cannot_be_pickled_gives_no_frames() -> None:
+    class Odd(Exception):
+        def __reduce__(self) -> Any:
+            raise RuntimeError("never")
+
+    assert pickled(ValueError(threading.Lock())) == []
+    assert pickled(Odd()) == []
+    assert pickled(ValueError(sys._getframe())) == []

@@ -1,0 +1,163 @@
+"""Messages on the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from datetime import date
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsession import messages
+from distsession.messages import (
+    MAGIC,
+    AgentFailed,
+    AgentReady,
+    CallRequest,
+    CellRequest,
+    ClearOutput,
+    ControllerInfo,
+    Display,
+    EngineRegistered,
+    ErrorInfo,
+    FrameInfo,
+    Interrupt,
+    MalformedMessage,
+    OutputEnd,
+    PrepareAgent,
+    RankExited,
+    RankFailed,
+    RankReady,
+    RejoinRequest,
+    Reply,
+    StartRanks,
+    StopRanks,
+    Text,
+    decode,
+    encode,
+)
+from distsession.ranks import DeviceInfo, HostInfo, RankInfo
+
+FRAME = FrameInfo("In[3]", 2, "step", ((1, "def step():"), (2, "    1 / 0")))
+ERROR = ErrorInfo("ZeroDivisionError", "division by zero", (FRAME,), ("a note",))
+INFO = RankInfo(1, 1, 2, 2, 0, 1, "alpha", 77, "gloo", DeviceInfo("cpu", "a processor"))
+HOST = HostInfo("alpha", 76, ("GPU 0",), (("gloo", ("cpu", "cuda")),), "2.9.0", 8)
+START = StartRanks(
+    ranks=(0, 1),
+    world_size=2,
+    generation=1,
+    devices=("cpu", "cpu"),
+    backend="gloo",
+    timeout=None,
+    seed=3,
+    seed_per_rank=True,
+    threads=2,
+    folder="/tmp/x",
+    cwd="/home",
+    sys_path=("", "/lib"),
+    environ={"TOKEN": "secret"},
+)
+EXAMPLES: list[Any] = [
+    AgentFailed("no such module"),
+    AgentReady(HOST),
+    CallRequest(1, "train"),
+    CellRequest(2, "x = 1\n", "In[2]", fetch=True, expression=False),
+    ClearOutput(0, 2, wait=True),
+    ControllerInfo({"key": "k", "ports": [1, 2]}, "/tmp/profile"),
+    Display(0, 2, {"image/png": b"\x89", "text/plain": "x"}, {"image/png": {"width": 3}}, "id"),
+    EngineRegistered(1, 0, 4),
+    dataclasses.replace(ERROR, cause=ERROR, cause_is_explicit=True),
+    FRAME,
+    Interrupt(9),
+    OutputEnd(0, 2),
+    PrepareAgent(("json",), ("/lib",)),
+    RankExited(1, 0, 77, -9, False, "last words"),
+    RankFailed(1, 0, ERROR),
+    RankReady(1, INFO),
+    RejoinRequest(3, 2),
+    Reply(1, 0, 0.25, ERROR, ({"text/plain": "3"}, {}), has_output=True),
+    START,
+    StopRanks((0, 1)),
+    Text(0, 2, "stdout", "naïve \udc80 text\n"),
+]
+
+
+def test_every_message_has_an_example_here() -> None:
+    public = [getattr(messages, name) for name in messages.__all__]
+    classes = {cls for cls in public if dataclasses.is_dataclass(cls)}
+    assert {type(example) for example in EXAMPLES} == classes
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_arrives_as_it_left(message: Any) -> None:
+    arrived, payload = decode([bytes(frame) for frame in encode(message)])
+    assert arrived == message
+    assert type(arrived) is type(message)
+    assert list(payload) == []
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_cannot_be_changed(message: Any) -> None:
+    name = dataclasses.fields(message)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(message, name, None)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4))
+def test_a_payload_arrives_frame_by_frame(payload: list[bytes]) -> None:
+    message, arrived = decode(encode(CallRequest(1, "f"), payload))
+    assert message == CallRequest(1, "f")
+    assert list(arrived) == payload
+
+
+@given(st.text(), st.integers(0, 2**40), st.text())
+def test_any_text_of_a_rank_arrives(stream: str, request: int, text: str) -> None:
+    message = Text(3, request, stream, text)
+    assert decode(encode(message))[0] == message
+
+
+def test_the_environment_stays_out_of_what_is_printed() -> None:
+    assert "secret" not in repr(START)
+
+
+# --- what is no message ---------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=12), max_size=4))
+def test_garbage_is_malformed_and_nothing_else(frames: list[bytes]) -> None:
+    with pytest.raises(MalformedMessage):
+        decode(frames)
+
+
+@given(st.binary(max_size=12))
+def test_garbage_behind_our_mark_is_malformed_and_nothing_else(frame: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode([MAGIC, frame])
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_message_that_was_cut_short_is_malformed(message: Any, data: st.DataObject) -> None:
+    mark, body = encode(message)
+    length = data.draw(st.integers(0, len(body) - 1))
+    with pytest.raises(MalformedMessage, match="does not unpickle"):
+        decode([mark, body[:length]])
+
+
+@pytest.mark.parametrize("foreign", [3, "text", {"id": 1}, date(2024, 1, 1), INFO, CallRequest])
+def test_a_pickle_of_something_else_is_refused(foreign: object) -> None:
+    with pytest.raises(MalformedMessage, match=f"a {type(foreign).__name__} where a message"):
+        decode([MAGIC, pickle.dumps(foreign)])
+
+
+def test_a_message_without_our_mark_is_refused() -> None:
+    _, body = encode(Interrupt(1))
+    for frames in ([], [MAGIC], [body], [b"ds0", body], [body, MAGIC]):
+        with pytest.raises(MalformedMessage, match="without our mark"):
+            decode(frames)
+
+
+def test_malformed_is_a_value_error() -> None:
+    assert issubclass(MalformedMessage, ValueError)

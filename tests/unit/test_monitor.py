@@ -1,0 +1,240 @@
+"""What is known of the ranks' processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from distsession.cluster.monitor import Monitor, describe_death
+from distsession.errors import (
+    EngineDiedError,
+    LaunchError,
+    LaunchTimeoutError,
+    ProcessGroupError,
+)
+from distsession.messages import (
+    AgentFailed,
+    AgentReady,
+    EngineRegistered,
+    ErrorInfo,
+    RankExited,
+    RankFailed,
+    RankReady,
+)
+from distsession.ranks import HostInfo, RankInfo
+
+HOST = HostInfo("alpha", 1, (), (("gloo", ("cpu",)),), "2.9.0", 4)
+
+
+def exited(rank: int, pid: int = 0, returncode: int = -9, log: str = "") -> RankExited:
+    return RankExited(rank, 0, pid or 1000 + rank, returncode, expected=False, log_tail=log)
+
+
+def now(seconds: float = 0.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Heard:
+    """A monitor, and the deaths that it told of."""
+
+    def __init__(self, make: Callable[..., RankInfo]) -> None:
+        self.deaths: list[EngineDiedError] = []
+        self.monitor = Monitor(self.deaths.append)
+        self._make = make
+
+    def ready(self, *ranks: int, generation: int = 0) -> None:
+        for rank in ranks:
+            info = self._make(rank, generation=generation)
+            self.monitor.hear(RankReady(rank, info))
+
+
+@pytest.fixture
+def heard(rank_info: Callable[..., RankInfo]) -> Heard:
+    return Heard(rank_info)
+
+
+# --- the agent ------------------------------------------------------------------------------------
+
+
+def test_the_host_is_known_once_the_agent_is_ready(heard: Heard) -> None:
+    heard.monitor.hear(AgentReady(HOST))
+    assert heard.monitor.wait_host(lambda: True, now()) == HOST
+
+
+def test_waiting_for_the_host_ends_when_it_is_heard(heard: Heard) -> None:
+    threading.Timer(0.05, heard.monitor.hear, [AgentReady(HOST)]).start()
+    assert heard.monitor.wait_host(lambda: True, now(10)) is HOST
+
+
+def test_an_agent_that_cannot_go_on_says_why(heard: Heard) -> None:
+    heard.monitor.hear(AgentFailed("no module named nump"))
+    with pytest.raises(LaunchError, match="no module named nump"):
+        heard.monitor.wait_host(lambda: True, now(10))
+
+
+def test_an_agent_that_ended_is_not_waited_for(heard: Heard) -> None:
+    with pytest.raises(LaunchError, match="ended before it was ready"):
+        heard.monitor.wait_host(lambda: False, now(10))
+    heard.monitor.hear(None)
+    with pytest.raises(LaunchError, match="ended before it was ready"):
+        heard.monitor.wait_host(lambda: True, now(10))
+
+
+def test_an_agent_that_takes_too_long_is_given_up(heard: Heard) -> None:
+    with pytest.raises(LaunchTimeoutError, match="importing torch took too long"):
+        heard.monitor.wait_host(lambda: True, now())
+
+
+# --- the start ------------------------------------------------------------------------------------
+
+
+def test_a_world_is_ready_when_every_rank_is(heard: Heard) -> None:
+    heard.ready(0, 1)
+    heard.monitor.wait_ready([0, 1], 0, now())
+    assert sorted(heard.monitor.ready) == [0, 1]
+
+
+def test_ranks_that_do_not_become_ready_are_named(heard: Heard) -> None:
+    heard.ready(1)
+    with pytest.raises(LaunchTimeoutError, match="rank 0,2 did not become ready"):
+        heard.monitor.wait_ready([0, 1, 2], 0, now())
+
+
+def test_a_rank_of_an_earlier_generation_does_not_count(heard: Heard) -> None:
+    heard.ready(0, 1)
+    heard.ready(0, generation=1)
+    with pytest.raises(LaunchTimeoutError, match="rank 1 did not"):
+        heard.monitor.wait_ready([0, 1], 1, now())
+    heard.ready(1, generation=1)
+    heard.monitor.wait_ready([0, 1], 1, now())
+    assert heard.monitor.ready[1].generation == 1
+
+
+def test_a_rank_that_could_not_join_says_why(heard: Heard) -> None:
+    heard.monitor.hear(RankFailed(1, 0, ErrorInfo("DistNetworkError", "refused")))
+    with pytest.raises(ProcessGroupError, match=r"rank 1 could not .*: DistNetworkError: refused"):
+        heard.monitor.wait_ready([0, 1], 0, now(10))
+
+
+def test_a_rank_that_died_at_its_start_ends_the_wait(heard: Heard) -> None:
+    heard.monitor.hear(exited(1, returncode=-11, log="stack"))
+    with pytest.raises(LaunchError, match="SIGSEGV while it was starting") as raised:
+        heard.monitor.wait_ready([0, 1], 0, now(10))
+    assert "stack" in str(raised.value)
+    assert heard.deaths == []
+
+
+def test_an_agent_that_is_gone_ends_the_wait(heard: Heard) -> None:
+    heard.monitor.hear(None)
+    with pytest.raises(LaunchError, match=r"agent .* is gone"):
+        heard.monitor.wait_ready([0], 0, now(10))
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+def test_the_death_of_a_rank_in_use_is_told_once_with_its_facts(heard: Heard) -> None:
+    heard.ready(0, 1)
+    heard.monitor.hear(exited(1, returncode=3, log="bye"))
+    assert list(heard.monitor.dead) == [1]
+    assert [(d.rank, d.pid, d.returncode, d.log_tail) for d in heard.deaths] == [
+        (1, 1001, 3, "bye")
+    ]
+
+
+def test_the_end_of_an_earlier_process_of_a_rank_is_no_death(heard: Heard) -> None:
+    heard.ready(0)
+    heard.monitor.hear(exited(0, pid=999))
+    assert (heard.monitor.dead, heard.deaths) == ({}, [])
+
+
+def test_with_the_agent_all_living_ranks_are_gone(heard: Heard) -> None:
+    heard.ready(0, 1, 2)
+    heard.monitor.hear(exited(1))
+    heard.monitor.hear(None)
+    assert [death.rank for death in heard.deaths] == [1, 0, 2]
+    assert heard.monitor.agent_gone
+    assert "session.restart()" in str(heard.monitor.dead[2])
+    assert "agent" in str(heard.monitor.dead[2])
+
+
+def test_a_rank_that_is_started_anew_is_no_longer_dead(heard: Heard) -> None:
+    heard.ready(0, 1)
+    heard.monitor.hear(exited(1))
+    heard.monitor.forget([1])
+    assert heard.monitor.dead == {}
+    heard.ready(0, 1, generation=1)
+    heard.monitor.wait_ready([0, 1], 1, now())
+
+
+def test_the_end_of_ranks_can_be_waited_for(heard: Heard) -> None:
+    heard.ready(0, 1)
+    heard.monitor.hear(exited(0))
+    assert heard.monitor.wait_exited([0], 0.0)
+    assert not heard.monitor.wait_exited([0, 1], 0.02)
+    threading.Timer(0.05, heard.monitor.hear, [exited(1)]).start()
+    assert heard.monitor.wait_exited([0, 1], 10)
+
+
+def test_nobody_is_waited_for_when_the_agent_is_gone(heard: Heard) -> None:
+    heard.ready(0)
+    heard.monitor.hear(None)
+    assert heard.monitor.wait_exited([0, 1], 0.0)
+
+
+# --- registration ---------------------------------------------------------------------------------
+
+
+def test_the_engines_of_registered_ranks_are_known(heard: Heard) -> None:
+    heard.monitor.hear(EngineRegistered(0, 0, 4))
+    heard.monitor.hear(EngineRegistered(1, 0, 2))
+    assert heard.monitor.wait_registered([0, 1], 0.0) == {0: 4, 1: 2}
+
+
+def test_engines_that_do_not_register_are_left_out(heard: Heard) -> None:
+    heard.monitor.hear(EngineRegistered(0, 0, 4))
+    assert heard.monitor.wait_registered([0, 1], 0.02) == {0: 4}
+
+
+def test_the_engine_of_a_dead_rank_is_forgotten(heard: Heard) -> None:
+    heard.ready(0)
+    heard.monitor.hear(EngineRegistered(0, 0, 4))
+    heard.monitor.hear(exited(0))
+    assert heard.monitor.wait_registered([0], 0.0) == {}
+
+
+# --- what a death reads like ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returncode", "how"),
+    [
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-200, "was killed by signal 200"),
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+    ],
+)
+def test_a_death_says_how_the_process_ended(returncode: int, how: str) -> None:
+    text = describe_death(exited(2, pid=77, returncode=returncode))
+    assert text.startswith(f"rank 2 (pid 77) {how}.")
+    assert "session.restart() brings it back" in text
+    assert text.endswith("It wrote nothing.")
+
+
+def test_a_death_shows_the_last_lines_that_the_rank_wrote() -> None:
+    text = describe_death(exited(0, log="".join(f"line {n}\n" for n in range(100)) + "\n\n"))
+    lines = text.splitlines()
+    assert lines[1] == "Its last lines:"
+    assert lines[-1] == "line 99"
+    assert "line 84" not in text
+
+
+def test_a_death_at_the_start_says_so_and_offers_no_restart() -> None:
+    text = describe_death(exited(0, returncode=1), while_starting=True)
+    assert "ended with exit code 1 while it was starting." in text
+    assert "restart" not in text

@@ -1,0 +1,180 @@
+"""The options: from keywords, flags and the environment."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from distsession.errors import OptionsError
+from distsession.options import SessionOptions, add_arguments, resolve_options
+
+NAMES = [option.name for option in fields(SessionOptions)]
+
+# For each option: how a person types it, and the value that this is.
+TYPED: dict[str, tuple[str, Any]] = {
+    "ranks": ("4", 4),
+    "backend": ("nccl", "nccl"),
+    "devices": ("2,0", (2, 0)),
+    "timeout": ("1.5", 1.5),
+    "seed": ("7", 7),
+    "seed_per_rank": ("yes", True),
+    "threads": ("3", 3),
+    "preload": ("numpy, json", ("numpy", "json")),
+    "launcher": ("inline", "inline"),
+    "start_timeout": ("9", 9.0),
+}
+
+BAD: dict[str, list[Any]] = {
+    "ranks": [0, -1, 2.0, "2", True],
+    "backend": ["", "  ", 3],
+    "devices": [(), [0, 0], [-1], ["0"], [True], [1.5], "0,2", 0, [[0]]],
+    "timeout": [0, -1.0, float("nan"), float("inf"), "5", True],
+    "seed": [-1, 1.5, "7", False],
+    "seed_per_rank": [1, "yes", None],
+    "threads": [0, -2, 1.0, "2", True],
+    "preload": ["numpy", [1], None, 3],
+    "launcher": ["slurm", "", None, 1],
+    "start_timeout": [0, -1, float("nan"), float("inf"), "9", None],
+}
+
+
+def test_the_tables_here_know_every_option() -> None:
+    assert set(TYPED) == set(BAD) == set(NAMES)
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n in BAD for v in BAD[n]])
+def test_an_impossible_value_is_refused_by_the_name_of_its_option(name: str, value: Any) -> None:
+    with pytest.raises(OptionsError, match=rf"^{name}=.* is not possible: it takes ."):
+        SessionOptions(**{name: value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_can_be_given_as_a_keyword(name: str) -> None:
+    value = TYPED[name][1]
+    assert getattr(resolve_options({name: value}, {}), name) == value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_can_be_set_in_the_environment(name: str) -> None:
+    text, value = TYPED[name]
+    options = resolve_options({}, {f"DISTSESSION_{name.upper()}": text})
+    assert options == SessionOptions(**{name: value})
+
+
+def test_the_environment_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTSESSION_THREADS", "5")
+    assert resolve_options({}).threads == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_can_be_typed_on_the_command_line(name: str) -> None:
+    text, value = TYPED[name]
+    flag = "--" + name.replace("_", "-")
+    typed = {"ranks": [text], "seed_per_rank": [flag]}.get(name, [flag, text])
+    assert _from_command_line(*typed) == SessionOptions(**{name: value})
+
+
+def test_flags_together_make_the_same_options_as_keywords() -> None:
+    typed = _from_command_line("2", "--devices", "0,2", "--seed", "1", "--seed-per-rank")
+    assert typed == SessionOptions(ranks=2, devices=(0, 2), seed=1, seed_per_rank=True)
+
+
+def test_no_flags_leave_every_default() -> None:
+    assert _from_command_line() == SessionOptions()
+
+
+def _from_command_line(*typed: str) -> SessionOptions:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = {k: v for k, v in vars(parser.parse_args(typed)).items() if v is not None}
+    return resolve_options(given, {})
+
+
+@pytest.mark.parametrize(
+    "typed", [["x"], ["--devices", "a"], ["--launcher", "slurm"], ["--timeout", "soon"]]
+)
+def test_the_command_line_refuses_what_it_cannot_read(
+    typed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _from_command_line(*typed)
+    assert ended.value.code == 2
+    assert typed[-1] in capsys.readouterr().err
+
+
+def test_what_is_given_wins_over_the_environment() -> None:
+    environ = {"DISTSESSION_RANKS": "8", "DISTSESSION_SEED": "1"}
+    options = resolve_options({"ranks": 2}, environ)
+    assert (options.ranks, options.seed) == (2, 1)
+
+
+def test_a_bad_variable_does_not_matter_where_the_option_is_given() -> None:
+    assert resolve_options({"ranks": 2}, {"DISTSESSION_RANKS": "many"}).ranks == 2
+
+
+def test_other_variables_are_left_alone() -> None:
+    assert resolve_options({}, {"RANKS": "3", "DISTSESSION_DEBUG": "1"}) == SessionOptions()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ranks", "many"),
+        ("ranks", ""),
+        ("devices", "0;1"),
+        ("timeout", "soon"),
+        ("seed_per_rank", "maybe"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_named(name: str, text: str) -> None:
+    variable = f"DISTSESSION_{name.upper()}"
+    with pytest.raises(OptionsError, match=f"{variable}='{text}' cannot be read"):
+        resolve_options({}, {variable: text})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("true", True), ("ON", True), ("0", False), ("no", False), ("off", False)],
+)
+def test_a_switch_is_set_in_the_environment_by_a_word(text: str, value: bool) -> None:
+    assert resolve_options({}, {"DISTSESSION_SEED_PER_RANK": text}).seed_per_rank is value
+
+
+def test_an_impossible_variable_names_the_option() -> None:
+    with pytest.raises(OptionsError, match="ranks=0 is not possible"):
+        resolve_options({}, {"DISTSESSION_RANKS": "0"})
+
+
+def test_an_unknown_option_suggests_the_one_that_was_meant() -> None:
+    with pytest.raises(OptionsError, match=r"no option 'device'\. Did you mean devices"):
+        resolve_options({"device": [0]}, {})
+
+
+def test_an_option_that_resembles_none_lists_all() -> None:
+    with pytest.raises(OptionsError, match=f"no option 'zzz'. There are: {', '.join(NAMES)}"):
+        resolve_options({"zzz": 1}, {})
+
+
+def test_none_leaves_the_default() -> None:
+    assert resolve_options(dict.fromkeys(NAMES), {}) == SessionOptions()
+
+
+def test_lists_become_tuples_and_options_cannot_be_changed() -> None:
+    options = SessionOptions(devices=[1, 0], preload=["json"])  # type: ignore[arg-type]
+    assert (options.devices, options.preload) == ((1, 0), ("json",))
+    with pytest.raises(FrozenInstanceError):
+        options.seed = 3  # type: ignore[misc]
+
+
+def test_ranks_that_contradict_the_devices_are_refused() -> None:
+    with pytest.raises(OptionsError, match="ranks=3 but devices names 2 GPUs"):
+        SessionOptions(ranks=3, devices=(0, 1))
+
+
+def test_an_inline_session_has_one_rank() -> None:
+    assert SessionOptions(launcher="inline", ranks=1).ranks == 1
+    with pytest.raises(OptionsError, match="ranks=2 asks for more: use launcher='local'"):
+        SessionOptions(launcher="inline", ranks=2)

@@ -1,0 +1,187 @@
+"""Waiting for the answers of ranks, and the output on the way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from distsession.cluster.base import Budget, Pending
+from distsession.errors import EngineDiedError, RunTimeoutError
+from distsession.messages import ClearOutput, Display, OutputEnd, Reply, Text
+
+
+def text(rank: int, what: str = "x") -> Text:
+    return Text(rank, 1, "stdout", what)
+
+
+def reply(rank: int, has_output: bool = False) -> Reply:
+    return Reply(1, rank, has_output=has_output)
+
+
+def death(rank: int) -> EngineDiedError:
+    return EngineDiedError(f"rank {rank} is gone", rank=rank, pid=1, returncode=-9)
+
+
+def is_done(pending: Pending) -> bool:
+    """Whether a wait ends at once, dropping the output."""
+    try:
+        pending.wait(lambda message: None, timeout=0.02)
+    except RunTimeoutError:
+        return False
+    return True
+
+
+def test_a_request_is_done_when_every_rank_has_answered() -> None:
+    pending = Pending(1, (0, 2))
+    pending.put_reply(reply(2), [b"two"])
+    assert pending.missing == (0,)
+    assert not is_done(pending)
+    pending.put_reply(reply(0), [b"zero"])
+    assert pending.missing == ()
+    assert is_done(pending)
+    assert {rank: payload for rank, (_, payload) in pending.replies.items()} == {
+        0: [b"zero"],
+        2: [b"two"],
+    }
+
+
+def test_output_is_handed_on_in_the_order_in_which_it_came() -> None:
+    pending = Pending(1, (0, 1))
+    sent: list[Any] = [
+        text(0, "a"),
+        text(1, "b"),
+        Display(0, 1, {"text/plain": "c"}, {}),
+        ClearOutput(1, 1, False),
+        text(0, "d"),
+    ]
+    for message in sent:
+        pending.put_output(message)
+    pending.put_reply(reply(0), [])
+    pending.put_reply(reply(1), [])
+    seen: list[Any] = []
+    pending.wait(seen.append)
+    assert seen == sent
+
+
+def test_a_reply_with_output_waits_for_the_end_of_that_output() -> None:
+    pending = Pending(1, (0,))
+    pending.put_reply(reply(0, has_output=True), [])
+    assert not is_done(pending)
+    pending.put_output(text(0, "late"))
+    pending.put_output(OutputEnd(0, 1))
+    seen: list[Any] = []
+    pending.wait(seen.append, timeout=5)
+    assert seen == [text(0, "late")]
+
+
+def test_the_end_of_the_output_may_come_before_the_reply() -> None:
+    pending = Pending(1, (0,))
+    pending.put_output(OutputEnd(0, 1))
+    assert not is_done(pending)
+    pending.put_reply(reply(0, has_output=True), [])
+    assert is_done(pending)
+
+
+def test_one_ranks_output_does_not_end_anothers() -> None:
+    pending = Pending(1, (0, 1))
+    pending.put_reply(reply(0, has_output=True), [])
+    pending.put_reply(reply(1, has_output=True), [])
+    pending.put_output(OutputEnd(1, 1))
+    assert not is_done(pending)
+    pending.put_output(OutputEnd(0, 1))
+    assert is_done(pending)
+
+
+def test_a_death_counts_as_an_answer() -> None:
+    pending = Pending(1, (0, 1))
+    pending.put_death(death(1))
+    assert pending.missing == (0,)
+    assert not is_done(pending)
+    pending.put_reply(reply(0), [])
+    assert is_done(pending)
+    assert pending.deaths[1].returncode == -9
+
+
+def test_a_rank_that_answered_and_then_died_has_answered() -> None:
+    pending = Pending(1, (0,))
+    pending.put_reply(reply(0, has_output=True), [b"value"])
+    pending.put_death(death(0))
+    assert is_done(pending)
+    assert pending.deaths == {}
+    assert pending.replies[0][1] == [b"value"]
+
+
+def test_the_death_of_a_rank_that_takes_no_part_does_not_matter() -> None:
+    pending = Pending(1, (0,))
+    pending.put_death(death(3))
+    assert pending.deaths == {}
+    assert pending.missing == (0,)
+
+
+def test_a_wait_that_takes_too_long_names_the_ranks_that_are_missing() -> None:
+    pending = Pending(1, (0, 1, 2, 3))
+    pending.put_reply(reply(1), [])
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"^rank 0,2-3 did not finish within 0\.1 s\.$"):
+        pending.wait(lambda message: None, timeout=0.1)
+    assert 0.09 < time.monotonic() - began < 5
+
+
+def test_a_wait_can_be_taken_up_again_after_it_took_too_long() -> None:
+    pending = Pending(1, (0,))
+    assert not is_done(pending)
+    pending.put_reply(reply(0), [])
+    assert is_done(pending)
+
+
+def test_a_waiting_thread_is_woken_by_the_last_answer() -> None:
+    pending = Pending(1, (0,))
+    waiting = threading.Thread(target=pending.wait, args=(lambda message: None,), daemon=True)
+    waiting.start()
+    assert waiting.is_alive()
+    pending.put_reply(reply(0), [])
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+# --- the budget -----------------------------------------------------------------------------------
+
+
+def test_output_that_waits_is_counted_until_it_is_taken() -> None:
+    budget = Budget(limit=10)
+    pending = Pending(1, (0,), budget)
+    pending.put_output(text(0, "x" * 10))
+    assert not budget.is_over
+    pending.put_output(text(0, "x"))
+    assert budget.is_over
+    assert not is_done(pending)
+    assert not budget.is_over
+
+
+def test_requests_share_a_budget() -> None:
+    budget = Budget(limit=10)
+    first, second = Pending(1, (0,), budget), Pending(2, (0,), budget)
+    first.put_output(text(0, "x" * 6))
+    second.put_output(text(0, "x" * 6))
+    assert budget.is_over
+    assert not is_done(first)
+    assert not budget.is_over
+
+
+def test_a_picture_weighs_as_much_as_its_data() -> None:
+    budget = Budget(limit=1_000_000)
+    Pending(1, (0,), budget).put_output(Display(0, 1, {"image/png": b"x" * 1_000_001}, {}))
+    assert budget.is_over
+
+
+def test_what_is_over_the_budget_is_handed_on_all_the_same() -> None:
+    pending = Pending(1, (0,), Budget(limit=1))
+    for number in range(100):
+        pending.put_output(text(0, str(number)))
+    pending.put_reply(reply(0), [])
+    seen: list[Any] = []
+    pending.wait(seen.append)
+    assert [message.text for message in seen] == [str(number) for number in range(100)]

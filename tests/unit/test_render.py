@@ -1,0 +1,188 @@
+"""Results, tables and errors as a person sees them."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsession import render
+from distsession.messages import ErrorInfo, FrameInfo
+from distsession.ranks import DeviceInfo, RankInfo
+
+CELL = FrameInfo("In[3]", 2, "<module>", ((1, "x = 0"), (2, "1 / x"), (3, "print(x)")))
+ERROR = ErrorInfo("ZeroDivisionError", "division by zero", (CELL,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "label"), [([2], "[rank 2]"), ([0, 1, 2], "[ranks 0-2]"), ([0, 5], "[ranks 0,5]")]
+)
+def test_a_label_names_its_ranks(ranks: list[int], label: str) -> None:
+    assert render.rank_label(ranks) == label
+
+
+@given(st.dictionaries(st.integers(0, 20), st.sampled_from("abc")))
+def test_folding_loses_no_rank_and_shows_each_thing_once(shown: dict[int, str]) -> None:
+    folded = render.fold(shown)
+    assert {rank: what for ranks, what in folded for rank in ranks} == shown
+    assert len({what for _, what in folded}) == len(folded)
+    assert [ranks[0] for ranks, _ in folded] == sorted(ranks[0] for ranks, _ in folded)
+
+
+def test_ranks_that_show_the_same_are_one_line() -> None:
+    shown = {3: "b", 0: "a", 1: "a", 2: "c"}
+    assert render.fold_text(shown) == "[ranks 0-1] a\n[rank 2] c\n[rank 3] b"
+
+
+def test_text_of_several_lines_stands_below_its_label() -> None:
+    assert render.fold_text({0: "tensor([1,\n        2])"}) == "[rank 0]\ntensor([1,\n        2])"
+
+
+def test_bundles_are_folded_by_what_they_hold() -> None:
+    png = {"image/png": b"\x89PNG", "text/plain": "<Figure>"}
+    shown = {
+        0: (dict(png), {}),
+        1: (dict(png), {}),
+        2: (png, {"image/png": {"width": 5}}),
+        3: ({"text/plain": "<Figure>"}, {}),
+    }
+    folded = render.fold_bundles(shown)
+    assert [ranks for ranks, _ in folded] == [(0, 1), (2,), (3,)]
+    assert folded[0][1] == (png, {})
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(rank_info: Callable[..., RankInfo]) -> list[RankInfo]:
+    gpu = DeviceInfo("cuda:0", "NVIDIA <T4>", 16 << 30, 4)
+    return [rank_info(0), rank_info(1, host="beta & co", device=gpu)]
+
+
+def test_the_configuration_says_what_there_is(two: list[RankInfo]) -> None:
+    text = render.config_text(two)
+    for fact in ("gloo", "2.9.0", "3.11.9", "alpha, beta & co", "cuda (NVIDIA <T4>)", "1001"):
+        assert fact in text
+    assert text.splitlines()[0].split() == ["backend", "gloo"]
+
+
+def test_each_rank_has_a_line_with_its_device(two: list[RankInfo]) -> None:
+    head, *lines = render.devices_text(two).splitlines()
+    assert head.split() == ["rank", "host", "device", "name", "memory"]
+    assert lines[0].split() == ["0", "alpha", "cpu", "a", "processor", "8", "GiB"]
+    assert "16 GiB" in lines[1]
+
+
+def test_columns_of_a_table_stand_below_each_other(two: list[RankInfo]) -> None:
+    head, *lines = render.devices_text(two).splitlines()
+    column = head.index("device")
+    assert [line[column:].split()[0] for line in lines] == ["cpu", "cuda:0"]
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_memory_that_nobody_knows_is_not_zero(rank_info: Callable[..., RankInfo]) -> None:
+    text = render.devices_text([rank_info(0, device=DeviceInfo("cpu", "a processor"))])
+    assert text.endswith("unknown")
+
+
+def test_tables_of_a_notebook_escape_what_they_show(two: list[RankInfo]) -> None:
+    for table in (render.devices_html(two), render.config_html(two)):
+        assert "beta &amp; co" in table
+        assert "NVIDIA &lt;T4&gt;" in table
+        assert "<T4>" not in table
+    assert render.devices_html(two).count("<tr>") == 3
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_an_error_is_headed_by_its_ranks_and_where_they_are() -> None:
+    text = render.error_text({0: ERROR, 1: ERROR}, {0: "alpha, cpu", 1: "alpha, cpu"})
+    assert text.startswith("ZeroDivisionError on ranks 0-1 (alpha, cpu)\n\n")
+    assert text.endswith("ZeroDivisionError: division by zero")
+
+
+def test_ranks_that_failed_differently_have_a_traceback_each() -> None:
+    other = ErrorInfo("ValueError", "no")
+    text = render.error_text({0: ERROR, 2: ERROR, 1: other}, {1: "beta, cuda:0"})
+    assert "ZeroDivisionError on ranks 0,2\n" in text
+    assert "ValueError on rank 1 (beta, cuda:0)\n\nValueError: no" in text
+    assert text.count("division by zero") == 1
+
+
+def test_many_places_are_cut_short() -> None:
+    where = {rank: f"host{rank}" for rank in range(6)}
+    text = render.error_text(dict.fromkeys(range(6), ERROR), where)
+    assert text.startswith("ZeroDivisionError on ranks 0-5 (host0; host1; host2; host3; ...)\n")
+
+
+def test_a_frame_of_a_cell_shows_its_lines_and_points_at_one() -> None:
+    assert render.remote_traceback(ERROR).splitlines() == [
+        "Cell In[3], line 2",
+        "        1 x = 0",
+        "---->   2 1 / x",
+        "        3 print(x)",
+        "",
+        "ZeroDivisionError: division by zero",
+    ]
+
+
+def test_a_frame_in_a_function_names_it() -> None:
+    error = replace(ERROR, frames=(replace(CELL, name="step"),))
+    assert "Cell In[3], line 2, in step\n" in render.remote_traceback(error)
+
+
+def test_a_frame_of_a_file_shows_the_failing_line_alone() -> None:
+    frame = FrameInfo("/lib/net.py", 8, "forward", ((7, "    y = 1"), (8, "    return y / 0")))
+    text = render.remote_traceback(replace(ERROR, frames=(frame,)))
+    assert text.startswith("/lib/net.py, line 8, in forward\n    return y / 0\n")
+    assert "y = 1" not in text
+
+
+def test_a_file_in_the_home_folder_is_written_short() -> None:
+    frame = FrameInfo(os.path.join(os.path.expanduser("~"), "net.py"), 1, "f")
+    assert "~/net.py, line 1, in f" in render.remote_traceback(replace(ERROR, frames=(frame,)))
+
+
+@pytest.mark.parametrize("filename", ["In[99]", "/nowhere/net.py"])
+def test_a_frame_without_source_is_a_line_of_its_own(filename: str) -> None:
+    error = replace(ERROR, frames=(FrameInfo(filename, 7, "f"),))
+    lines = [line for line in render.remote_traceback(error).splitlines() if line]
+    assert lines[0].endswith(f"{filename}, line 7, in f")
+    assert lines[1:] == ["ZeroDivisionError: division by zero"]
+
+
+def test_a_function_of_the_notebook_shows_the_notebooks_own_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "/tmp/ipykernel_77/1234.py"
+    lines = ["def f():\n", "    y = 0\n", "    return 1 / y\n"]
+    monkeypatch.setitem(linecache.cache, name, (1, None, lines, name))
+    text = render.remote_traceback(replace(ERROR, frames=(FrameInfo(name, 3, "f"),)))
+    assert text.startswith("Cell of the notebook, line 3, in f\n")
+    assert "---->   3     return 1 / y" in text
+
+
+def test_a_declared_cause_stands_before_its_error() -> None:
+    error = ErrorInfo("RuntimeError", "outer", cause=ERROR, cause_is_explicit=True)
+    text = render.remote_traceback(error)
+    link = "The above exception was the direct cause of the following exception:"
+    assert text.index("division by zero") < text.index(link) < text.index("RuntimeError: outer")
+
+
+def test_an_error_while_handling_another_says_so() -> None:
+    middle = ErrorInfo("KeyError", "'a'", cause=ERROR)
+    text = render.remote_traceback(ErrorInfo("RuntimeError", "outer", cause=middle))
+    assert text.count("During handling of the above exception, another") == 2
+    assert text.index("division") < text.index("KeyError: 'a'") < text.index("RuntimeError: outer")
+
+
+def test_notes_follow_the_message_and_an_empty_message_has_no_colon() -> None:
+    error = ErrorInfo("KeyboardInterrupt", "", notes=("while loading", "again"))
+    assert render.remote_traceback(error) == "KeyboardInterrupt\n  while loading\n  again"
