@@ -18,7 +18,16 @@ import zmq
 
 from tests.benchmarks import peers
 from tests.benchmarks.bench import Bench
-from tests.benchmarks.figures import OURS, Arm, Figure, Row, Target, describe, take_turns
+from tests.benchmarks.figures import (
+    OURS,
+    Arm,
+    Figure,
+    NotInstalled,
+    Row,
+    Target,
+    describe,
+    take_turns,
+)
 from tests.benchmarks.processes import end_tree, program, snapshot
 
 RANKS = 4
@@ -144,7 +153,6 @@ def call(bench: Bench) -> Iterator[Row]:
     with bench.session(RANKS) as session, contextlib.closing(RawFloor(bench, RANKS)) as floor:
         run = partial(session.run, noop)
         apply = partial(session.client[:].apply_sync, noop)
-        time_calls(apply, 1)
 
         rounds = max(bench.repeats, 3)
         raw = Arm(RAW, lambda: time_calls(floor.call, each))
@@ -171,7 +179,7 @@ def _beside_ray(
     before = snapshot()
     try:
         ray = RayCalls(bench, RANKS)
-    except peers.NotInstalled as missing:
+    except NotInstalled as missing:
         yield Row(name, "ray", note=str(missing))
         return
     except Exception as error:

@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def output(bench: Bench) -> Iterator[Row]:
             return [time.perf_counter() - began]
 
         floor = Arm("the loop to a file, once", local)
-        arms = {count: Arm(OURS, lambda c=count: ours(c)) for count in COUNTS}
+        arms = {count: Arm(OURS, partial(ours, count)) for count in COUNTS}
         take_turns([floor, *arms.values()], min(bench.repeats, 3))
 
     name = f"100,000 lines on each of {RANKS} ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import partial
 
 from tests.benchmarks import peers
 from tests.benchmarks.bench import Bench
@@ -24,19 +24,14 @@ def import_torch() -> list[float]:
 def start(bench: Bench) -> Iterator[Row]:
     """Start to first barrier, as a multiple of one ``import torch``."""
     import_torch()  # whatever the disk has to bring is in memory from here on
-    find = cache(peers.python_with)
     for ranks in RANKS:
         floor = Arm(IMPORT, import_torch)
         arms = [
             floor,
-            _arm(bench, OURS, lambda n=ranks: _start_ours(n)),
-            _arm(bench, "torchrun", lambda n=ranks: _start_torchrun(n)),
-            _arm(bench, "ipyparallel", lambda n=ranks: _start_ipyparallel(n)),
-            _arm(
-                bench,
-                "nbdistributed",
-                lambda n=ranks: _start_nbdistributed(n, find("nbdistributed")),
-            ),
+            _arm(bench, OURS, partial(_start_ours, ranks)),
+            _arm(bench, "torchrun", partial(_start_torchrun, ranks)),
+            _arm(bench, "ipyparallel", partial(_start_ipyparallel, ranks)),
+            _arm(bench, "nbdistributed", partial(_start_nbdistributed, ranks)),
         ]
         take_turns(arms, bench.repeats)
         name = f"start to first barrier, N={ranks}"
@@ -72,7 +67,8 @@ def _start_ipyparallel(ranks: int) -> float:
     return time_program(program("start_ipyparallel", ranks, free_port()), ready=1)
 
 
-def _start_nbdistributed(ranks: int, python: str) -> float:
+def _start_nbdistributed(ranks: int) -> float:
+    python = peers.python_with("nbdistributed")
     command = program("start_nbdistributed", ranks, python=python)
     return time_program(command, ready=1, env=peers.path_with(python))
 

@@ -1,0 +1,56 @@
+"""One rank in this very process."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from distsession import OptionsError, RunError, SerializationError, Session, SessionStateError
+
+
+@pytest.fixture
+def inline():
+    with Session(launcher="inline") as session:
+        yield session
+    assert not dist.is_initialized()
+
+
+def test_functions_and_cells_run_in_this_process(inline: Session, capsys) -> None:
+    assert inline.world_size == 1
+    assert inline.run(os.getpid)[0] == os.getpid()
+    inline.execute("x = rank + 41\nprint('printed')")
+    assert inline.evaluate("x + world_size")[0] == 42
+    assert capsys.readouterr().out == "printed\n"
+
+
+def test_collectives_work(inline: Session) -> None:
+    inline.execute("t = torch.ones(2)\ndist.all_reduce(t)")
+    assert inline.evaluate("t.sum().item()")[0] == 2.0
+
+
+def test_errors_are_those_of_a_rank(inline: Session) -> None:
+    with pytest.raises(RunError, match="ZeroDivisionError on rank 0") as caught:
+        inline.execute("1 / 0")
+    assert isinstance(caught.value.first, ZeroDivisionError)
+    with pytest.raises(SerializationError):
+        inline.run(lambda lock: lock, threading.Lock())
+
+
+def test_what_only_processes_of_their_own_have_is_said(inline: Session) -> None:
+    with pytest.raises(SessionStateError, match="launcher='local'"):
+        inline.client  # noqa: B018
+    with pytest.raises(OptionsError, match="inline"):
+        Session(launcher="inline", backend="nccl")
+    with pytest.raises(SessionStateError, match="process group already"):
+        Session(launcher="inline")
+    assert inline.evaluate("rank")[0] == 0
+
+
+def test_restart_is_a_fresh_namespace(inline: Session) -> None:
+    inline.execute("x = 1")
+    inline.restart()
+    with pytest.raises(RunError, match="NameError"):
+        inline.evaluate("x")
