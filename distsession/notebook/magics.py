@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse for magics: an error is shown as a line, and never ends the kernel."""
 
     def error(self, message: str) -> NoReturn:
-        raise OptionsError(f"{message}. {self.format_usage().strip()}")
+        raise OptionsError(f"{message}. See {self.prog} --help.")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise _Helped

@@ -38,7 +38,9 @@ def test_the_users_own_exception_is_kept_for_each_rank(session: Session) -> None
 def test_results_of_the_other_ranks_are_kept(session: Session) -> None:
     session.execute("x = rank")
     with pytest.raises(RunError) as caught:
-        session.run(by_value("def f():\n    if rank == 1: raise KeyError('k')\n    return x\n", "f"))
+        session.run(
+            by_value("def f():\n    if rank == 1: raise KeyError('k')\n    return x\n", "f")
+        )
     assert dict(caught.value.results) == {0: 0}
     assert list(caught.value.by_rank) == [1]
 

@@ -43,7 +43,8 @@ def test_output_of_px_goes_to_ipyparallel_and_ours_to_us(
     assert "px" not in output.text(0)
     session.execute("print('ours')")
     assert output.text(1) == "ours\n"
-    assert session.client[0].execute("1 + 1", block=True)[0].execute_result is not None
+    reply = session.client[0].execute("1 + 1", silent=False, block=True).get()
+    assert reply.execute_result["data"]["text/plain"] == "2"
 
 
 def test_displays_of_px_go_to_ipyparallel(session: Session, output: Recorder) -> None:

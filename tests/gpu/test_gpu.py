@@ -1,0 +1,76 @@
+"""Ranks on a GPU: device placement and NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distsession import OptionsError, Session
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def session():
+    with Session(1) as session:
+        yield session
+
+
+def test_the_default_is_nccl_on_a_rank_per_gpu(session: Session) -> None:
+    info = session.infos[0]
+    assert info.backend == "nccl"
+    assert info.device.device == "cuda:0"
+    assert info.device.name == torch.cuda.get_device_name(0)
+    assert info.device.memory_bytes > 0
+
+
+def test_the_ranks_device_is_the_current_one(session: Session) -> None:
+    assert session.evaluate("torch.cuda.current_device()")[0] == 0
+    assert session.evaluate("str(device)")[0] == "cuda:0"
+    assert session.evaluate("torch.cuda._is_in_bad_fork()")[0] is False
+
+
+def test_collectives_run_over_nccl(session: Session) -> None:
+    session.execute(
+        "t = torch.ones(4, device=device)\ndist.all_reduce(t)\ntorch.cuda.synchronize()"
+    )
+    assert session.evaluate("t.sum().item()")[0] == 4.0
+
+
+def test_a_result_on_the_gpu_arrives_on_the_cpu(session: Session) -> None:
+    back = session.evaluate("{'x': torch.arange(3, device=device)}")[0]["x"]
+    assert back.device.type == "cpu"
+    assert back.tolist() == [0, 1, 2]
+
+
+def test_the_kernel_creates_no_context(session: Session) -> None:
+    session.run(lambda: torch.ones(1, device="cuda").item())
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_restarted_rank_has_its_gpu_again(session: Session) -> None:
+    session.restart()
+    session.execute("t = torch.ones(4, device=device)\ndist.all_reduce(t)")
+    assert session.evaluate("t.sum().item()")[0] == 4.0
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(OptionsError, match="need a GPU each"):
+        Session(torch.cuda.device_count() + 1)
+
+
+def test_gloo_stays_on_the_cpu() -> None:
+    with Session(2, backend="gloo") as session:
+        assert list(session.evaluate("device.type").values()) == ["cpu", "cpu"]
+
+
+def test_both_backends_at_once() -> None:
+    with Session(1, backend="cpu:gloo,cuda:nccl") as session:
+        session.execute(
+            "a = torch.ones(2)\nb = torch.ones(2, device=device)\n"
+            "dist.all_reduce(a)\ndist.all_reduce(b)"
+        )
+        assert session.evaluate("(a + b.cpu()).sum().item()")[0] == 4.0

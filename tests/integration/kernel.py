@@ -1,0 +1,64 @@
+"""A Jupyter kernel, and cells run in it as a notebook would."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from jupyter_client.manager import start_new_kernel
+
+
+@dataclass
+class Shown:
+    """What a notebook would show under a cell."""
+
+    text: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
+    data: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+    ename: str = ""
+
+    @property
+    def stdout(self) -> str:
+        return self.text["stdout"]
+
+    @property
+    def result(self) -> str:
+        return str(self.data[-1]["text/plain"])
+
+
+class Notebook:
+    """A kernel and the cells run in it."""
+
+    def __init__(self) -> None:
+        self.manager, self.client = start_new_kernel()
+
+    def run(self, code: str, timeout: float = 60) -> Shown:
+        return self.collect(self.client.execute(code), timeout)
+
+    def collect(self, request: str, timeout: float = 60) -> Shown:
+        shown, displays = Shown(), {}
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                shown.text[content["name"]] += content["text"]
+            elif kind in ("display_data", "execute_result"):
+                shown.data.append(content["data"])
+                display_id = content.get("transient", {}).get("display_id")
+                if display_id:
+                    displays[display_id] = len(shown.data) - 1
+            elif kind == "update_display_data":
+                shown.data[displays[content["transient"]["display_id"]]] = content["data"]
+            elif kind == "error":
+                shown.ename = content["ename"]
+                shown.error = "\n".join(content["traceback"])
+            elif kind == "status" and content["execution_state"] == "idle":
+                return shown
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel()

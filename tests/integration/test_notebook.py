@@ -1,0 +1,169 @@
+"""The magics in a real Jupyter kernel, as a user meets them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from .kernel import Notebook
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    notebook = Notebook()
+    shown = notebook.run("%load_ext distsession\n%session start 2 --backend gloo")
+    assert "2 ranks, gloo" in shown.result, shown
+    yield notebook
+    notebook.close()
+
+
+def test_a_cell_runs_on_all_ranks_and_folds_what_they_show(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "%%distributed\nt = torch.ones(3, device=device) * rank\ndist.all_reduce(t)\nt"
+    )
+    assert shown.stdout.strip().startswith("[ranks 0-1] tensor([1., 1., 1.]")
+    shown = notebook.run("%%distributed\nrank")
+    assert shown.stdout == "[rank 0] 0\n[rank 1] 1\n"
+
+
+def test_the_line_magic_gives_results(notebook: Notebook) -> None:
+    assert notebook.run("%distributed rank * 2").result == "[rank 0] 0\n[rank 1] 2"
+    notebook.run("x = %distributed {'a': rank, 'b': f'{rank}'}")
+    assert notebook.run("type(x).__name__, x[1]").result == "('RankResults', {'a': 1, 'b': '1'})"
+
+
+def test_ranks_out_and_timeout(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed 1 --out kept\nprint('only one')\nrank * 7")
+    assert shown.stdout == "[1] only one\n[rank 1] 7\n"
+    assert notebook.run("dict(kept)").result == "{1: 7}"
+    shown = notebook.run("%%distributed --timeout 0.3\nimport time\ntime.sleep(60)")
+    assert shown.ename == "RunTimeoutError"
+    assert "did not finish within 0.3 s" in shown.error
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("%%distributed 7\n1", "no rank 7: this session has ranks 0 to 1"),
+        ("%%distributed first\n1", "does not name ranks"),
+        ("%%distributed --nonsense\n1", "--nonsense"),
+        ("%%distributed --out 1x\n1", "name of a variable"),
+        ("%distributed", "takes an expression"),
+        ("%session nonsense", "See %session --help"),
+        ("%session restart 9", "ranks 0 to 1"),
+        ("%session start 3", "Close it first"),
+        ("%session start --backend", "expected one argument"),
+    ],
+)
+def test_a_mistyped_magic_is_told_so_in_a_line(notebook: Notebook, code: str, message: str) -> None:
+    shown = notebook.run(code)
+    assert message in shown.error
+    assert len(shown.error.splitlines()) == 1
+    assert notebook.run("%distributed rank").result == "[rank 0] 0\n[rank 1] 1"
+
+
+def test_starting_again_with_the_same_options_is_no_second_session(notebook: Notebook) -> None:
+    assert "running already" in notebook.run("%session start 2 --backend gloo").result
+
+
+def test_session_facts(notebook: Notebook) -> None:
+    assert "idle (2 ranks, gloo)" in notebook.run("%session").result
+    config = notebook.run("%session config")
+    assert "<table>" in config.data[0]["text/html"]
+    assert "ranks per node" in config.result
+    assert "device" in notebook.run("%session devices").result
+    assert "nothing was running" in notebook.run("%session interrupt").result
+    assert "usage" in notebook.run("%session --help").stdout
+
+
+def test_an_error_shows_the_cell_with_the_notebooks_line_numbers(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed\na = 1\nb = a / 0")
+    assert shown.ename == "RunError"
+    assert shown.error.startswith("ZeroDivisionError on ranks 0-1")
+    assert shown.error.count("ZeroDivisionError: division by zero") == 1
+    # line 1 is the magic's own, as in the editor
+    assert "line 3" in shown.error
+    assert "---->   3 b = a / 0" in shown.error
+
+
+def test_a_function_of_the_notebook_shows_its_lines(notebook: Notebook) -> None:
+    notebook.run("from distsession import current_session\nsession = current_session()")
+    shown = notebook.run("def broken(x):\n    return x / 0\n\nsession.run(broken, 1)")
+    assert "return x / 0" in shown.error
+    assert "in broken" in shown.error
+    assert "site-packages" not in shown.error
+
+
+def test_notebook_functions_classes_and_globals_work(notebook: Notebook) -> None:
+    notebook.run("class Point:\n    def __init__(self, x): self.x = x\noffset = 5")
+    shown = notebook.run("session.run(lambda p: (p.x + offset, rank), Point(1))")
+    assert shown.result == "[rank 0] (6, 0)\n[rank 1] (6, 1)"
+
+
+def test_output_is_marked_and_figures_have_their_rank(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "%%distributed\nimport sys\nfrom IPython.display import HTML, display\n"
+        "print('a'); print('b', file=sys.stderr)\ndisplay(HTML(f'<b>{rank}</b>'))"
+    )
+    assert sorted(shown.stdout.split("\n"))[1:] == ["[0] a", "[1] a"]
+    assert sorted(shown.text["stderr"].split("\n"))[1:] == ["[0] b", "[1] b"]
+    rich = [d["text/html"] for d in shown.data if "text/html" in d]
+    assert sorted(rich) == ["<b>0</b>", "<b>1</b>"]
+    position = [d.get("text/html") for d in shown.data].index("<b>1</b>")
+    assert shown.data[position - 1]["text/plain"] == "[rank 1]"
+
+
+def test_a_progress_bar_is_one_line_for_each_rank(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "%%distributed\nimport sys, time\nfor i in range(21):\n"
+        "    print(f'\\r{5 * i}%', end='', file=sys.stderr, flush=True)\n    time.sleep(0.03)\n"
+        "print(file=sys.stderr)"
+    )
+    assert [d["text/plain"] for d in shown.data] == ["[0] 100%\n[1] 100%"]
+    assert shown.text["stderr"] == ""
+
+
+def test_px_shares_the_engines(notebook: Notebook) -> None:
+    notebook.run("%%distributed\nshared = rank + 1")
+    shown = notebook.run("%%px\nprint('px', shared)")
+    assert "px 1" in str(shown)
+    assert "px 2" in str(shown)
+
+
+def test_stop_ends_the_cell_and_keeps_the_state(notebook: Notebook) -> None:
+    notebook.run("%%distributed\nkept = rank + 100")
+    request = notebook.client.execute("%%distributed\nimport time\ntime.sleep(600)")
+    threading.Timer(0.7, notebook.manager.interrupt_kernel).start()
+    shown = notebook.collect(request)
+    assert shown.ename == "RunInterrupt"
+    assert "was stopped" in shown.error
+    assert notebook.run("%distributed kept").result == "[rank 0] 100\n[rank 1] 101"
+
+
+def test_stop_in_a_hung_collective_says_what_to_do_and_restart_works(notebook: Notebook) -> None:
+    request = notebook.client.execute("%%distributed\nif rank == 0: dist.barrier()")
+    threading.Timer(0.7, notebook.manager.interrupt_kernel).start()
+    shown = notebook.collect(request)
+    assert shown.ename == "RunInterrupt"
+    assert "Rank 0 did not come back" in shown.error
+    assert "session.restart()" in shown.error
+    assert "idle" in notebook.run("%session restart").result
+    shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
+    assert shown.stdout == "[ranks 0-1] 2.0\n"
+
+
+def test_close_and_what_comes_after(notebook: Notebook) -> None:
+    assert "closed" in notebook.run("%session close").result
+    assert "no session is open" in notebook.run("%%distributed\n1").error
+    assert "no session is open" in notebook.run("%session").result
+    assert "2 ranks" in notebook.run("%session start 2 --backend gloo").result
+    assert notebook.run("%distributed rank").result == "[rank 0] 0\n[rank 1] 1"
+
+
+def test_unloading_takes_the_magics_away(notebook: Notebook) -> None:
+    assert not notebook.run("%unload_ext distsession").error
+    assert "not found" in notebook.run("%session status").text["stderr"] + str(
+        notebook.run("%session status").error
+    )
+    assert not notebook.run("%load_ext distsession").error
