@@ -10,7 +10,7 @@ demo: $(STAMP)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
 
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not notebook"
 
 lint: $(STAMP)  ## style, types, import laws
 	$(BIN)/ruff check .
@@ -19,7 +19,7 @@ lint: $(STAMP)  ## style, types, import laws
 	$(BIN)/lint-imports
 
 notebooks: $(STAMP)  ## execute the notebooks
-	$(BIN)/python -m pytest -m notebook -o addopts="" notebooks tests
+	$(BIN)/python -m pytest -m notebook
 
 docs: $(STAMP)  ## build the documentation
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -217,7 +217,7 @@ class Controller:
         """End it at once: it keeps nothing that outlives the session."""
         launcher: Any = getattr(self._cluster, "controller", None)
         if getattr(launcher, "process", None) is not None:
-            # It leads a process group, in which ipyparallel's heart monitor is a process of its own.
+            # It leads a process group, of which ipyparallel's heart monitor is a member.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.process.pid, signal.SIGKILL)
             launcher._wait_thread.join(2.0)  # ipyparallel's own thread reaps it

@@ -136,7 +136,7 @@ class TestDeath:
 
     @pytest.fixture(autouse=True)
     def _engines_live_on(self):  # other sessions than the shared one die here
-        yield
+        return
 
     @pytest.mark.parametrize(
         ("end", "how"),

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from ..conftest import assert_nothing_left, traces
+from tests.conftest import assert_nothing_left, traces
+
 from .kernel import Notebook
 
 

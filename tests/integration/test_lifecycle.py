@@ -23,8 +23,7 @@ from distsession import (
     SessionStateError,
     current_session,
 )
-
-from ..conftest import assert_nothing_left, traces
+from tests.conftest import assert_nothing_left, traces
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ def test_subprocesses_and_c_libraries_are_heard(session: Session, output: Record
         "print('python again')"
     )
     lines = output.text(0).split()
-    assert lines == "python subprocess descriptor c library python again".split()
+    assert lines == ["python", "subprocess", "descriptor", "c", "library", "python", "again"]
     assert output.text(0, "stderr") == "error\n"
 
 
