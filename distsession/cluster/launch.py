@@ -94,6 +94,12 @@ class LocalLauncher(Launcher):
             ) from None
         except LaunchError as error:
             raise type(error)(f"{error}{self._close_with_log()}") from None
+        except OSError as error:
+            self.close()
+            raise LaunchError(
+                f"the session could not be set up: {error}. `distsession doctor` says what this "
+                "machine lacks."
+            ) from error
         except BaseException:  # also Ctrl-C: nothing stays
             self.close()
             raise

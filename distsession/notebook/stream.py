@@ -5,11 +5,12 @@ Runs in: the kernel.
 Text is put together into lines, each marked with its rank, so that ranks which write at the same
 time do not tear each other's lines. A line that is not finished (a progress bar) is held back; in
 a notebook it is shown in a block that is updated in place, one line for each rank, where it also
-stays when it is finished.
+stays when it is finished; in a terminal the last line is used for all of them.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import Any
@@ -96,7 +97,7 @@ class Printer:
         self._batch_size = 0
         self._batch_stream = "stdout"
         self._flushed = time.monotonic()
-        self._live = _LiveBlock()
+        self._live: _LiveBlock | _LiveLine = _LiveBlock() if _in_notebook() else _LiveLine()
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
@@ -142,6 +143,7 @@ class Printer:
     def _flush(self) -> None:
         self._flushed = time.monotonic()
         if self._batch:
+            self._live.make_way()
             target = getattr(sys, self._batch_stream)
             target.write("".join(self._batch))
             target.flush()
@@ -180,7 +182,10 @@ class _LiveBlock:
 
     @property
     def is_due(self) -> bool:
-        return time.monotonic() - self._shown_at > LIVE_INTERVAL and _in_notebook()
+        return time.monotonic() - self._shown_at > LIVE_INTERVAL
+
+    def make_way(self) -> None:
+        """Other text is about to be written."""
 
     def keep(self, rank: int, line: str) -> bool:
         """Take a redrawn line that is finished; False where there is no block to take it."""
@@ -203,6 +208,40 @@ class _LiveBlock:
             self._handle = display(_raw(text), raw=True, display_id=True)
         else:
             self._handle.update(_raw(text), raw=True)
+
+
+class _LiveLine:
+    """The lines that ranks redraw, side by side in a terminal's last line."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._is_shown = False
+        self._shown_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return self._is_terminal and time.monotonic() - self._shown_at > LIVE_INTERVAL
+
+    def make_way(self) -> None:
+        """Other text is about to be written."""
+        if self._is_shown:
+            self._is_shown = False
+            sys.stdout.write("\r\x1b[K")
+
+    def keep(self, rank: int, line: str) -> bool:
+        """Finished lines are printed as any others."""
+        return False
+
+    def show(self, partial: dict[int, str]) -> None:
+        """Show the beginnings of what is unfinished, as far as the line reaches."""
+        self.make_way()
+        if partial and self._is_terminal:
+            self._shown_at = time.monotonic()
+            share = max(12, (shutil.get_terminal_size().columns - 1) // len(partial))
+            text = "".join(f"[{rank}] {line}"[: share - 1] + " " for rank, line in partial.items())
+            sys.stdout.write(text[: shutil.get_terminal_size().columns - 1])
+            sys.stdout.flush()
+            self._is_shown = True
 
 
 def _clear_output(message: ClearOutput) -> None:
