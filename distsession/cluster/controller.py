@@ -54,6 +54,8 @@ class Controller:
         self._client: Any = None
         self._client_lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._launched = False
         self._closed = False
 
     # --- start ------------------------------------------------------------------------------------
@@ -106,9 +108,15 @@ class Controller:
         )
         if self._closed:
             return
-        await cluster.start_controller()
-        if self._closed:  # close() came in between and found nothing to end
-            self._kill()
+        try:
+            await cluster.start_controller()
+        finally:
+            with self._lock:
+                self._launched = True
+                is_late = self._closed  # close() came in between and left the ending to us
+            if is_late:
+                self._kill()
+        if is_late:
             return
         # The agent runs already: ipyparallel takes over the process as if it had started it.
         cluster.engines["agent"] = LocalEngineLauncher.from_dict(
@@ -202,16 +210,19 @@ class Controller:
 
     def close(self) -> None:
         """End the controller and disconnect the client."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            launched = self._launched
         with self._client_lock, contextlib.suppress(Exception):
             if self._client is not None:
                 self._client.close()
-        self._kill()
+        if launched:
+            self._kill()
         if self._loop is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopped.set)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(1.0)
+            self._thread.join(5.0)
 
     def _kill(self) -> None:
         """End it at once: it keeps nothing that outlives the session."""

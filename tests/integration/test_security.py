@@ -21,7 +21,16 @@ def running():
 
 
 def processes_of(session: Session) -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """All that live: a process that has ended and is not reaped yet has nothing to show."""
+    return [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        process.cmdline()
+    except psutil.NoSuchProcess:  # ZombieProcess is one
+        return False
+    return True
 
 
 def test_every_port_is_on_the_loopback_interface(running: Session) -> None:
