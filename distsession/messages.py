@@ -31,11 +31,13 @@ __all__ = [
     "FrameInfo",
     "Interrupt",
     "MalformedMessage",
+    "Operation",
     "OutputEnd",
     "PrepareAgent",
     "RankExited",
     "RankFailed",
     "RankReady",
+    "RankReport",
     "RejoinRequest",
     "Reply",
     "Request",
@@ -231,6 +233,65 @@ class OutputEnd:
 
     rank: int
     request: int
+
+
+# --- what a rank does, for a diagnosis ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A collective, send or receive that a rank has begun and not ended.
+
+    Attributes:
+        name: torch's name of it, such as ``"all_reduce"`` or ``"recv"``.
+        group: Name of the process group; for send and receive of the pair within it. Operations
+            of the same group are matched by their sequence number.
+        members: The ranks that have to take part.
+        sequence: Which operation of the group it is, from 1.
+        detail: Dtype, shape, reduce op, root or peer, as text.
+        place: Where in the user's code, such as ``"In[3] line 4"``; empty if unknown.
+        seconds: For how long.
+        is_waiting: The main thread is blocked in it; otherwise it was issued asynchronously.
+    """
+
+    name: str
+    group: str
+    members: tuple[int, ...]
+    sequence: int
+    detail: str = ""
+    place: str = ""
+    seconds: float = 0.0
+    is_waiting: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank does.
+
+    Attributes:
+        state: ``"idle"``, ``"running"``, ``"dead"``, ``"stopped"`` (SIGSTOP), ``"debugged"`` (a
+            debugger holds it), or ``"silent"`` (its main thread holds the interpreter's lock, in C
+            code, so nothing more can be known).
+        seconds: For how long it has been in that state.
+        request: Number of the request that runs; 0 if none.
+        place: The line of user code that runs, such as ``"In[3] line 7"``.
+        outcome: How it ended its part of the run that others still work on: ``"finished"``, or
+            ``"failed: ValueError: x"``; for a dead rank how it died. Empty while it runs, and
+            where it may still be given work (it had no part in that run).
+        operations: What it has begun and not ended, the one it is blocked in last.
+        sequences: For each group that it took part in, how many operations it has begun.
+        stack: Its main thread's frames, outermost first; only where they were asked for.
+    """
+
+    rank: int
+    state: str
+    seconds: float = 0.0
+    request: int = 0
+    place: str = ""
+    outcome: str = ""
+    operations: tuple[Operation, ...] = ()
+    sequences: dict[str, int] = field(default_factory=dict)
+    stack: tuple[FrameInfo, ...] = ()
 
 
 # --- kernel to rank, on the control socket --------------------------------------------------------
