@@ -113,7 +113,7 @@ class _Findings:
     """
 
     def __init__(self, reports: Mapping[int, RankReport]):
-        self.reports = {rank: reports[rank] for rank in sorted(reports)}
+        self.reports = reports
         self.blocked = {
             rank: report.operations[-1]
             for rank, report in self.reports.items()
@@ -125,7 +125,7 @@ class _Findings:
 
     def _missing(self, rank: int) -> frozenset[int]:
         operation = self.blocked[rank]
-        members = set(operation.members) & self.reports.keys() - {rank}
+        members = set(operation.members) & self.reports.keys()
         return frozenset(m for m in members if not _takes_part(self.reports[m], operation))
 
     def _stuck(self) -> set[int]:

@@ -12,6 +12,9 @@ Runs in: both.
     │  ├─ LaunchTimeoutError(TimeoutError)
     │  └─ ProcessGroupError
     ├─ EngineDiedError(RuntimeError)
+    ├─ CollectiveError(RuntimeError)
+    │  ├─ CollectiveMismatchError
+    │  └─ CollectiveHangError
     ├─ RunTimeoutError(TimeoutError)
     ├─ RemoteError
     └─ RunError(RuntimeError)
@@ -28,6 +31,9 @@ from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "CollectiveError",
+    "CollectiveHangError",
+    "CollectiveMismatchError",
     "DistsessionError",
     "EngineDiedError",
     "LaunchError",
@@ -109,6 +115,18 @@ def _rebuild_engine_died(
     message: str, rank: int, pid: int, returncode: int, log_tail: str
 ) -> EngineDiedError:
     return EngineDiedError(message, rank=rank, pid=pid, returncode=returncode, log_tail=log_tail)
+
+
+class CollectiveError(DistsessionError, RuntimeError):
+    """A collective (or a send or receive) was given up; the message says for whose sake."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks called different things, or the same with different tensors."""
+
+
+class CollectiveHangError(CollectiveError):
+    """Ranks waited in a collective that could never have completed."""
 
 
 class RunTimeoutError(DistsessionError, TimeoutError):

@@ -19,20 +19,23 @@ from typing import Any
 from distsession.ranks import HostInfo, RankInfo
 
 __all__ = [
+    "Abort",
     "AgentFailed",
     "AgentReady",
+    "AskStack",
     "CallRequest",
     "CellRequest",
     "ClearOutput",
     "ControllerInfo",
+    "CopyRequest",
     "Display",
     "EngineRegistered",
     "ErrorInfo",
     "FrameInfo",
-    "Interrupt",
     "MalformedMessage",
     "Operation",
     "OutputEnd",
+    "PasteRequest",
     "PrepareAgent",
     "RankExited",
     "RankFailed",
@@ -41,6 +44,7 @@ __all__ = [
     "RejoinRequest",
     "Reply",
     "Request",
+    "StackReply",
     "StartRanks",
     "StopRanks",
     "Text",
@@ -113,7 +117,22 @@ class RejoinRequest:
     generation: int
 
 
-Request = CallRequest | CellRequest | RejoinRequest
+@dataclass(frozen=True, slots=True)
+class CopyRequest:
+    """Send the values of these names, in one payload, so that what they share stays shared."""
+
+    id: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PasteRequest:
+    """Set names to values. Payload: what a ``CopyRequest`` sent."""
+
+    id: int
+
+
+Request = CallRequest | CellRequest | RejoinRequest | CopyRequest | PasteRequest
 
 
 # --- rank to kernel, on the reply socket ----------------------------------------------------------
@@ -191,6 +210,22 @@ class EngineRegistered:
     rank: int
     generation: int
     engine_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackReply:
+    """Where the main thread is.
+
+    Attributes:
+        place: The innermost line of user code.
+        in_torch: It is within a call of torch's autograd or distributed code.
+    """
+
+    rank: int
+    number: int
+    stack: tuple[FrameInfo, ...]
+    place: str
+    in_torch: bool
 
 
 # --- rank to kernel, on the output socket ---------------------------------------------------------
@@ -298,10 +333,30 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupt:
-    """Raise KeyboardInterrupt in this request, if it is the one that runs."""
+class Abort:
+    """Give the process group up: free whoever waits in it, refuse it to whoever comes later.
 
-    request: int
+    Attributes:
+        kind: Why: ``"stop"``, ``"failed"`` (a peer failed or died), ``"hang"``, ``"mismatch"`` or
+            ``"replaced"`` (a peer was or is to be replaced).
+        text: What the operations then raise.
+        generation: Which group; a later one is left alone. -1 gives up none.
+        interrupt: A request in which KeyboardInterrupt is to be raised too; 0 for none.
+        refuse: Requests that are answered with an error, unrun, if they have not begun.
+    """
+
+    kind: str
+    text: str
+    generation: int
+    interrupt: int = 0
+    refuse: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskStack:
+    """Send a ``StackReply``."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +385,8 @@ class StartRanks:
     Attributes:
         ranks: Ranks to start, all on this host.
         devices: torch device of every local rank of the host.
+        check: How collectives are compared (see ``SessionOptions.check``).
+        board: The descriptor of the shared memory of ``board``, inherited from the kernel.
         environ: The kernel's environment; the rank's own variables are laid over it.
     """
 
@@ -342,6 +399,8 @@ class StartRanks:
     seed: int | None
     seed_per_rank: bool
     threads: int
+    check: str
+    board: int
     folder: str
     cwd: str
     sys_path: tuple[str, ...]
@@ -377,6 +436,7 @@ class RankExited:
         returncode: Exit code, or the negative signal number.
         expected: It was asked to end.
         log_tail: The last lines that it wrote, stderr after stdout.
+        oom: Killed by SIGKILL, and the host counts one more out-of-memory kill than before.
     """
 
     rank: int
@@ -385,3 +445,4 @@ class RankExited:
     returncode: int
     expected: bool
     log_tail: str
+    oom: bool = False

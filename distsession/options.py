@@ -24,6 +24,7 @@ __all__ = ["RankPlan", "SessionOptions", "add_arguments", "plan_ranks", "resolve
 
 PREFIX = "DISTSESSION_"
 LAUNCHERS = ("local", "inline")
+CHECKS = ("shared", "detail", "off")
 
 
 def _option(default: Any, help: str, read: Any, **extra: Any) -> Any:
@@ -63,6 +64,12 @@ class SessionOptions:
         launcher: ``"local"`` starts processes on this machine; ``"inline"`` runs one rank within
             the calling process, for debugging.
         start_timeout: Seconds until a start that does not come about is given up.
+        check: How the ranks compare their collectives: ``"shared"`` before each one, in memory
+            that they share (gloo, on one host); ``"detail"`` through the group itself, as torch
+            does with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (any host, several times slower);
+            ``"off"`` not at all.
+        hang_grace: Seconds after which ranks are freed that wait in a collective which can never
+            complete, since the ranks that it misses have ended their part. 0 lets them wait.
     """
 
     ranks: int | None = _option(None, "number of ranks", int)
@@ -77,6 +84,8 @@ class SessionOptions:
     preload: tuple[str, ...] = _option((), "modules to import before forking: a,b", _read_names)
     launcher: str = _option("local", f"one of {', '.join(LAUNCHERS)}", str, choices=LAUNCHERS)
     start_timeout: float = _option(120.0, "seconds until a start is given up", float)
+    check: str = _option("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
+    hang_grace: float = _option(2.0, "seconds until a certain deadlock is ended; 0: never", float)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "threads"):
@@ -85,6 +94,10 @@ class SessionOptions:
             self._check(name, lambda v: _is_number(v) and v > 0, "a number of seconds above 0")
         self._check("seed", lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
         self._check("backend", lambda v: isinstance(v, str) and v.strip() != "", "a name")
+        self._check(
+            "hang_grace", lambda v: _is_number(v) and v >= 0, "a number of seconds, or 0 for never"
+        )
+        self._check("check", lambda v: v in CHECKS, f"one of {', '.join(CHECKS)}")
         self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")
         self._check("seed_per_rank", lambda v: isinstance(v, bool), "True or False")
         self._tuple("devices", lambda v: _is_int(v) and v >= 0, "a list of different GPU numbers")

@@ -14,7 +14,7 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from distsession.messages import ErrorInfo, FrameInfo
+from distsession.messages import ErrorInfo, FrameInfo, Operation, RankReport
 from distsession.ranks import RankInfo, format_ranks
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "config_text",
     "devices_html",
     "devices_text",
+    "diagnosis_html",
+    "diagnosis_text",
     "error_text",
     "fold",
     "fold_bundles",
@@ -160,6 +162,74 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     body = "".join(line(row, "td") for row in rows)
     top = f"<thead>{line(head, 'th')}</thead>" if head else ""
     return f"<table>{top}<tbody>{body}</tbody></table>"
+
+
+# --- diagnoses ------------------------------------------------------------------------------------
+
+
+_DIAGNOSIS_HEAD = ("rank", "state", "since")
+_HALTED = {"stopped": "stopped", "debugged": "held by a debugger", "silent": "not answering"}
+
+
+def diagnosis_text(
+    reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
+) -> str:
+    """The verdict, a line for each rank, and the ranks' stacks if they are wanted."""
+    blocks = [verdict_sentence, _table_text(_DIAGNOSIS_HEAD, _report_rows(reports))]
+    blocks += [_labelled(ranks, text) for ranks, text in _stacks(reports) if stacks]
+    return "\n\n".join(blocks)
+
+
+def diagnosis_html(
+    reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
+) -> str:
+    """The same as :func:`diagnosis_text`, for a notebook."""
+    blocks = [
+        f"<p>{html.escape(verdict_sentence)}</p>",
+        _table_html(_DIAGNOSIS_HEAD, _report_rows(reports)),
+    ]
+    blocks += [
+        f"<p>{rank_label(ranks)}</p><pre>{html.escape(text)}</pre>"
+        for ranks, text in _stacks(reports)
+        if stacks
+    ]
+    return "".join(blocks)
+
+
+def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:
+    return [(str(rank), *_state_and_since(reports[rank])) for rank in sorted(reports)]
+
+
+def _state_and_since(report: RankReport) -> tuple[str, str]:
+    operation = report.operations[-1] if report.operations else None
+    if report.state == "running":
+        if operation is not None and operation.is_waiting:
+            return f"in {_operation_text(operation)}", _seconds(operation.seconds)
+        return f"running {report.place}".rstrip(), _seconds(report.seconds)
+    state = _HALTED.get(report.state, report.state)
+    outcome = report.outcome.strip().partition("\n")[0]
+    return f"{state} ({outcome})" if outcome else state, _seconds(report.seconds)
+
+
+def _operation_text(operation: Operation) -> str:
+    detail = f" ({operation.detail})" if operation.detail else ""
+    place = f" at {operation.place}" if operation.place else ""
+    return f"{operation.name} #{operation.sequence} of {operation.group}{detail}{place}"
+
+
+def _seconds(seconds: float) -> str:
+    """How long; nothing where that is not known."""
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s" if seconds else ""
+
+
+def _stacks(reports: Mapping[int, RankReport]) -> list[tuple[tuple[int, ...], str]]:
+    """The stacks that were sent; ranks that are at the same point together."""
+    shown = {
+        rank: "\n".join(_frame_text(frame) for frame in report.stack).rstrip()
+        for rank, report in reports.items()
+        if report.stack
+    }
+    return fold(shown)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from distsession import render
 from distsession.errors import OptionsError, SessionStateError
 from distsession.options import SessionOptions, resolve_options
 from distsession.ranks import RankInfo, RankSelector, format_ranks, select_ranks
+from distsession.recovery import Recovery
 from distsession.results import RankResults
 from distsession.view import Output, RankView, Silent
 
@@ -85,9 +86,9 @@ class Session:
         self._closed = False
         self._owner = os.getpid()
         self._lifecycle = threading.RLock()
-        self.infos: tuple[RankInfo, ...] = ()
+        self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
-        self.infos = self._launcher.start()
+        self._world_size = len(self._launcher.start())
         self._everyone = RankView(self, range(self.world_size))
         _open.append(self)
 
@@ -128,16 +129,21 @@ class Session:
             Whether anything ran.
         """
         self.check_open()
-        waiting = self.channel.pending()
+        waiting = [pending for pending in self.channel.pending() if pending.missing]
         for pending in waiting:
-            self.channel.interrupt(pending.missing, pending.request)
+            self.recovery.stop(pending)
         return bool(waiting)
 
     # --- facts ------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
-        return len(self.infos)
+        return self._world_size
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        """The facts of each rank."""
+        return self._launcher.infos
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -202,12 +208,14 @@ class Session:
             self.check_open()
             chosen = None if ranks is None else select_ranks(ranks, self.world_size)
             if self._launcher.is_alive:
-                self.infos = self._launcher.restart(chosen)
+                with self.recovery.lock:
+                    self._launcher.restart(chosen)
+                    self.recovery.verdict = None
                 return
             self._launcher.close()
             self._launcher = _make_launcher(self.options, self._on_background)
             try:
-                self.infos = self._launcher.start()
+                self._launcher.start()
             except BaseException:
                 self._forget()
                 raise

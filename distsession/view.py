@@ -9,15 +9,26 @@ import concurrent.futures
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from distsession import render, serialize
-from distsession.cluster.base import OutputMessage, Pending
-from distsession.errors import EngineDiedError, RemoteError, RunError, RunInterrupt, RunTimeoutError
+from distsession.cluster.base import OutputMessage, Pending, ranks_text
+from distsession.diagnosis import Kind, Verdict
+from distsession.errors import (
+    CollectiveError,
+    CollectiveHangError,
+    CollectiveMismatchError,
+    EngineDiedError,
+    RemoteError,
+    RunError,
+    RunInterrupt,
+    RunTimeoutError,
+    SessionStateError,
+)
 from distsession.messages import CallRequest, CellRequest, ErrorInfo, Request
-from distsession.ranks import format_ranks
+from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
 
 if TYPE_CHECKING:
@@ -27,10 +38,6 @@ __all__ = ["Output", "RankView", "Silent"]
 
 T = TypeVar("T")
 
-INTERRUPT_GRACE = 2.0
-"""Seconds that interrupted ranks have to come back before the caller does without them."""
-
-
 class Output(Protocol):
     """Where the ranks' output goes; the session itself never prints."""
 
@@ -39,6 +46,9 @@ class Output(Protocol):
 
     def show(self, shown: dict[int, render.Bundle]) -> None:
         """Show the value of a cell's last expression on each rank."""
+
+    def notify(self, text: str) -> None:
+        """Show a line about the run that replaces the one before; an empty one takes it away."""
 
     def close(self) -> None:
         """The run is over."""
@@ -51,6 +61,9 @@ class Silent:
         pass
 
     def show(self, shown: dict[int, render.Bundle]) -> None:
+        pass
+
+    def notify(self, text: str) -> None:
         pass
 
     def close(self) -> None:
@@ -99,6 +112,7 @@ class RankView:
         """
         began = time.perf_counter()
         pending = self._call(function, args, kwargs)
+        pending.is_sole = threading.current_thread() is threading.main_thread()
         results: RankResults[T] = self._finish(pending, self._session.output(), None, began)
         return results
 
@@ -192,19 +206,22 @@ class RankView:
             return CellRequest(number, code, label or f"In[{number}]", fetch, expression)
 
         pending = self._submit(make, [])
+        pending.is_sole = threading.current_thread() is threading.main_thread()
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
         return results if fetch else None
 
     def _submit(self, make: Callable[[int], Request], payload: serialize.Frames) -> Pending:
+        self._session.recovery.mend()
         return self._session.channel.submit(self._ranks, make, payload)
 
     def _finish(
         self, pending: Pending, output: Output, timeout: float | None, began: float
     ) -> RankResults[Any]:
         """Wait for a request, handing on its output; make results or an error of its answers."""
+        recovery = self._session.recovery
+        watch = Watch(recovery, pending, output.notify)
         try:
-            with self._interrupting(pending, output):
-                pending.wait(output.write, timeout)
+            self._wait(pending, output, timeout, watch)
             results, failed = self._collect(pending, began)
             shown = {
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
@@ -214,34 +231,54 @@ class RankView:
         finally:
             output.close()
             self._session.channel.forget(pending)
+            problem = self._mend(recovery)
+        if pending.stopped:
+            raise RunInterrupt(f"{pending.stopped}{_mended_text(problem)}")
+        verdict = watch.verdict
+        if verdict is not None and not verdict.failed and failed.keys() & watch.waited.keys():
+            raise _hang_error(verdict, problem)
         if failed:
-            raise self._run_error(pending, failed, results)
+            freed = watch.waited if verdict is not None else {}
+            raise self._run_error(failed, results, freed, problem)
         return results
 
-    @contextmanager
-    def _interrupting(self, pending: Pending, output: Output) -> Iterator[None]:
+    def _wait(
+        self, pending: Pending, output: Output, timeout: float | None, watch: Watch
+    ) -> None:
         """Stop, or the end of the time, reaches the ranks before it reaches the caller."""
+        recovery = self._session.recovery
         try:
-            yield
+            pending.wait(output.write, timeout, watch.look)
         except KeyboardInterrupt:
-            stuck = self._interrupt(pending, output)
+            self._stop(pending, output)
+            stuck = recovery.explain_stuck(pending) if pending.missing else ""
             raise RunInterrupt(
-                f"the run on rank {format_ranks(pending.ranks)} was stopped." + _stuck_text(stuck)
+                f"{pending.stopped}{stuck or _mended_text(self._mend(recovery))}"
             ) from None
         except RunTimeoutError as error:
-            stuck = self._interrupt(pending, output)
-            raise RunTimeoutError(f"{error} It was stopped there." + _stuck_text(stuck)) from None
+            self._stop(pending, output)
+            stuck = recovery.explain_stuck(pending) if pending.missing else ""
+            raise RunTimeoutError(
+                f"{error} {pending.stopped}{stuck or _mended_text(self._mend(recovery))}"
+            ) from None
 
-    def _interrupt(self, pending: Pending, output: Output) -> tuple[int, ...]:
-        """Interrupt a request; gives the ranks that did not come back from it."""
-        self._session.channel.interrupt(pending.missing, pending.request)
+    def _stop(self, pending: Pending, output: Output) -> None:
+        """Interrupt a request and wait a moment for its ranks."""
+        with suppress(KeyboardInterrupt):  # pressed again: do not wait
+            self._session.recovery.stop(pending)
+            with suppress(RunTimeoutError):
+                pending.wait(output.write, BACK)
+
+    def _mend(self, recovery: Recovery) -> str:
+        """Connect the group anew where that is needed and possible; gives what prevents it."""
         try:
-            pending.wait(output.write, INTERRUPT_GRACE)
-        except RunTimeoutError:
-            pass
-        except KeyboardInterrupt:  # pressed again: do not wait
-            pass
-        return pending.missing
+            return recovery.mend()
+        except KeyboardInterrupt:
+            return "it was stopped"
+        except SessionStateError as error:  # closed meanwhile
+            return str(error)
+        except EngineDiedError as error:
+            return str(error).splitlines()[0]
 
     def _collect(
         self, pending: Pending, began: float
@@ -271,12 +308,17 @@ class RankView:
 
     def _run_error(
         self,
-        pending: Pending,
         failed: dict[int, tuple[BaseException, ErrorInfo]],
         results: RankResults[Any],
+        freed: Mapping[int, str],
+        problem: str,
     ) -> RunError:
-        # A death is the cause of what its peers then report; otherwise the lowest rank comes first.
-        order = sorted(failed, key=lambda r: (not isinstance(failed[r][0], EngineDiedError), r))
+        # First a death, then what ranks raised by themselves, then what came of those.
+        def cause(rank: int) -> tuple[bool, bool, int]:
+            return rank in freed, not isinstance(failed[rank][0], EngineDiedError), rank
+
+        order = sorted(failed, key=cause)
+        causes = [rank for rank in order if rank not in freed] or order
         infos = {info.rank: info for info in self._session.infos}
         where = {
             rank: f"{info.host}, {info.device.device}"
@@ -286,17 +328,19 @@ class RankView:
         for rank, (error, info) in failed.items():
             error.add_note(_note(rank, where.get(rank, ""), info))
         first = failed[order[0]][1]
-        same = [rank for rank in order if failed[rank][1] == first]
+        same = [rank for rank in causes if failed[rank][1] == first]
         line = _cell_line(first)
         summary = (
-            f"{first.ename} on rank{'s' if len(same) > 1 else ''} {format_ranks(same)}"
-            f"{f' at {line}' if line else ''}: {first.evalue}"
+            f"{first.ename} on {ranks_text(same)}{f' at {line}' if line else ''}: {first.evalue}"
         )
-        others = [rank for rank in order if rank not in same]
+        others = [rank for rank in causes if rank not in same]
         if others:
-            summary += f" (and {len(others)} more rank{'s' if len(others) > 1 else ''}: "
-            summary += f"{format_ranks(others)})"
-        details = render.error_text({rank: failed[rank][1] for rank in order}, where)
+            summary += f" (and on {ranks_text(sorted(others))})"
+        details = render.error_text({rank: failed[rank][1] for rank in causes}, where)
+        waited = {rank: what for rank, what in freed.items() if rank in failed}
+        if waited and causes is not order:
+            text = f"{_freed_text(waited)}{_mended_text(problem)}"
+            summary, details = f"{summary} {text}", f"{details}\n\n{text}"
         return RunError(
             summary,
             by_rank={rank: failed[rank][0] for rank in order},
@@ -305,14 +349,26 @@ class RankView:
         )
 
 
-def _stuck_text(stuck: Sequence[int]) -> str:
-    if not stuck:
-        return ""
-    return (
-        f" Rank {format_ranks(stuck)} did not come back within {INTERRUPT_GRACE:g} s (it waits in "
-        "a collective or computes in C code): what is sent to it now waits for that. "
-        "session.restart() brings fresh ranks."
-    )
+def _freed_text(waited: Mapping[int, str]) -> str:
+    """One line for all ranks that were freed."""
+    together: dict[str, list[int]] = {}
+    for rank, what in sorted(waited.items()):
+        together.setdefault(what, []).append(rank)
+    parts = [f"{ranks_text(ranks)} waited in {what}" for what, ranks in together.items()]
+    text = "; ".join(parts)
+    were = "was" if len(waited) == 1 else "were"
+    return f"{text[0].upper()}{text[1:]} and {were} freed."
+
+
+def _mended_text(problem: str) -> str:
+    if problem:
+        return f" The process group is not connected: {problem}."
+    return " The process group is connected anew, and all variables are kept."
+
+
+def _hang_error(verdict: Verdict, problem: str) -> CollectiveError:
+    kind = CollectiveMismatchError if verdict.kind is Kind.ORDER else CollectiveHangError
+    return kind(f"{verdict.sentence} The waiting ranks were freed.{_mended_text(problem)}")
 
 
 def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:

@@ -14,14 +14,40 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from distsession.board import Board
 from distsession.errors import EngineDiedError, RunTimeoutError
-from distsession.messages import ClearOutput, Display, OutputEnd, Reply, Request, Text
+from distsession.messages import (
+    ClearOutput,
+    Display,
+    OutputEnd,
+    Reply,
+    Request,
+    StackReply,
+    Text,
+)
 from distsession.ranks import RankInfo, format_ranks
 from distsession.serialize import Frames
 
-__all__ = ["Budget", "Channel", "Launcher", "OutputMessage", "Pending", "python_command"]
+__all__ = [
+    "Budget",
+    "Channel",
+    "Launcher",
+    "OutputMessage",
+    "Pending",
+    "python_command",
+    "ranks_text",
+]
 
 OutputMessage = Text | Display | ClearOutput
+
+
+LOOK = 0.1
+"""Seconds between two looks at whether a run that takes long can still end."""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 2`` or ``ranks 0-3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def python_command(module: str) -> list[str]:
@@ -83,6 +109,10 @@ class Pending:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._budget = budget or Budget()
         self._is_done = False
+        self.stopped = ""
+        """Why the caller is to be told that it was stopped; empty if it was not."""
+        self.is_sole = False
+        """Its caller blocks the kernel's main thread, so nothing else will be asked of the ranks."""
 
     # --- the channel's thread ---------------------------------------------------------------------
 
@@ -120,22 +150,37 @@ class Pending:
         return tuple(r for r in self.ranks if r not in self.replies and r not in self.deaths)
 
     def wait(
-        self, on_output: Callable[[OutputMessage], None], timeout: float | None = None
+        self,
+        on_output: Callable[[OutputMessage], None],
+        timeout: float | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
         """Hand on output until every rank has answered or died.
+
+        Args:
+            on_output: Gets each piece of output.
+            timeout: In seconds.
+            look: Called every ``LOOK`` seconds meanwhile.
 
         Raises:
             RunTimeoutError: That took longer than ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        next_look = None if look is None else time.monotonic() + LOOK
         while True:
-            try:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                event = self._events.get(timeout=left)
-            except queue.Empty:
+            now = time.monotonic()
+            if look is not None and next_look is not None and now >= next_look:
+                look()
+                next_look = time.monotonic() + LOOK
+            if deadline is not None and now >= deadline and self._events.empty():
                 raise RunTimeoutError(
-                    f"rank {format_ranks(self.missing)} did not finish within {timeout:g} s."
-                ) from None
+                    f"{ranks_text(self.missing)} did not finish within {timeout:g} s."
+                )
+            ends = [end for end in (deadline, next_look) if end is not None]
+            try:
+                event = self._events.get(timeout=max(0.0, min(ends) - now) if ends else None)
+            except queue.Empty:
+                continue
             if event is _DONE:
                 return
             self._budget.add(-_weight(event))
@@ -158,12 +203,12 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def interrupt(self, ranks: Sequence[int], request: int) -> None:
-        """Ask ranks to raise KeyboardInterrupt in a request, if they are still in it."""
-
-    @abstractmethod
     def pending(self) -> list[Pending]:
         """The requests that somebody waits for, oldest first."""
+
+    def is_busy(self, rank: int) -> bool:
+        """Whether a rank has requests that it has not answered."""
+        return False
 
     @abstractmethod
     def forget(self, pending: Pending) -> None:
@@ -175,6 +220,8 @@ class Launcher(ABC):
 
     channel: Channel
     name: str
+    board: Board | None = None
+    """What the ranks are doing; None where there is no such memory."""
 
     @abstractmethod
     def start(self) -> tuple[RankInfo, ...]:
@@ -187,6 +234,32 @@ class Launcher(ABC):
     @abstractmethod
     def close(self) -> None:
         """End everything. Harmless when repeated."""
+
+    # --- the process group; nothing to do where there is only this process ------------------------
+
+    is_broken = False
+    """The process group has been given up and is not yet connected anew."""
+
+    def abort(  # noqa: B027
+        self, kind: str, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+    ) -> None:
+        """Free all ranks from collectives; see :class:`~distsession.messages.Abort`."""
+
+    def refuse(self, requests: Sequence[int]) -> None:  # noqa: B027
+        """Have requests that have not begun answered with an error."""
+
+    def rejoin(self, timeout: float) -> str:
+        """Connect the process group anew; gives what prevents it, or nothing."""
+        return ""
+
+    def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
+        """Where the main threads of ranks are; without those that do not answer in time."""
+        return {}
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        """The facts of each rank, as it last told them."""
+        return ()
 
     @property
     @abstractmethod

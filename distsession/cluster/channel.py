@@ -9,6 +9,7 @@ everything. The folder can be opened by its user alone, which is the authenticat
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import os
@@ -23,11 +24,12 @@ import zmq
 from distsession.cluster.base import Budget, Channel, Pending
 from distsession.errors import EngineDiedError, SessionStateError
 from distsession.messages import (
-    Interrupt,
+    AskStack,
     MalformedMessage,
     OutputEnd,
     Reply,
     Request,
+    StackReply,
     decode,
     encode,
 )
@@ -74,6 +76,10 @@ class SocketChannel(Channel):
         self._pending: dict[int, Pending] = {}
         self._dead: dict[int, EngineDiedError] = {}
         self._identities: dict[int, bytes] = {}
+        self._busy: dict[int, set[int]] = {}
+        self._stacks: dict[int, StackReply] = {}
+        self._asked = 0
+        self._answered = threading.Condition()
         self._agent: Connection | None = None
         self._listener = Listener(os.path.join(folder, "agent.sock"), family="AF_UNIX")
         self._wake_reader, self._wake_writer = os.pipe()
@@ -128,6 +134,7 @@ class SocketChannel(Channel):
         with self._lock:
             self._identities[rank] = f"{generation}.{rank}".encode()
             self._dead.pop(rank, None)
+            self._busy[rank] = set()
 
     def submit(
         self, ranks: Sequence[int], make: Callable[[int], Request], payload: Frames
@@ -136,14 +143,15 @@ class SocketChannel(Channel):
             self._check_open()
             for rank in ranks:
                 if rank in self._dead:
-                    raise self._dead[rank]
+                    raise copy.copy(self._dead[rank])  # it may be given notes
             request = make(next(self._numbers))
             pending = Pending(request.id, ranks, self.budget)
             self._pending[request.id] = pending
             frames = encode(request, payload)
-            copy = all(len(frame) < LARGE for frame in frames)
+            is_small = all(len(frame) < LARGE for frame in frames)
             for rank in ranks:
-                self._route(self._requests, self._identities[rank], frames, copy=copy)
+                self._busy[rank].add(request.id)
+                self._route(self._requests, self._identities[rank], frames, is_small=is_small)
         return pending
 
     def send_control(self, rank: int, message: Any) -> None:
@@ -151,9 +159,21 @@ class SocketChannel(Channel):
             if not self._closed and rank in self._identities and rank not in self._dead:
                 self._route(self._control, self._identities[rank], encode(message))
 
-    def interrupt(self, ranks: Sequence[int], request: int) -> None:
+    def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
+        """Ask the control threads of ranks where their main threads are."""
+        with self._answered:
+            self._asked = number = self._asked + 1
+            self._stacks = {}
         for rank in ranks:
-            self.send_control(rank, Interrupt(request))
+            self.send_control(rank, AskStack(number))
+        with self._answered:
+            self._answered.wait_for(
+                lambda: self._asked != number or len(self._stacks) == len(ranks), timeout
+            )
+            return {r: s for r, s in self._stacks.items() if s.number == number}
+
+    def is_busy(self, rank: int) -> bool:
+        return bool(self._busy.get(rank))
 
     def pending(self) -> list[Pending]:
         with self._lock:
@@ -164,13 +184,13 @@ class SocketChannel(Channel):
             raise SessionStateError("this session is closed: start another with Session(...).")
 
     def _route(
-        self, socket: zmq.Socket[bytes], identity: bytes, frames: list[Any], *, copy: bool = True
+        self, socket: zmq.Socket[bytes], identity: bytes, frames: list[Any], *, is_small: bool = True
     ) -> None:
         """Send to one peer; a rank that has just started may need a moment to connect."""
         deadline = time.monotonic() + CONNECT_TIMEOUT
         while True:
             try:
-                socket.send_multipart([identity, *frames], copy=copy)
+                socket.send_multipart([identity, *frames], copy=is_small)
                 return
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -225,9 +245,17 @@ class SocketChannel(Channel):
 
     def _take(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):
+            busy = self._busy.get(message.rank)
+            if busy is not None:
+                busy.discard(message.id)
             pending = self._pending.get(message.id)
             if pending is not None:
                 pending.put_reply(message, payload)
+        elif isinstance(message, StackReply):
+            with self._answered:
+                if message.number == self._asked:
+                    self._stacks[message.rank] = message
+                    self._answered.notify_all()
         elif hasattr(message, "request"):
             pending = self._pending.get(message.request)
             if pending is not None:
@@ -259,6 +287,7 @@ class SocketChannel(Channel):
         """A rank has died: nothing more is sent to it, and nobody waits for it any longer."""
         with self._lock:
             self._dead[error.rank] = error
+            self._busy[error.rank] = set()
             waiting = list(self._pending.values())
         for pending in waiting:
             if error.rank in pending.ranks:

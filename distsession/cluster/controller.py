@@ -141,6 +141,12 @@ class Controller:
     def is_ready(self) -> bool:
         return self._connection is not None
 
+    @property
+    def has_died(self) -> bool:
+        """Whether it ran and its process has ended."""
+        process: Any = getattr(getattr(self._cluster, "controller", None), "process", None)
+        return self._launched and process is not None and not process.is_running()
+
     # --- use --------------------------------------------------------------------------------------
 
     def client(

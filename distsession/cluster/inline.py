@@ -76,9 +76,6 @@ class InlineChannel(Channel):
             ) from error
         return run_call(function, args, kwargs, self._namespace), None
 
-    def interrupt(self, ranks: Sequence[int], request: int) -> None:
-        """Nothing to do: a run is in the caller's own thread, where Ctrl-C reaches it."""
-
     def pending(self) -> list[Pending]:
         return []
 
@@ -129,7 +126,12 @@ class InlineLauncher(Launcher):
         }
         self.channel = InlineChannel(namespace)
         place = join.Place(0, 0, 1, 1, "gloo", self._options.timeout, device, 0, f"{os.getpid()}")
-        return (join.rank_info(place, 0),)
+        self._infos = (join.rank_info(place, 0),)
+        return self._infos
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        return self._infos
 
     def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
         self.close()

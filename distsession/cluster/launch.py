@@ -17,12 +17,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command
+from distsession.board import Board, file_size, make_file
+from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command, ranks_text
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import Controller
 from distsession.cluster.monitor import Monitor
-from distsession.errors import EngineDiedError, LaunchError, LaunchTimeoutError
-from distsession.messages import ControllerInfo, PrepareAgent, RejoinRequest, StartRanks, StopRanks
+from distsession.errors import (
+    EngineDiedError,
+    LaunchError,
+    LaunchTimeoutError,
+    RunTimeoutError,
+    SessionStateError,
+)
+from distsession.messages import (
+    Abort,
+    ControllerInfo,
+    PrepareAgent,
+    RejoinRequest,
+    StackReply,
+    StartRanks,
+    StopRanks,
+)
 from distsession.options import RankPlan, SessionOptions, plan_ranks
 from distsession.ranks import RankInfo
 
@@ -33,6 +48,8 @@ log = logging.getLogger(__name__)
 UNIX_PATH_MAX = 100
 """A unix socket's path has 107 bytes at most (sun_path in <sys/un.h>), less where we add a name."""
 AGENT_LOG_TAIL = 2000
+SETTLE = 1.0
+"""Seconds that ranks have to come to an end before some others are replaced."""
 
 
 class LocalLauncher(Launcher):
@@ -49,9 +66,12 @@ class LocalLauncher(Launcher):
     def __init__(self, options: SessionOptions, on_background: Callable[[OutputMessage], None]):
         self._options = options
         self._generation = 0
+        self.is_broken = False
+        self._mending: Pending | None = None
         self._plan: RankPlan | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._controller: Controller | None = None
+        self._board_file = -1
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
@@ -84,6 +104,8 @@ class LocalLauncher(Launcher):
             self.channel.send_agent(PrepareAgent(self._options.preload, tuple(sys.path)))
             host = self._monitor.wait_host(self._agent_runs, deadline)
             self._plan = plan_ranks(self._options, host)
+            os.ftruncate(self._board_file, file_size(self._plan.world_size))
+            self.board = Board(self._board_file, self._plan.world_size)
             infos = self._launch(range(self._plan.world_size), deadline)
             self._start_controller()
             return infos
@@ -114,9 +136,11 @@ class LocalLauncher(Launcher):
             # Counting GPUs must not initialise CUDA.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
+        self._board_file = make_file()
         with open(os.path.join(self._folder, "agent.log"), "wb") as output:
             self._process = subprocess.Popen(
                 [*python_command("distsession.engine.agent"), self._folder],
+                pass_fds=[self._board_file],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -152,6 +176,8 @@ class LocalLauncher(Launcher):
                 seed=self._options.seed,
                 seed_per_rank=self._options.seed_per_rank,
                 threads=plan.threads,
+                check=self._options.check,
+                board=self._board_file,
                 folder=self._folder,
                 cwd=os.getcwd(),
                 sys_path=tuple(sys.path),
@@ -169,10 +195,72 @@ class LocalLauncher(Launcher):
             pending = self.channel.submit(
                 rejoining, lambda number: RejoinRequest(number, self._generation), []
             )
-        self._monitor.wait_ready(world, self._generation, deadline)
-        if pending is not None:
+        try:
+            self._monitor.wait_ready(
+                world, self._generation, deadline, lambda: _failure_of(pending)
+            )
+        finally:
+            if pending is not None:
+                self.channel.forget(pending)
+        self.is_broken = False
+        return self.infos
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        assert self._plan is not None
+        return tuple(self._monitor.ready[rank] for rank in range(self._plan.world_size))
+
+    # --- the process group ------------------------------------------------------------------------
+
+    def abort(
+        self, kind: str, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+    ) -> None:
+        self.is_broken = True
+        message = Abort(kind, text, self._generation, interrupt, tuple(refuse))
+        for rank in self._living():
+            self.channel.send_control(rank, message)
+
+    def refuse(self, requests: Sequence[int]) -> None:
+        message = Abort("refused", "", -1, 0, tuple(requests))
+        for rank in self._living():
+            self.channel.send_control(rank, message)
+
+    def rejoin(self, timeout: float) -> str:
+        dead = self.dead_ranks()
+        if dead:
+            return f"{ranks_text(sorted(dead))} died and has to be replaced first"
+        ranks = self._living()
+        if self._mending is not None:  # an earlier attempt may still wait somewhere
+            self.abort("failed", "connecting the process group anew took too long")
+            self._mending = None
+        deadline = time.monotonic() + timeout
+        while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
+            if time.monotonic() > deadline:
+                return f"{ranks_text(busy)} is still busy" if len(busy) == 1 else (
+                    f"{ranks_text(busy)} are still busy"
+                )
+            time.sleep(0.002)
+        self._generation += 1
+        pending = self._mending = self.channel.submit(
+            ranks, lambda number: RejoinRequest(number, self._generation), []
+        )
+        try:
+            pending.wait(lambda _: None, timeout)
+        except RunTimeoutError as error:
+            return str(error)
+        finally:
             self.channel.forget(pending)
-        return tuple(self._monitor.ready[rank] for rank in world)
+        self._mending = None
+        problem = _failure_of(pending)
+        self.is_broken = bool(problem)
+        return problem
+
+    def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
+        return self.channel.ask_stacks(ranks, timeout)
+
+    def _living(self) -> list[int]:
+        assert self._plan is not None
+        return [r for r in range(self._plan.world_size) if r not in self._monitor.dead]
 
     # --- ipyparallel ------------------------------------------------------------------------------
 
@@ -202,26 +290,46 @@ class LocalLauncher(Launcher):
         wanted = tuple(range(self._plan.world_size)) if ranks is None else tuple(ranks)
         # A rank that is dead now must come back too: the group needs all of them.
         wanted = tuple(sorted({*wanted, *self._monitor.dead}))
+        if ranks is not None:
+            others = [rank for rank in self._living() if rank not in wanted]
+            self.abort(
+                "replaced", f"{ranks_text(wanted)} is being replaced by a fresh process"
+            )
+            self._wait_idle(others)
         engine_ids = [self._monitor.engine_ids.get(rank, rank) for rank in wanted]
         living = [rank for rank in wanted if rank not in self._monitor.dead]
         if living:
             self.channel.send_agent(StopRanks(tuple(living)))
             self._monitor.wait_exited(living, self._options.start_timeout)
         self._generation += 1
-        try:
-            infos = self._launch(wanted, deadline)
-        except LaunchTimeoutError as error:
-            raise LaunchTimeoutError(
-                f"{error} Ranks that are busy cannot join the new process group: "
-                "session.restart() without ranks replaces all of them."
-            ) from None
+        infos = self._launch(wanted, deadline)
+        self._register_anew(wanted, engine_ids)
+        return infos
+
+    def _wait_idle(self, ranks: Sequence[int]) -> None:
+        """Ranks that are to join a new group must have nothing else to do."""
+        deadline = time.monotonic() + SETTLE
+        while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
+            if time.monotonic() > deadline:
+                raise SessionStateError(
+                    f"{ranks_text(busy)} still run{'s' if len(busy) == 1 else ''} something, and "
+                    "the new process group needs all ranks: stop it first with "
+                    "session.interrupt(), or replace all of them with session.restart()."
+                )
+            time.sleep(0.005)
+
+    def _register_anew(self, wanted: Sequence[int], engine_ids: Sequence[int]) -> None:
         controller = self._controller
+        if controller is not None and controller.has_died:
+            log.warning("ipyparallel's controller is gone; a new one is started")
+            controller.close()
+            self._start_controller()
+            return
         if controller is not None and controller.is_ready:
             for engine_id in engine_ids:
                 controller.unregister(engine_id)
             for rank in wanted:
                 self.channel.send_control(rank, controller.info())
-        return infos
 
     @property
     def is_alive(self) -> bool:
@@ -255,7 +363,18 @@ class LocalLauncher(Launcher):
                 self._process.wait()
         self._monitor.hear(None)
         self._background.put_death(EngineDiedError("", rank=-1, pid=0, returncode=0))
+        if self._board_file >= 0:
+            os.close(self._board_file)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _failure_of(pending: Pending | None) -> str:
+    """The first error among the answers to a request; empty if there is none."""
+    replies = {} if pending is None else dict(pending.replies)
+    for rank, (reply, _) in sorted(replies.items()):
+        if reply.error is not None:
+            return f"rank {rank} could not join it: {reply.error.ename}: {reply.error.evalue}"
+    return ""
 
 
 def _private_folder() -> str:

@@ -142,8 +142,21 @@ class Monitor:
                 self._changed.wait(0.1)
             return self.host
 
-    def wait_ready(self, world: Sequence[int], generation: int, deadline: float) -> None:
-        """Wait until each rank is in the process group of a generation."""
+    def wait_ready(
+        self,
+        world: Sequence[int],
+        generation: int,
+        deadline: float,
+        problem: Callable[[], str] = str,
+    ) -> None:
+        """Wait until each rank is in the process group of a generation.
+
+        Args:
+            world: All ranks.
+            generation: Of the group.
+            deadline: By ``time.monotonic()``.
+            problem: Asked meanwhile for what prevents it; nothing by default.
+        """
 
         def here(rank: int) -> bool:
             return rank in self.ready and self.ready[rank].generation == generation
@@ -151,6 +164,8 @@ class Monitor:
         with self._changed:
             while not all(here(rank) for rank in world):
                 self._raise_failure(world)
+                if text := problem():
+                    raise ProcessGroupError(f"the process group could not be connected: {text}")
                 late = [rank for rank in world if not here(rank)]
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError(f"rank {format_ranks(late)} did not become ready.")

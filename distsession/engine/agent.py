@@ -104,6 +104,7 @@ class Agent:
             case PrepareAgent():
                 return self._prepare(message)
             case StartRanks():
+                os.set_inheritable(message.board, False)  # by forks it is, by other programs not
                 if not self._store_pid:
                     self._start_store()
                 for rank in message.ranks:

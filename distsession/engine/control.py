@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from distsession.messages import ControllerInfo, Interrupt, MalformedMessage, decode
+from distsession.messages import Abort, MalformedMessage, decode
 
 __all__ = ["Control", "Interruptor"]
 
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 AGAIN = 0.3
 """Seconds after which an interrupt that had no effect is repeated, once."""
+FREED = 0.1
+"""Seconds that a main thread which waited in a collective has to come back by itself."""
 
 
 class Interruptor:
@@ -47,14 +49,16 @@ class Interruptor:
         finally:
             self._running = 0
 
-    def interrupt(self, request: int) -> None:
-        """From another thread: interrupt this request, if it is the one that runs."""
+    def want(self, request: int) -> None:
+        """From another thread: this request is to be interrupted, once."""
         self._wanted = request
-        if self._running == request and self._main.ident is not None:
-            signal.pthread_kill(self._main.ident, signal.SIGINT)
 
-    def is_running(self, request: int) -> bool:
-        return self._running == request
+    def interrupt(self) -> bool:
+        """From another thread: interrupt what is wanted. Whether that still has to be waited for."""
+        if self._wanted and self._running == self._wanted and self._main.ident is not None:
+            signal.pthread_kill(self._main.ident, signal.SIGINT)
+            return True
+        return False
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._running and self._running == self._wanted:
@@ -68,18 +72,21 @@ class Control:
     Args:
         socket: Connected to the kernel's control socket. Used by this thread alone.
         interruptor: Reaches the main thread.
-        on_controller: Called with the facts of ipyparallel's controller.
+        obey: Called with every other message; for an ``Abort``, before the interrupt.
+        is_blocked: Whether the main thread waits in a collective, which the abort will free.
     """
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
         interruptor: Interruptor,
-        on_controller: Callable[[ControllerInfo], None],
+        obey: Callable[[Any], None],
+        is_blocked: Callable[[], bool],
     ):
         self._socket = socket
         self._interruptor = interruptor
-        self._on_controller = on_controller
+        self._obey = obey
+        self._is_blocked = is_blocked
         self.malformed = 0
         self._thread = threading.Thread(target=self._serve, name="distsession-control", daemon=True)
 
@@ -87,26 +94,34 @@ class Control:
         self._thread.start()
 
     def _serve(self) -> None:
-        repeat: tuple[float, int] | None = None
+        due: list[float] = []
         while True:
-            if self._socket.poll(None if repeat is None else 50):
+            if self._socket.poll(20 if due else None):
                 try:
                     message, _ = decode(self._socket.recv_multipart())
                 except MalformedMessage as error:
                     self.malformed += 1
                     log.warning("dropped a malformed message: %s", error)
                     continue
-                if isinstance(message, Interrupt):
-                    self._interruptor.interrupt(message.request)
-                    repeat = (time.monotonic() + AGAIN, message.request)
-                else:
-                    self._obey(message)
-            if repeat and time.monotonic() > repeat[0]:
-                self._interruptor.interrupt(repeat[1])
-                repeat = None
+                try:
+                    if isinstance(message, Abort) and message.interrupt:
+                        due = self._interrupt(message)
+                    else:
+                        self._obey(message)
+                except Exception:
+                    log.exception("could not obey %r", message)
+            if due and time.monotonic() > due[0]:
+                due.pop(0)
+                if not self._interruptor.interrupt():
+                    due.clear()
 
-    def _obey(self, message: Any) -> None:
-        if isinstance(message, ControllerInfo):
-            self._on_controller(message)
-        else:
-            log.warning("dropped a message that is not for the control thread: %r", message)
+    def _interrupt(self, message: Abort) -> list[float]:
+        """Gives when the main thread is to be interrupted, if it is not back by then."""
+        blocked = self._is_blocked()
+        self._interruptor.want(message.interrupt)
+        self._obey(message)
+        now = time.monotonic()
+        if blocked:  # it is free within some milliseconds; a signal then would be one too many
+            return [now + FREED, now + FREED + AGAIN]
+        self._interruptor.interrupt()
+        return [now + AGAIN]

@@ -8,17 +8,20 @@ from __future__ import annotations
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
+
+import torch
 
 from distsession.messages import ErrorInfo, FrameInfo
 from distsession.serialize import Frames, dump_value
 
-__all__ = ["describe", "pickled"]
+__all__ = ["describe", "innermost", "pickled", "stack"]
 
 T = TypeVar("T")
 
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _CONTEXT = 2
 _MAX_FRAMES = 60
@@ -77,7 +80,7 @@ def _safely(make: Callable[[], T], fallback: T) -> T:
 def _frames(tb: TracebackType | None) -> Iterator[FrameInfo]:
     frames = [(frame, lineno) for frame, lineno in traceback.walk_tb(tb)]
     # Everything up to the last frame of this folder at the beginning is how we called the user.
-    while frames and os.path.dirname(os.path.abspath(frames[0][0].f_code.co_filename)) == _OWN:
+    while frames and _is_own(frames[0][0]):
         frames.pop(0)
     for frame, lineno in frames[-_MAX_FRAMES:]:
         code = frame.f_code
@@ -87,6 +90,42 @@ def _frames(tb: TracebackType | None) -> Iterator[FrameInfo]:
             name=code.co_name,
             context=_context(code.co_filename, lineno or 0, frame.f_globals),
         )
+
+
+def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
+    """The frames of a running thread, outermost first, without those by which we called it."""
+    frames = [(f, lineno) for f, lineno in traceback.walk_stack(frame)][::-1]
+    while frames and not _is_own(frames[0][0]):
+        frames.pop(0)  # Python's own start of the process
+    while frames and _is_own(frames[0][0]):
+        frames.pop(0)
+    return tuple(
+        FrameInfo(
+            f.f_code.co_filename,
+            lineno or 0,
+            f.f_code.co_name,
+            _context(f.f_code.co_filename, lineno or 0, f.f_globals),
+        )
+        for f, lineno in frames[-_MAX_FRAMES:]
+    )
+
+
+def innermost(frames: Sequence[FrameInfo]) -> tuple[str, bool]:
+    """The innermost line of user code, and whether torch's or our collectives are within it."""
+    place, inside = "", False
+    for frame in reversed(frames):
+        if frame.filename.startswith((_TORCH, _OWN)):
+            inside = True
+            continue
+        name = frame.filename
+        name = name if name.startswith(("In[", "<")) else os.path.basename(name)
+        place = f"{name} line {frame.lineno}"
+        break
+    return place, inside
+
+
+def _is_own(frame: FrameType) -> bool:
+    return os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == _OWN
 
 
 def _context(

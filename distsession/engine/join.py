@@ -5,6 +5,7 @@ Runs in: an engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -16,11 +17,12 @@ import torch.distributed as dist
 
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
-from distsession.engine import probe, store
+from distsession.engine import internals, probe, store
+from distsession.engine.group import Groups
 from distsession.messages import StartRanks
 from distsession.ranks import RankInfo
 
-__all__ = ["Place", "join", "leave", "prepare", "rank_info"]
+__all__ = ["Place", "abort", "join", "leave", "prepare", "rank_info"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
     # All ranks are on this machine: without these, gloo and NCCL open ports on its network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
+    # Both would end the process when a communicator is aborted, which is how a wait is ended.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     os.environ.pop("JPY_SESSION_NAME", None)  # ipykernel would put it into the user's namespace
     sys.path[:] = start.sys_path
@@ -95,26 +100,48 @@ def _loopback() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0] if names else "lo")
 
 
-def join(place: Place, generation: int) -> None:
+def join(place: Place, generation: int, groups: Groups | None = None, *, alone: bool = True) -> None:
     """Join the process group of a generation; returns when all ranks have.
 
     Each generation has its own prefix in the store, so nothing of an earlier one is found there.
+
+    Args:
+        place: Of this rank.
+        generation: Of the process group.
+        groups: What keeps groups alive over generations; None where the backend cannot.
+        alone: Every rank of the world is new, so there are no groups to agree on.
     """
-    prefixed = dist.PrefixStore(f"generation{generation}", store.connect(place.store_port))
-    dist.init_process_group(
-        place.backend,
-        store=prefixed,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=None if place.timeout is None else timedelta(seconds=place.timeout),
-        device_id=place.device if place.device.type == "cuda" else None,
-    )
+    client = store.connect(place.store_port)
+    meeting = dist.PrefixStore(f"generation{generation}", client)
+    if groups is not None and groups.has_world:
+        groups.reconnect(meeting, generation)
+    else:
+        leave()
+        if groups is not None:
+            groups.prepare(meeting, generation)
+        dist.init_process_group(
+            place.backend,
+            store=meeting,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=None if place.timeout is None else timedelta(seconds=place.timeout),
+            device_id=place.device if place.device.type == "cuda" else None,
+        )
+    if groups is not None and not alone:
+        groups.agree()
 
 
 def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Give the group of a backend that can do so up (NCCL); from any thread."""
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            internals.abort_groups()
 
 
 def rank_info(place: Place, generation: int) -> RankInfo:

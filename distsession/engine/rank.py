@@ -25,29 +25,37 @@ import torch.distributed as dist
 import zmq
 
 from distsession import serialize
-from distsession.engine import failure, join, tensors
+from distsession.board import Board
+from distsession.engine import failure, join, rescue, tensors
 from distsession.engine.agent import log_path
 from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
 from distsession.engine.entry import ShellFront, make_shell, register
 from distsession.engine.execute import NOTHING, run_call, run_cell
+from distsession.engine.group import Groups
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
     redirect_standard_streams,
 )
-from distsession.errors import SerializationError
+from distsession.engine.recorder import Recorder
+from distsession.errors import SerializationError, SessionStateError
 from distsession.messages import (
+    Abort,
+    AskStack,
     CallRequest,
     CellRequest,
     ControllerInfo,
+    CopyRequest,
     EngineRegistered,
     MalformedMessage,
+    PasteRequest,
     RankFailed,
     RankReady,
     RejoinRequest,
     Reply,
     Request,
+    StackReply,
     StartRanks,
     decode,
     encode,
@@ -65,8 +73,8 @@ SEND_TIMEOUT_MS = 50
 """How long a piece of output waits for a kernel that may be gone, once this process is to end."""
 
 
-class _Stop(BaseException):
-    """Raised by SIGTERM: leave, running exit functions."""
+class _Stop(SystemExit):
+    """Raised by SIGTERM: leave, running exit functions. asyncio passes it on out of a callback."""
 
 
 def main(start: StartRanks, rank: int, *, agent: int, store_port: int) -> None:
@@ -86,6 +94,18 @@ class Rank:
         self._generation = start.generation
         self._place = join.prepare(start, rank, store_port)
         self._rank = rank
+        self._is_alone = len(start.ranks) == start.world_size
+        self._recorder = Recorder(
+            Board(start.board, start.world_size), rank, check=start.check == "shared"
+        )
+        self._recorder.reset()
+        self._groups: Groups | None = None
+        if set(start.backend.replace("cpu:", "").replace("cuda:", "").split(",")) == {"gloo"}:
+            self._groups = Groups(self._recorder, detail=start.check == "detail")
+        elif start.check == "detail":
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
+        self._group_lock = threading.Lock()
+        self._refused: set[int] = set()
         context = zmq.Context()
         identity = f"{start.generation}.{rank}".encode()
         self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
@@ -99,7 +119,9 @@ class Rank:
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
         self._interruptor = Interruptor()
-        self._control = Control(control, self._interruptor, self._on_controller)
+        self._control = Control(
+            control, self._interruptor, self._obey, lambda: self._recorder.is_blocked
+        )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
@@ -110,7 +132,9 @@ class Rank:
         self._capture.start()
         try:
             try:
-                join.join(self._place, self._generation)
+                join.join(
+                    self._place, self._generation, self._groups, alone=self._is_alone
+                )
             except Exception as error:
                 self._send(RankFailed(self._rank, self._generation, failure.describe(error)))
                 time.sleep(0.2)  # let the message out; the session ends us anyway
@@ -207,9 +231,13 @@ class Rank:
 
     def _handle(self, received: tuple[Request, Any]) -> None:
         request, payload = received
+        if request.id in self._refused:
+            self._refuse(request)
+            return
         self._capture.begin(request.id)
         assert self._front is not None
         self._front.request(request.id)
+        self._recorder.request(request.id)
         began = time.perf_counter()
         value: Any = NOTHING
         shown = error = None
@@ -222,12 +250,17 @@ class Rank:
                         value, shown = self._cell(request)
                     case RejoinRequest():
                         self._rejoin(request.generation)
+                    case CopyRequest():
+                        value = self._copy(request.names)
+                    case PasteRequest():
+                        self._namespace.update(serialize.load(payload))
         except _Stop:
             raise
         except BaseException as raised:
             error = raised
         duration = time.perf_counter() - began
         self._front.request(0)
+        self._recorder.request(0)
         self._reply(request, duration, value, shown, error)
 
     def _call(self, payload: Any) -> Any:
@@ -253,11 +286,43 @@ class Rank:
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
 
+    def _copy(self, names: tuple[str, ...]) -> dict[str, Any]:
+        missing = [name for name in names if name not in self._namespace]
+        if missing:
+            raise NameError(f"rank {self._rank} has no {', '.join(missing)}")
+        return {name: self._namespace[name] for name in names}
+
+    # --- the process group ------------------------------------------------------------------------
+
     def _rejoin(self, generation: int) -> None:
-        join.leave()
-        join.join(self._place, generation)
-        self._generation = generation
+        with self._group_lock:  # an abort of the generation before comes too late from here on
+            self._generation = generation
+            self._recorder.reset()
+        join.join(self._place, generation, self._groups, alone=False)
         self._announce()
+
+    def _abort(self, message: Abort) -> None:
+        """From the control thread: free the main thread from whatever collective it waits in."""
+        self._refused.update(message.refuse)
+        with self._group_lock:
+            if message.generation < self._generation:
+                return
+            self._recorder.abort = message
+            if self._groups is None:
+                join.abort()
+            else:
+                rescue.shut_gloo()
+            rescue.shut_store(self._place.store_port)
+
+    def _refuse(self, request: Request) -> None:
+        self._refused.discard(request.id)
+        error = SessionStateError(
+            "this was not run: it waited behind a run that was stopped, or was stopped itself "
+            "before it began. Run it again if it is still wanted."
+        )
+        self._send(
+            Reply(request.id, self._rank, 0.0, failure.describe(error)), failure.pickled(error)
+        )
 
     def _reply(
         self, request: Request, duration: float, value: Any, shown: Any, error: BaseException | None
@@ -277,6 +342,25 @@ class Rank:
         has_output = self._capture.end(request.id)
         self._send(Reply(request.id, self._rank, duration, info, shown, has_output), payload)
 
+    # --- the control thread -----------------------------------------------------------------------
+
+    def _obey(self, message: Any) -> None:
+        match message:
+            case Abort():
+                self._abort(message)
+            case AskStack():
+                self._send(self._stack(message.number))
+            case ControllerInfo():
+                self._on_controller(message)
+            case _:
+                log.warning("dropped a message that is not for the control thread: %r", message)
+
+    def _stack(self, number: int) -> StackReply:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = failure.stack(frame) if self._recorder.region.request else ()
+        place, in_torch = failure.innermost(stack)
+        return StackReply(self._rank, number, stack, place, in_torch)
+
     # --- ipyparallel ------------------------------------------------------------------------------
 
     def _on_controller(self, info: ControllerInfo) -> None:
@@ -289,7 +373,9 @@ class Rank:
 
         try:
             await register(info, self._rank, self._namespace, report)
-        except BaseException:
+        except _Stop:
+            raise
+        except Exception:
             log.exception("rank %d could not register with ipyparallel's controller", self._rank)
             report(-1)
 

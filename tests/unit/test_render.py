@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession import render
-from distsession.messages import ErrorInfo, FrameInfo
+from distsession.messages import ErrorInfo, FrameInfo, Operation, RankReport
 from distsession.ranks import DeviceInfo, RankInfo
 
 CELL = FrameInfo("In[3]", 2, "<module>", ((1, "x = 0"), (2, "1 / x"), (3, "print(x)")))
@@ -97,6 +97,120 @@ def test_tables_of_a_notebook_escape_what_they_show(two: list[RankInfo]) -> None
         assert "NVIDIA &lt;T4&gt;" in table
         assert "<T4>" not in table
     assert render.devices_html(two).count("<tr>") == 3
+
+
+# --- diagnoses ------------------------------------------------------------------------------------
+
+REDUCE = Operation(
+    "all_reduce", "world", (0, 1), 5, "float32 [4], sum", "In[3] line 4", seconds=12.4
+)
+
+
+@pytest.mark.parametrize(
+    ("report", "line"),
+    [
+        (RankReport(0, "idle", 3.21), "0     idle   3.2 s"),
+        (RankReport(0, "idle"), "0     idle"),
+        (RankReport(0, "idle", 75.0, outcome="finished"), "0     idle (finished)  75 s"),
+        (
+            RankReport(0, "idle", outcome="failed: ValueError: x\nmore"),
+            "0     idle (failed: ValueError: x)",
+        ),
+        (RankReport(0, "running", 0.5, place="In[3] line 7"), "0     running In[3] line 7  0.5 s"),
+        (RankReport(0, "running"), "0     running"),
+        (
+            RankReport(0, "running", 99.0, place="In[3] line 4", operations=(REDUCE,)),
+            "0     in all_reduce #5 of world (float32 [4], sum) at In[3] line 4  12 s",
+        ),
+        (
+            RankReport(
+                0,
+                "running",
+                operations=(
+                    replace(REDUCE, sequence=4, is_waiting=False),
+                    replace(REDUCE, detail="", place=""),
+                ),
+            ),
+            "0     in all_reduce #5 of world  12 s",
+        ),
+        (
+            RankReport(0, "running", operations=(replace(REDUCE, is_waiting=False),)),
+            "0     running",
+        ),
+        (RankReport(0, "stopped", 2.0, operations=(REDUCE,)), "0     stopped  2.0 s"),
+        (RankReport(0, "dead", outcome="killed by SIGKILL"), "0     dead (killed by SIGKILL)"),
+        (RankReport(0, "dead"), "0     dead"),
+        (RankReport(0, "debugged"), "0     held by a debugger"),
+        (RankReport(0, "silent"), "0     not answering"),
+    ],
+)
+def test_a_rank_of_a_diagnosis_has_a_line(report: RankReport, line: str) -> None:
+    head, row = render.diagnosis_text({0: report}, "a verdict.").splitlines()[2:]
+    assert head.split() == ["rank", "state", "since"]
+    assert row == line
+
+
+def test_a_diagnosis_begins_with_its_verdict_and_shows_the_ranks_in_order() -> None:
+    reports = {2: RankReport(2, "dead"), 0: RankReport(0, "idle"), 1: RankReport(1, "stopped")}
+    assert render.diagnosis_text(reports, "rank 2 is the cause.").splitlines() == [
+        "rank 2 is the cause.",
+        "",
+        "rank  state    since",
+        "0     idle",
+        "1     stopped",
+        "2     dead",
+    ]
+
+
+@pytest.fixture
+def deep() -> dict[int, RankReport]:
+    """Ranks 0 and 2 at the same point, rank 1 in a file, rank 3 without a stack."""
+    library = FrameInfo("/lib/<net>.py", 8, "forward", ((8, "    return y & 0"),))
+    cell = replace(CELL, name="step")
+    reports = {rank: RankReport(rank, "running", stack=(CELL, cell)) for rank in (2, 0)}
+    return reports | {1: RankReport(1, "running", stack=(library,)), 3: RankReport(3, "dead")}
+
+
+def test_stacks_are_shown_on_request_and_folded(deep: dict[int, RankReport]) -> None:
+    text = render.diagnosis_text(deep, "x.", stacks=True)
+    assert text.startswith(render.diagnosis_text(deep, "x.") + "\n\n")
+    stacks = text.removeprefix(render.diagnosis_text(deep, "x.") + "\n\n")
+    assert stacks.splitlines() == [
+        "[ranks 0,2]",
+        "Cell In[3], line 2",
+        "        1 x = 0",
+        "---->   2 1 / x",
+        "        3 print(x)",
+        "",
+        "Cell In[3], line 2, in step",
+        "        1 x = 0",
+        "---->   2 1 / x",
+        "        3 print(x)",
+        "",
+        "[rank 1]",
+        "/lib/<net>.py, line 8, in forward",
+        "    return y & 0",
+    ]
+
+
+def test_a_diagnosis_in_a_notebook_says_the_same_and_escapes_it(
+    deep: dict[int, RankReport],
+) -> None:
+    deep[3] = RankReport(3, "dead", outcome="<b>")
+    html = render.diagnosis_html(deep, "a < b.", stacks=True)
+    assert html.startswith("<p>a &lt; b.</p><table><thead><tr><th>rank</th><th>state</th>")
+    assert "<tr><td>3</td><td>dead (&lt;b&gt;)</td><td></td></tr>" in html
+    assert "<p>[ranks 0,2]</p><pre>Cell In[3], line 2\n" in html
+    assert "<p>[rank 1]</p><pre>/lib/&lt;net&gt;.py, line 8, in forward\n" in html
+    assert "return y &amp; 0</pre>" in html
+    assert html.count("<pre>") == 2
+    assert "<b>" not in html
+    assert "<pre>" not in render.diagnosis_html(deep, "a < b.")
+
+
+@pytest.mark.parametrize("show", [render.diagnosis_text, render.diagnosis_html])
+def test_a_diagnosis_without_ranks_is_its_verdict(show: Callable[..., str]) -> None:
+    assert "no rank has reported." in show({}, "no rank has reported.", stacks=True)
 
 
 # --- errors ---------------------------------------------------------------------------------------

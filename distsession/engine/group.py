@@ -1,0 +1,598 @@
+"""A process group that outlives its connections.
+
+Runs in: an engine.
+
+User code holds groups: in DistributedDataParallel, in meshes, in its own variables. Each is one of
+ours, which passes every operation on to an inner group of torch's. When the connections have to be
+given up, the inner group is replaced; whoever holds the outer one goes on. Since every operation
+passes here, whether it is asked for by Python or by C++ (DistributedDataParallel, functional
+collectives), this is also where it is recorded and compared (see ``recorder``).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distsession.engine import internals
+from distsession.engine.recorder import Recorder, Stream
+from distsession.errors import CollectiveError
+from distsession.ranks import format_ranks
+
+__all__ = ["Groups"]
+
+NAMES_PER_GENERATION = 100_000
+"""torch names groups by counting them; each generation counts from another number."""
+
+WORLD = "world"
+
+
+class Groups:
+    """All groups of this process.
+
+    Args:
+        recorder: Writes down what they do.
+        detail: See :func:`~distsession.engine.internals.make_native_group`.
+    """
+
+    def __init__(self, recorder: Recorder, *, detail: bool = False):
+        self.recorder = recorder
+        self.generation = 0
+        self._detail = detail
+        self._meeting: dist.Store | None = None
+        self._alive: weakref.WeakValueDictionary[str, SwappableGroup] = (
+            weakref.WeakValueDictionary()
+        )
+        internals.every_group_is_made_by(self._make)
+
+    def _make(self, options: Any) -> SwappableGroup:
+        """Called by torch for each new group that this rank is a member of."""
+        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        name = str(options.group_id)
+        is_world = not options.global_ranks_in_group
+        group = SwappableGroup(self, name, members, options.group_rank, options.timeout, is_world)
+        if not is_world:
+            # Here, where one can be told to stop, rather than within gloo.
+            with group.recorded(("new_group", format_ranks(members)), meets=True, label=name):
+                group.connect(options.store)
+        else:
+            store = options.store
+            if self._meeting is not None:  # joining; otherwise it is the user's own doing
+                store = dist.PrefixStore("world", self._meeting)
+            group.connect(store)
+        self._alive[name] = group
+        return group
+
+    def native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        return internals.make_native_group(store, rank, size, timeout, detail=self._detail)
+
+    # --- a new generation -------------------------------------------------------------------------
+
+    @property
+    def has_world(self) -> bool:
+        """Whether there is a default group that can be connected anew."""
+        return dist.is_initialized() and isinstance(dist.group.WORLD, SwappableGroup)
+
+    def prepare(self, meeting: dist.Store, generation: int) -> None:
+        """The default group that is made next belongs to this generation.
+
+        Args:
+            meeting: The generation's own part of the store, through a client that works.
+            generation: Its number.
+        """
+        self.generation = generation
+        self.recorder.reset()
+        self._meeting = meeting
+
+    def reconnect(self, meeting: dist.Store, generation: int) -> None:
+        """Connect the default group anew; returns when every rank has."""
+        self.prepare(meeting, generation)
+        world: Any = dist.group.WORLD
+        world.connect(dist.PrefixStore("world", meeting))
+
+    def agree(self) -> None:
+        """Connect anew every group that all its members know; every rank has to do so.
+
+        A group of which a member knows nothing, since its process is new, stays without
+        connections and says so when it is used.
+        """
+        meeting = self._meeting
+        assert meeting is not None
+        world: Any = dist.group.WORLD
+        internals.set_store(world, meeting)
+        internals.set_group_count(self.generation * NAMES_PER_GENERATION)
+        mine = {name: g for name, g in self._alive.items() if g is not world}
+        known = {name: group.members for name, group in mine.items()}
+        meeting.set(f"groups/{dist.get_rank()}", json.dumps(known))
+        theirs = [json.loads(meeting.get(f"groups/{r}")) for r in range(dist.get_world_size())]
+        # In the same order everywhere, so that no two ranks wait for each other in different ones.
+        for name, group in sorted(mine.items()):
+            missing = [r for r in group.members if theirs[r].get(name) != group.members]
+            if missing:
+                group.lose(missing)
+            else:
+                group.connect(dist.PrefixStore(f"group{name}", meeting))
+        self._meeting = None
+        for module in internals.data_parallel_modules():
+            internals.refresh_data_parallel(module)
+
+
+class _Work(dist.Work):
+    """A handle that marks its rank as waiting while it waits."""
+
+    def __init__(self, inner: Any, stream: Stream, at: int):
+        super().__init__()
+        self._inner = inner
+        self._stream = stream
+        self._at = at
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        recorder = self._stream.recorder
+        recorder.block(self._at)
+        try:
+            return bool(self._inner.wait(*args, **kwargs))
+        except RuntimeError as error:
+            raise _explained(recorder, error) from None
+        finally:
+            recorder.block(0)
+            self._stream.end(self._at)
+
+    def is_completed(self) -> bool:
+        done = bool(self._inner.is_completed())
+        if done:
+            self._stream.end(self._at)
+        return done
+
+    def get_future(self) -> Any:
+        return self._inner.get_future()
+
+    def get_future_result(self) -> Any:
+        return self._inner.get_future_result()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> Any:
+        return self._inner.synchronize()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def is_success(self) -> Any:
+        return self._inner.is_success()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _AnySource(dist.Work):
+    """Receive from whoever sends first.
+
+    Waiting for it within gloo cannot be ended by anything, so the sender is awaited on the board
+    and the message then received from that rank.
+    """
+
+    def __init__(self, group: SwappableGroup, tensors: list[torch.Tensor], tag: int):
+        super().__init__()
+        self._group = group
+        self._tensors = tensors
+        self._tag = tag
+        self._source = -1
+        self._work: Any = None
+
+    def _find(self) -> bool:
+        if self._work is None:
+            self._source = self._group.sender(self._tag)
+            if self._source >= 0:
+                self._work = self._group.recv(self._tensors, self._source, self._tag)
+        return self._work is not None
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        with self._group.recorded(("recv", "any source"), label=f"recv tag {self._tag}", alone=True):
+            pause = 2e-5
+            while not self._find():
+                self._group.check_alive()
+                time.sleep(pause)
+                pause = min(2e-3, pause * 1.2)
+        return bool(self._work.wait(*args, **kwargs))
+
+    def is_completed(self) -> bool:
+        return self._find() and bool(self._work.is_completed())
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    source_rank = _source_rank
+
+
+def _explained(recorder: Recorder, error: RuntimeError) -> BaseException:
+    """Why an operation broke off: what the group was given up for, rather than a closed socket."""
+    return recorder.error() if recorder.abort is not None else error
+
+
+class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """The group that user code holds."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        name: str,
+        members: Sequence[int],
+        rank: int,
+        timeout: timedelta,
+        is_world: bool,
+    ):
+        super().__init__(rank, len(members))
+        self.members = list(members)
+        self._groups = groups
+        self._recorder = groups.recorder
+        self._my_rank = rank
+        self._limit = timeout
+        self._name = name
+        self._description = "undefined"
+        self._title = WORLD if is_world else f"group {name}"
+        self._lost = ""
+        self._stream: Stream | None = None
+        self._generation = -1
+        self.inner: Any = None
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def connect(self, store: dist.Store) -> None:
+        """Replace the inner group; returns when all members have."""
+        old = [self.inner]
+        self.inner = None
+        # Its threads may need a moment to end, for which nobody has to wait.
+        threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
+        self.inner = self._groups.native(store, self._my_rank, len(self.members), self._limit)
+        self._lost = ""
+
+    def lose(self, missing: Sequence[int]) -> None:
+        """It cannot be connected any more."""
+        self.inner = None
+        self._lost = (
+            f"this process group (ranks {format_ranks(self.members)}) was made before rank "
+            f"{format_ranks(missing)} was replaced, which does not know it: make it again, on all "
+            f"ranks, with dist.new_group({self.members})."
+        )
+
+    def check_alive(self) -> None:
+        """Raise what there is to raise instead of beginning an operation."""
+        if self._recorder.abort is not None:
+            raise self._recorder.error()
+        if self._lost:
+            raise CollectiveError(self._lost)
+
+    # --- recording --------------------------------------------------------------------------------
+
+    def _world_stream(self) -> Stream:
+        groups = self._groups
+        if self._stream is None or self._generation != groups.generation:
+            self._generation = groups.generation
+            self._stream = self._recorder.stream(
+                groups.generation, self._title, self.members, self._recorder.rank
+            )
+        return self._stream
+
+    def _pair_stream(self, source: int, target: int, tag: int) -> Stream:
+        """The messages from one rank of the group to another."""
+        ends = (self.members[source], self.members[target])
+        name = f"{self._title} {ends[0]}->{ends[1]}{f' tag {tag}' if tag else ''}"
+        recorder = self._recorder
+        return recorder.stream(self._groups.generation, name, ends, recorder.rank)
+
+    @contextmanager
+    def recorded(
+        self, key: tuple[Any, ...], *, label: str, meets: bool = False, alone: bool = False
+    ) -> Iterator[None]:
+        """Record what is no collective of torch's, such as the making of a group."""
+        self.check_alive()
+        members = [self._recorder.rank] if alone else self.members
+        stream = self._recorder.stream(
+            self._groups.generation, f"{self._title} {label}", members, self._recorder.rank
+        )
+        at = stream.post(key)
+        try:
+            if meets and self._recorder.check:
+                stream.meet(at, self._limit.total_seconds())
+            self._recorder.block(at)
+            yield
+        except RuntimeError as error:
+            raise _explained(self._recorder, error) from None
+        finally:
+            self._recorder.block(0)
+            stream.end(at)
+
+    def sender(self, tag: int) -> int:
+        """A member that has begun to send here and whose message is not taken yet; -1 if none."""
+        for rank in range(len(self.members)):
+            if rank != self._my_rank:
+                stream = self._pair_stream(rank, self._my_rank, tag)
+                if stream.posted_by(self.members[rank]) > stream.count:
+                    return rank
+        return -1
+
+    def _collective(
+        self,
+        call: Callable[[Any], Any],
+        key: tuple[Any, ...],
+        is_async: bool,
+        sizes: tuple[list[int], list[int]] | None = None,
+    ) -> Any:
+        if self._lost:
+            raise CollectiveError(self._lost)
+        stream = self._stream
+        if stream is None or self._generation != self._groups.generation:
+            stream = self._world_stream()
+        recorder = self._recorder
+        at = stream.post(key)
+        try:
+            if is_async:
+                stream.look(at)
+                return _Work(call(self.inner), stream, at)
+            stream.meet(at, self._limit.total_seconds())
+            if sizes is not None:
+                stream.compare_sizes(at, *sizes)
+            recorder.block(at)
+            work = call(self.inner)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            stream.end(at)
+            raise _explained(recorder, error) from None
+        except BaseException:
+            stream.end(at)
+            raise
+        finally:
+            recorder.block(0)
+        stream.end(at)
+        return work
+
+    def _message(
+        self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
+    ) -> Any:
+        if self._lost:
+            raise CollectiveError(self._lost)
+        stream = self._pair_stream(source, target, tag)
+        at = stream.post(key)
+        try:
+            stream.look(at)
+            return _Work(call(self.inner), stream, at)
+        except RuntimeError as error:
+            stream.end(at)
+            raise _explained(self._recorder, error) from None
+        except BaseException:
+            stream.end(at)
+            raise
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = dist.AllreduceOptions() if opts is None else opts
+        tensor = tensors[0]
+        key = ("all_reduce", tensor.dtype, tensor.shape, opts.reduceOp)
+        return self._collective(lambda g: g.allreduce(tensors, opts), key, _is_async(opts))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        key = ("all_reduce_coalesced", *_kinds(tensors), opts.reduceOp)
+        return self._collective(
+            lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts)
+        )
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        tensor = tensors[0]
+        key = ("broadcast", tensor.dtype, tensor.shape, self._root(opts))
+        return self._collective(lambda g: g.broadcast(tensors, opts), key, _is_async(opts))
+
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        tensor = tensors[0]
+        key = ("reduce", tensor.dtype, tensor.shape, opts.reduceOp, self._root(opts))
+        return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.AllgatherOptions() if opts is None else opts
+        key = ("all_gather", inputs[0].dtype, inputs[0].shape)
+        return self._collective(lambda g: g.allgather(outputs, inputs, opts), key, _is_async(opts))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.AllgatherOptions() if opts is None else opts
+        key = ("all_gather_coalesced", *_kinds(inputs))
+        return self._collective(
+            lambda g: g.allgather_coalesced(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        opts = dist.AllgatherOptions() if opts is None else opts
+        key = ("all_gather_into_tensor", tensor.dtype, tensor.shape)
+        return self._collective(
+            lambda g: g._allgather_base(output, tensor, opts), key, _is_async(opts)
+        )
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.AllgatherOptions() if opts is None else opts
+        key = ("all_gather_into_tensor", *_kinds(inputs))
+        return self._collective(
+            lambda g: g.allgather_into_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        key = ("gather", inputs[0].dtype, inputs[0].shape, self._root(opts))
+        return self._collective(lambda g: g.gather(outputs, inputs, opts), key, _is_async(opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        key = ("scatter", outputs[0].dtype, outputs[0].shape, self._root(opts))
+        return self._collective(lambda g: g.scatter(outputs, inputs, opts), key, _is_async(opts))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        key = ("reduce_scatter", outputs[0].dtype, outputs[0].shape, opts.reduceOp)
+        return self._collective(
+            lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        key = ("reduce_scatter_tensor", output.dtype, output.shape, opts.reduceOp)
+        return self._collective(
+            lambda g: g._reduce_scatter_base(output, tensor, opts), key, _is_async(opts)
+        )
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        key = ("reduce_scatter_tensor", *_kinds(outputs), opts.reduceOp)
+        return self._collective(
+            lambda g: g.reduce_scatter_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.AllToAllOptions() if opts is None else opts
+        send = [tensor.numel() for tensor in inputs]
+        receive = [tensor.numel() for tensor in outputs]
+        key = ("all_to_all", inputs[0].dtype, _sizes(send, receive))
+        call = lambda g: g.alltoall(outputs, inputs, opts)  # noqa: E731
+        return self._collective(call, key, _is_async(opts), (send, receive))
+
+    def alltoall_base(
+        self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None
+    ) -> Any:
+        opts = dist.AllToAllOptions() if opts is None else opts
+        size = len(self.members)
+        send_sizes = list(send) or [tensor.shape[0] // size] * size
+        receive_sizes = list(receive) or [output.shape[0] // size] * size
+        key = ("all_to_all_single", tensor.dtype, tensor.shape[1:], _sizes(send_sizes, receive_sizes))
+        call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
+        return self._collective(call, key, _is_async(opts), (send_sizes, receive_sizes))
+
+    all_to_all_single = alltoall_base
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = dist.BarrierOptions() if opts is None else opts
+        return self._collective(lambda g: g.barrier(opts), ("barrier",), _is_async(opts))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        limit = self._limit if timeout is None else timeout
+        with self.recorded(("monitored_barrier",), label="monitored_barrier"):
+            return self.inner._get_backend(torch.device("cpu")).monitored_barrier(
+                limit, wait_all_ranks
+            )
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, target: int, tag: int) -> Any:
+        key = ("send", tensors[0].dtype, f"{tensors[0].numel()} elements")
+        return self._message(
+            lambda g: g.send(tensors, target, tag), key, self._my_rank, target, tag
+        )
+
+    def recv(self, tensors: Any, source: int, tag: int) -> Any:
+        key = ("recv", tensors[0].dtype, f"{tensors[0].numel()} elements")
+        return self._message(
+            lambda g: g.recv(tensors, source, tag), key, source, self._my_rank, tag
+        )
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Any:
+        self.check_alive()
+        if not self._recorder.check:
+            return self.inner.recv_anysource(tensors, tag)
+        return _AnySource(self, tensors, tag)
+
+    # --- what else torch asks of a group ----------------------------------------------------------
+
+    def _root(self, opts: Any) -> str:
+        return f"root {self.members[opts.rootRank]}"
+
+    def getBackendName(self) -> str:  # noqa: N802  DDP's logger takes a gloo at its word
+        return internals.BACKEND
+
+    def name(self) -> str:
+        return "gloo"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._description = text
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> Any:
+        return [torch.device("cpu"), torch.device("cuda")] if self.inner is None else (
+            self.inner._device_types
+        )
+
+    def __repr__(self) -> str:
+        return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def method(self: SwappableGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "_end_coalescing",
+    "_get_backend",
+    "_get_sequence_number_for_group",
+    "_set_sequence_number_for_group",
+    "_start_coalescing",
+    "_wait_for_pending_works",
+    "abort",
+    "get_group_store",
+    "set_timeout",
+    "shutdown",
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(SwappableGroup, _name, _passed_on(_name))
+
+
+def _is_async(opts: Any) -> bool:
+    """What the caller has asked for; C++ callers, and torch before 2.7, do not say: True."""
+    return bool(getattr(opts, "asyncOp", True))
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    for tensor in tensors:
+        yield tensor.dtype
+        yield tensor.shape
+
+
+def _sizes(send: Sequence[int], receive: Sequence[int]) -> str:
+    return f"send {','.join(map(str, send))} receive {','.join(map(str, receive))}"

@@ -1,0 +1,149 @@
+"""Everything that we touch of torch.distributed without its being public.
+
+Runs in: an engine.
+
+One function for each liberty taken, so that a new torch that breaks one is mended here.
+``tests/integration/test_torch_internals.py`` fails when torch (2.13) changes one of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = [
+    "BACKEND",
+    "abort_groups",
+    "data_parallel_modules",
+    "every_group_is_made_by",
+    "make_native_group",
+    "refresh_data_parallel",
+    "set_group_count",
+    "set_store",
+]
+
+BACKEND = "distsession"
+"""Name under which torch knows our process groups; ``get_backend()`` still says ``gloo``."""
+
+Maker = Callable[..., Any]
+
+
+def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
+    """Let this function make every gloo group of this process, whoever asks for it.
+
+    torch lets a registered backend return a ``ProcessGroup`` of its own, which then stands for the
+    group everywhere; but only under the backend's own name. ``_new_process_group_helper``, through
+    which every group is made, is told that name where it is asked for gloo, and the world's tables
+    are told gloo again, so that ``new_group()`` and ``monitored_barrier()`` go on as ever.
+
+    Args:
+        make: Gets torch's ``_DistributedBackendOptions``.
+    """
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(
+        BACKEND, lambda options, _: make(options), extended_api=True, devices=["cpu", "cuda"]
+    )
+    native = c10d._new_process_group_helper
+    signature = inspect.signature(native)
+
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if not _is_gloo(str(bound.arguments["backend"])):
+            return native(*args, **kwargs)
+        bound.arguments["backend"] = dist.Backend(BACKEND)
+        group, store = native(*bound.args, **bound.kwargs)
+        if group in c10d._world.pg_map:
+            c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
+            c10d._world.pg_backend_config[group] = "cpu:gloo,cuda:gloo"
+        return group, store
+
+    c10d._new_process_group_helper = helper
+
+
+def _is_gloo(backend: str) -> bool:
+    if backend == "undefined":
+        return not torch.accelerator.is_available()
+    return backend in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo")
+
+
+def make_native_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, *, detail: bool = False
+) -> dist.ProcessGroup:
+    """A gloo group of torch's own that is in none of the world's tables.
+
+    Args:
+        store: With a prefix of its own.
+        rank: Within the group.
+        size: Of the group.
+        timeout: Of each operation.
+        detail: Compare collectives through the group itself, as ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    cpu = dist.PrefixStore("cpu/", store)
+    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=timeout)
+    backend._set_sequence_number_for_group()
+    if detail:
+        backend = c10d._create_process_group_wrapper(
+            wrapped_pg=backend,
+            store_prefix="detail",
+            store=cpu,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    return group
+
+
+def set_store(group: Any, store: dist.Store) -> None:
+    """Let new groups that descend from this one meet through another store."""
+    backend, _ = c10d._world.pg_map[group]
+    c10d._world.pg_map[group] = (backend, store)
+
+
+def set_group_count(count: int) -> None:
+    """From where torch numbers new groups; their names, and so their stores, must agree."""
+    c10d._world.group_count = count
+
+
+def abort_groups() -> None:
+    """Abort the communicators of all groups, where their backends can (NCCL)."""
+    c10d._abort_process_group()
+
+
+def data_parallel_modules() -> Iterator[torch.nn.parallel.DistributedDataParallel]:
+    """All that there are in this process."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), kind) and "reducer" in candidate.__dict__:
+            yield candidate
+
+
+def refresh_data_parallel(module: Any) -> None:
+    """Give a DistributedDataParallel a new reducer, as unpickling it does.
+
+    A collective that was given up leaves the old one in the midst of a bucket; one in a rank that
+    has been replaced has its buckets in another order. Nothing is sent, no parameter changes.
+    """
+    hooks = list(getattr(module, "_comm_hooks", ()))
+    del module.logger, module.reducer  # the old one takes its autograd hooks along
+    parameters, sparse = module._build_params_for_reducer()
+    names = module._build_debug_param_to_name_mapping(parameters)
+    module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+    if module.static_graph:
+        module.reducer._set_static_graph()
+        module.logger._set_static_graph()
+    module._comm_hooks = []
+    for hook, state in hooks:
+        module.register_comm_hook(state, hook)

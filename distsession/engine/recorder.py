@@ -1,0 +1,365 @@
+"""Writing down every operation before it begins, and comparing it with those of the other ranks.
+
+Runs in: an engine.
+
+Each rank posts what it is about to do on the board (see ``board``) and reads what its peers have
+posted as the same operation of the same group. Two ways of comparing:
+
+- *meet*, for a collective that its caller waits for anyway: nothing begins before every rank has
+  posted. A rank that comes alone waits here, in Python, where it can be told to stop; a mismatch is
+  seen by every rank before a byte has been sent, so no tensor is changed.
+- *look*, for what is issued asynchronously, and for sends and receives, where waiting for the
+  others could block a correct program: the rank that comes later sees what the earlier one posted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distsession import board as layout
+from distsession.board import Board, key_of
+from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
+from distsession.messages import Abort
+from distsession.ranks import format_ranks
+
+__all__ = ["Recorder", "Stream"]
+
+SPINS = 40
+"""How often a rank yields the processor to others before it sleeps between two looks."""
+FIRST_SLEEP = 2e-5
+LONGEST_SLEEP = 1e-3
+FOR_THE_OTHERS = 0.05
+"""Seconds that a rank which has seen a mismatch waits for what the rest posts, to name them too."""
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FRAMES = 24
+_SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
+
+# Words, as plain names of this module: they are read several times in each operation.
+_HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
+_FINGERPRINT, _SIGNATURE, _PLACE = layout.FINGERPRINT, layout.SIGNATURE, layout.PLACE
+_BEGAN, _STATE, _COUNT = layout.BEGAN, layout.STATE, layout.COUNT
+_ISSUED, _WAITING, _DONE = layout.ISSUED, layout.WAITING, layout.DONE
+
+
+class Recorder:
+    """One rank's hand on the board.
+
+    Args:
+        board: Shared by all ranks of the host.
+        rank: Whose region is written.
+        check: Compare with the other ranks; otherwise only write down.
+    """
+
+    def __init__(self, board: Board, rank: int, *, check: bool = True):
+        self.board = board
+        self.rank = rank
+        self.check = check
+        self.words = board.words
+        self.region = board.regions[rank]
+        self.abort: Abort | None = None
+        self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._places: dict[str, int] = {}
+        self._streams: dict[int, Stream] = {}
+        self._main = threading.main_thread().ident
+        self._blocked = self.region.start + layout.BLOCKED_IN
+        self.fence = threading.Lock()
+        """Taking and releasing it is a memory barrier: one's own post is out before one looks."""
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """A new generation begins; nothing is compared with an earlier one."""
+        request, since = self.words[self.region.start + layout.REQUEST], time.monotonic_ns()
+        self.region.clear()
+        self.signatures.clear()
+        self._places.clear()
+        self._streams.clear()
+        self.words[self.region.start + layout.SINCE] = since
+        self.words[self.region.start + layout.REQUEST] = request
+        self.abort = None
+
+    def request(self, number: int) -> None:
+        """This request runs from here on; 0 for none."""
+        start = self.region.start
+        self.words[start + layout.SINCE] = time.monotonic_ns()
+        self.words[start + layout.REQUEST] = number
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the main thread waits in an operation."""
+        return self.words[self._blocked] != 0
+
+    # --- for streams ------------------------------------------------------------------------------
+
+    def stream(self, generation: int, name: str, members: Sequence[int], me: int) -> Stream:
+        """The stream of that name, begun now if it was not before."""
+        key = key_of(generation, name)
+        known = self._streams.get(key)
+        if known is None:
+            known = self._streams[key] = Stream(self, key, name, members, me)
+        return known
+
+    def sign(self, key: tuple[Any, ...]) -> tuple[int, int]:
+        """Fingerprint and text of an operation that is seen for the first time."""
+        text = _describe(key)
+        if len(self.signatures) >= layout.TEXTS // 2 or len(self._places) >= layout.TEXTS // 4:
+            self.signatures.clear()  # the board keeps a limited number of texts
+            self._places.clear()
+        compared = _SIZES.sub("", text)
+        if key[0] in ("send", "recv"):  # the two ends of one message
+            compared = compared[4:]
+        signed = self.signatures[key] = (key_of(compared), self.region.add_text(text))
+        return signed
+
+    def place(self) -> int:
+        """The innermost line of code that is neither torch's nor ours, as a word."""
+        frame = sys._getframe(3)
+        for _ in range(_FRAMES):
+            name = frame.f_code.co_filename
+            number = self._places.get(name)
+            if number is None:
+                theirs = not name.startswith((_TORCH, _OURS, "<frozen", "<string"))
+                number = self._places[name] = self.region.add_text(_short(name)) if theirs else 0
+            if number:
+                return number << 32 | (frame.f_lineno or 0)
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return 0
+
+    def block(self, at: int) -> None:
+        """The main thread waits in this operation from here on; 0 for none."""
+        if threading.get_ident() == self._main:
+            self.words[self._blocked] = at
+
+    def error(self) -> BaseException:
+        """What an operation of an aborted generation raises."""
+        abort = self.abort
+        assert abort is not None
+        match abort.kind:
+            case "stop":
+                return KeyboardInterrupt(abort.text)
+            case "mismatch":
+                return CollectiveMismatchError(abort.text)
+            case "hang":
+                return CollectiveHangError(abort.text)
+        return CollectiveError(abort.text)
+
+
+class Stream:
+    """The operations of one group, or from one rank to another, as this rank issues them."""
+
+    def __init__(
+        self, recorder: Recorder, key: int, name: str, members: Sequence[int], me: int
+    ) -> None:
+        self.recorder = recorder
+        self.name = name
+        self.count = 0
+        self._key = key
+        self._members = tuple(members)
+        self._words = recorder.words
+        self.at = recorder.region.add_stream(key, name, members)
+        others = [rank for rank in members if rank != me]
+        self._peers = [[rank, -1] for rank in others] if recorder.check else []
+        if self.at < 0:  # more groups than the board has room for: these are not watched
+            self._words = memoryview(bytearray(8 * layout.STREAM)).cast("Q")
+            self.at = 0
+            self._peers = []
+
+    def post(self, key: tuple[Any, ...]) -> int:
+        """Write an operation down; gives where.
+
+        Raises:
+            CollectiveError: The group has been given up; or what else it was given up for.
+        """
+        recorder = self.recorder
+        if recorder.abort is not None:
+            raise recorder.error()
+        fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
+        self.count = sequence = self.count + 1
+        at = self.at + _HEAD + (sequence % _RING) * _SLOT
+        words = self._words
+        words[at + _FINGERPRINT] = fingerprint
+        words[at + _SIGNATURE] = text
+        words[at + _PLACE] = recorder.place()
+        words[at + _BEGAN] = time.monotonic_ns()
+        words[at + _STATE] = _ISSUED
+        words[at] = sequence
+        words[self.at + _COUNT] = sequence
+        return at
+
+    def end(self, at: int) -> None:
+        """That operation is over, well or not."""
+        self._words[at + _STATE] = _DONE
+
+    def look(self, at: int) -> None:
+        """Compare with what the peers have posted by now.
+
+        Raises:
+            CollectiveMismatchError: A peer has posted something else.
+        """
+        with self.recorder.fence:
+            pass
+        sequence, fingerprint = self._words[at], self._words[at + _FINGERPRINT]
+        for peer in self._peers:
+            self._is_here(peer, sequence, fingerprint)
+
+    def meet(self, at: int, timeout: float | None) -> None:
+        """Wait until all peers have posted the same operation.
+
+        Raises:
+            CollectiveMismatchError: A peer has posted something else.
+            CollectiveHangError: The peers did not come within ``timeout`` seconds.
+        """
+        with self.recorder.fence:
+            pass
+        recorder = self.recorder
+        sequence, fingerprint = self._words[at], self._words[at + _FINGERPRINT]
+        waiting = [p for p in self._peers if not self._is_here(p, sequence, fingerprint)]
+        if not waiting:
+            return
+        recorder.block(at)
+        self._words[at + _STATE] = _WAITING
+        deadline = None if timeout is None else time.monotonic() + timeout
+        looks, pause = 0, FIRST_SLEEP
+        try:
+            while waiting:
+                if recorder.abort is not None:
+                    raise recorder.error()
+                looks += 1
+                if looks < SPINS:
+                    os.sched_yield()
+                else:
+                    time.sleep(pause)
+                    pause = min(LONGEST_SLEEP, pause * 1.2)
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise self._late(at, [peer[0] for peer in waiting], timeout)
+                waiting = [p for p in waiting if not self._is_here(p, sequence, fingerprint)]
+        finally:
+            recorder.block(0)
+
+    def _is_here(self, peer: list[int], sequence: int, fingerprint: int) -> bool:
+        begins = peer[1]
+        if begins < 0:
+            begins = peer[1] = self.recorder.board.regions[peer[0]].find_stream(self._key)
+            if begins < 0:
+                return False
+        words = self._words
+        at = begins + _HEAD + (sequence % _RING) * _SLOT
+        posted = words[at]
+        if posted != sequence:
+            return posted > sequence  # it is that far ahead only if it found this one alike
+        if words[at + _FINGERPRINT] != fingerprint:
+            raise self._mismatch(sequence)
+        return True
+
+    def posted_by(self, rank: int) -> int:
+        """How many operations that peer has begun."""
+        begins = self.recorder.board.regions[rank].find_stream(self._key)
+        return self._words[begins + _COUNT] if begins >= 0 else 0
+
+    # --- sizes that differ from rank to rank ------------------------------------------------------
+
+    def compare_sizes(self, at: int, send: Sequence[int], receive: Sequence[int]) -> None:
+        """Check the parts of an all_to_all against those of the peers; all have posted theirs.
+
+        Raises:
+            CollectiveMismatchError: A rank sends more or less than its peer expects.
+        """
+        sequence = self._words[at]
+        me = self._members.index(self.recorder.rank)
+        for number, rank in enumerate(self._members):
+            theirs = _SIZES.search(self._signature(rank, sequence))
+            if theirs is None or rank == self.recorder.rank:
+                continue
+            sent, received = ([int(n) for n in part.split(",") if n] for part in theirs.groups())
+            if (sent and sent[me] != receive[number]) or (received and received[me] != send[number]):
+                raise self._mismatch(sequence)
+
+    # --- words for people -------------------------------------------------------------------------
+
+    def _signature(self, rank: int, sequence: int) -> str:
+        region = self.recorder.board.regions[rank]
+        begins = region.find_stream(self._key)
+        at = begins + _HEAD + (sequence % _RING) * _SLOT
+        if begins < 0 or self._words[at] != sequence:
+            return ""
+        return region.slot(at).signature
+
+    def _posted(self, sequence: int) -> dict[tuple[str, str], list[int]]:
+        """What each rank that has come has posted, and where: signature and place -> ranks."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank in self._members:
+            region = self.recorder.board.regions[rank]
+            begins = region.find_stream(self._key)
+            at = begins + _HEAD + (sequence % _RING) * _SLOT
+            if begins >= 0 and self._words[at] == sequence:
+                slot = region.slot(at)
+                found.setdefault((slot.signature, slot.place), []).append(rank)
+        return found
+
+    def _mismatch(self, sequence: int) -> CollectiveMismatchError:
+        deadline = time.monotonic() + FOR_THE_OTHERS
+        posted = self._posted(sequence)
+        while sum(map(len, posted.values())) < len(self._members) and time.monotonic() < deadline:
+            time.sleep(0.001)
+            posted = self._posted(sequence)
+        sides = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {_readable(text)}"
+            f"{f' at {place}' if place else ''}"
+            for (text, place), ranks in sorted(posted.items(), key=lambda item: item[1])
+        )
+        return CollectiveMismatchError(
+            f"operation {sequence} of {_titled(self.name)} is not the same on all ranks: {sides}. It was not "
+            "begun here, and no tensor of it was changed. Make the calls agree."
+        )
+
+    def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
+        slot = self.recorder.region.slot(at)
+        return CollectiveHangError(
+            f"{_readable(slot.signature)} at {slot.place}: rank{'s' if len(ranks) > 1 else ''} "
+            f"{format_ranks(ranks)} did not come within {timeout:g} s."
+        )
+
+
+def _readable(signature: str) -> str:
+    name, _, detail = signature.partition(" ")
+    return f"{name} ({detail})" if detail else name
+
+
+def _titled(name: str) -> str:
+    return "the default group" if name == "world" else name.replace("world ", "", 1)
+
+
+def _short(filename: str) -> str:
+    return filename if filename.startswith(("In[", "<")) else os.path.basename(filename)
+
+
+def _describe(key: tuple[Any, ...]) -> str:
+    """``all_reduce float32 [4, 2], sum`` from what was called."""
+    name, *parts = key
+    return " ".join((name, ", ".join(part for part in map(_part, parts) if part))).strip()
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, torch.dtype):
+        return str(part).removeprefix("torch.")
+    if isinstance(part, torch.Size):
+        return str(list(part))
+    if isinstance(part, (str, int)):
+        return str(part)
+    if part is None:
+        return ""
+    if isinstance(part, tuple):
+        return ", ".join(map(_part, part))
+    return str(getattr(part, "op", part)).rpartition(".")[2].lower()  # a reduce op

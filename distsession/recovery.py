@@ -1,0 +1,374 @@
+"""Noticing that a run can never end, freeing its ranks, and connecting their group anew.
+
+Runs in: the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distsession.cluster.base import Pending, ranks_text
+from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
+from distsession.messages import RankReport, StackReply
+
+if TYPE_CHECKING:
+    from distsession.cluster.base import Launcher
+
+__all__ = ["Recovery", "Watch"]
+
+ANSWER = 0.2
+"""Seconds that the control thread of a rank has to say where its main thread is."""
+BACK = 0.7
+"""Seconds that interrupted ranks have to come back before the caller does without them."""
+REJOIN = 10.0
+"""Seconds that connecting the process group anew may take, once all ranks are idle."""
+NOTICE_AFTER = 10.0
+"""Seconds without progress after which a notice says who waits for whom."""
+NOTICE_EVERY = 2.0
+ASLEEP = 1.0
+"""Seconds without any processor time after which a main thread within torch counts as blocked."""
+CONFIRM = 0.15
+"""Seconds for which a cause that has been seen must stay the same: messages may be under way."""
+
+
+class Recovery:
+    """What a session does about ranks that cannot go on by themselves.
+
+    Args:
+        launcher: Gives the present launcher of the session.
+        hang_grace: See ``SessionOptions``.
+    """
+
+    def __init__(self, launcher: Callable[[], Launcher], hang_grace: float):
+        self._launcher = launcher
+        self.hang_grace = hang_grace
+        self.lock = threading.RLock()
+        self.verdict: Verdict | None = None
+        """Why the process group has been given up, while it is."""
+
+    @property
+    def launcher(self) -> Launcher:
+        return self._launcher()
+
+    # --- what the ranks do ------------------------------------------------------------------------
+
+    def reports(
+        self, ranks: Iterable[int] | None = None, *, ask: bool, sole: Pending | None = None
+    ) -> dict[int, RankReport]:
+        """What each rank does.
+
+        Args:
+            ranks: Which are asked where their main thread is. Default: all that run something.
+            ask: Ask them; otherwise only what is known without disturbing anyone.
+            sole: A run that nothing else can be asked of the ranks beside.
+        """
+        launcher = self.launcher
+        pendings = launcher.channel.pending()
+        if sole is not None and not any(p is not sole for p in pendings):
+            pendings = [p for p in pendings if p is not sole] + [sole]
+        else:
+            sole = None
+        found = {
+            info.rank: self._report(info.rank, info.pid, pendings, sole) for info in launcher.infos
+        }
+        if ask:
+            running = [r for r, report in found.items() if report.state == "running"]
+            wanted = running if ranks is None else [r for r in ranks if r in running]
+            stacks = launcher.ask_stacks(wanted, ANSWER) if wanted else {}
+            for rank in wanted:
+                found[rank] = _with_stack(found[rank], stacks.get(rank))
+        return found
+
+    def _report(
+        self, rank: int, pid: int, pendings: list[Pending], sole: Pending | None
+    ) -> RankReport:
+        launcher = self.launcher
+        death = launcher.dead_ranks().get(rank)
+        if death is not None:
+            how = str(death).splitlines()[0].partition(" session.restart")[0]
+            how = how.partition(") ")[2] or how
+            return RankReport(rank, "dead", outcome=how.rstrip("."))
+        if launcher.board is None:
+            return RankReport(rank, "idle")
+        region = launcher.board.regions[rank]
+        operations, sequences = region.operations(), region.sequences()
+        if launcher.channel.is_busy(rank):
+            state = {"T": "stopped", "t": "debugged"}.get(_process_state(pid), "running")
+            return RankReport(
+                rank, state, region.seconds, region.request, "", "", operations, sequences
+            )
+        outcome = ""
+        for pending in pendings:
+            if rank in pending.replies:
+                error = pending.replies[rank][0].error
+                outcome = f"failed: {error.ename}: {error.evalue}" if error else "finished"
+            elif pending is sole and rank not in pending.ranks:
+                outcome = "finished"
+        return RankReport(rank, "idle", region.seconds, outcome=outcome, sequences=sequences)
+
+    # --- stop -------------------------------------------------------------------------------------
+
+    def stop(self, pending: Pending) -> None:
+        """Interrupt a run; ``pending.stopped`` then says where its ranks were."""
+        launcher = self.launcher
+        with self.lock:
+            missing = pending.missing
+            later = [
+                other.request
+                for other in launcher.channel.pending()
+                if other.request >= pending.request and set(other.ranks) & set(missing)
+            ]
+            board = launcher.board
+            begun = board is None or any(
+                board.regions[rank].request == pending.request for rank in missing
+            )
+            if not begun:
+                launcher.refuse(later)
+                pending.stopped = (
+                    f"the run on {ranks_text(pending.ranks)} was stopped before it began; "
+                    "what it waited for goes on."
+                )
+                return
+            reports = self.reports(missing, ask=True)
+            verdict = diagnose(reports)
+            where = verdict.sentence if verdict.kind is not Kind.NOTHING else _places(reports, missing)
+            pending.stopped = f"the run on {ranks_text(pending.ranks)} was stopped. {where}"
+            text = f"stopped. {where}"
+            launcher.abort("stop", text, interrupt=pending.request, refuse=later)
+            self.verdict = verdict
+
+    def explain_stuck(self, pending: Pending) -> str:
+        """What to do about ranks that did not come back from a run that was stopped."""
+        parts = []
+        reports = self.reports(pending.missing, ask=True)
+        for rank in pending.missing:
+            report = reports[rank]
+            waits = report.request not in (0, pending.request)
+            if waits:
+                parts.append(
+                    f"Rank {rank} is still busy with an earlier run; this one will not begin there."
+                )
+                continue
+            why = {
+                "silent": "computes in C code that holds Python's lock and cannot be interrupted",
+                "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
+                "debugged": "is held by a debugger",
+            }.get(report.state, f"does not react, at {report.place or 'an unknown place'}")
+            parts.append(
+                f"Rank {rank} {why}: session.restart([{rank}]) replaces it alone; the others keep "
+                "their variables."
+            )
+        return "".join(f" {part}" for part in parts)
+
+    # --- free and mend ----------------------------------------------------------------------------
+
+    def free(self, verdict: Verdict, text: str) -> None:
+        """Give the process group up, so that whoever waits in it comes back with an error."""
+        kind = "hang"
+        if verdict.kind is Kind.ORDER or "CollectiveMismatchError" in text:
+            kind = "mismatch"
+        elif verdict.failed:
+            kind = "failed"
+        self.verdict = verdict
+        self.launcher.abort(kind, text)
+
+    def mend(self, timeout: float = REJOIN) -> str:
+        """Connect the group anew if it has been given up; gives what prevents that, or nothing."""
+        if not self.launcher.is_broken:
+            return ""
+        with self.lock:
+            if not self.launcher.is_broken:
+                return ""
+            problem = self.launcher.rejoin(timeout)
+            if not problem:
+                self.verdict = None
+            return problem
+
+
+class Watch:
+    """Looks after one run while its caller waits.
+
+    Args:
+        recovery: Of the session.
+        pending: The run.
+        notify: Shows a line that replaces the one before.
+    """
+
+    def __init__(self, recovery: Recovery, pending: Pending, notify: Callable[[str], None]):
+        self._recovery = recovery
+        self._pending = pending
+        self._notify = notify
+        self._seen: object = None
+        self._seen_at = 0.0
+        self._progress: object = None
+        self._progress_at = time.monotonic()
+        self._noticed_at = 0.0
+        self._asked_at = 0.0
+        self._idle_since: dict[int, tuple[int, float]] = {}
+        self.verdict: Verdict | None = None
+        """Why ranks of this run had to be freed; None if they had not."""
+        self.waited: dict[int, str] = {}
+        """The operations that freed ranks waited in."""
+
+    def look(self) -> None:
+        """Called now and then; frees the ranks if no wait can help."""
+        recovery = self._recovery
+        launcher = recovery.launcher
+        if launcher.board is None or self.verdict is not None or self._pending.stopped:
+            return
+        if launcher.is_broken and recovery.verdict is not None:
+            self._adopt(recovery.verdict, recovery.reports(ask=False))
+            return
+        sole = self._pending if self._pending.is_sole else None
+        reports = recovery.reports(ask=False, sole=sole)
+        now = time.monotonic()
+        self._note_progress(reports, now)
+        verdict = diagnose(reports)
+        suspects = self._suspects(reports, now)
+        if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.5:
+            self._asked_at = now
+            asked = recovery.reports(suspects, ask=True, sole=sole)
+            reports = {r: _blocked(report) if r in suspects else report for r, report in asked.items()}
+            verdict = diagnose(reports)
+            self._judge(verdict, reports, now, sole, kept=True)
+            return
+        if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
+            self._judge(verdict, reports, now, sole)
+        if verdict.kind is Kind.WAIT:
+            self._notice(now, sole)
+
+    def _judge(
+        self,
+        verdict: Verdict,
+        reports: dict[int, RankReport],
+        now: float,
+        sole: Pending | None,
+        *,
+        kept: bool = False,
+    ) -> None:
+        if verdict.kind not in (Kind.DEADLOCK, Kind.ORDER):
+            self._seen = None
+            return
+        state = (verdict.kind, verdict.waiting, verdict.missing, verdict.failed)
+        state += tuple(reports[rank].operations[-1].sequence for rank in verdict.waiting)
+        if state != self._seen:
+            self._seen, self._seen_at = state, now
+        grace = self._recovery.hang_grace
+        if verdict.failed or verdict.kind is Kind.ORDER:
+            grace = CONFIRM
+        elif not grace:
+            return
+        if now - self._seen_at >= grace:
+            self._free(verdict, reports, sole, kept)
+
+    def _free(
+        self,
+        verdict: Verdict,
+        reports: dict[int, RankReport],
+        sole: Pending | None,
+        kept: bool,
+    ) -> None:
+        recovery = self._recovery
+        with recovery.lock:
+            if recovery.launcher.is_broken:
+                return
+            if not kept:
+                again = recovery.reports(ask=False, sole=sole)
+                if diagnose(again).kind is not verdict.kind:
+                    return
+            self._adopt(verdict, reports)
+            recovery.free(verdict, verdict.sentence)
+
+    def _adopt(self, verdict: Verdict, reports: dict[int, RankReport]) -> None:
+        self.verdict = verdict
+        for rank, report in reports.items():
+            if report.operations and rank in self._pending.ranks and report.state == "running":
+                self.waited[rank] = describe_operation(report.operations[-1])
+
+    # --- blocked in something that was issued asynchronously --------------------------------------
+
+    def _suspects(self, reports: dict[int, RankReport], now: float) -> list[int]:
+        """Ranks that have issued something which is not complete, and use no processor time."""
+        pids = {info.rank: info.pid for info in self._recovery.launcher.infos}
+        suspects = []
+        for rank, report in reports.items():
+            waits = report.operations and not report.operations[-1].is_waiting
+            if report.state != "running" or not waits or report.operations[-1].seconds < ASLEEP:
+                self._idle_since.pop(rank, None)
+                continue
+            used = _processor_time(pids[rank])
+            before, since = self._idle_since.setdefault(rank, (used, now))
+            if used != before:
+                self._idle_since[rank] = (used, now)
+            elif now - since >= ASLEEP:
+                suspects.append(rank)
+        return suspects
+
+    # --- notices ----------------------------------------------------------------------------------
+
+    def _note_progress(self, reports: dict[int, RankReport], now: float) -> None:
+        state = [(r.state, r.request, *r.sequences.values()) for r in reports.values()]
+        if state != self._progress:
+            self._progress, self._progress_at = state, now
+            if self._noticed_at:
+                self._notify("")
+                self._noticed_at = 0.0
+
+    def _notice(self, now: float, sole: Pending | None) -> None:
+        if now - self._progress_at < NOTICE_AFTER or now - self._noticed_at < NOTICE_EVERY:
+            return
+        self._noticed_at = now
+        self._notify(diagnose(self._recovery.reports(ask=True, sole=sole)).sentence)
+
+
+def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
+    if reply is None:
+        return replace(report, state="silent")
+    return replace(report, place=reply.place, stack=reply.stack)
+
+
+def _blocked(report: RankReport) -> RankReport:
+    """The same, its last operation taken for the one that the main thread waits in."""
+    inside = any("torch" in frame.filename for frame in report.stack[-1:])
+    if report.state != "running" or not report.operations or not inside:
+        return report
+    *others, last = report.operations
+    last = replace(last, is_waiting=True, place=last.place or report.place)
+    return replace(report, operations=(*others, last))
+
+
+def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:
+    """Where ranks are that wait for nobody."""
+    at: dict[str, list[int]] = {}
+    for rank in ranks:
+        at.setdefault(reports[rank].place, []).append(rank)
+    parts = [
+        f"{ranks_text(there)} {'was' if len(there) == 1 else 'were'} at {place}"
+        for place, there in at.items()
+        if place
+    ]
+    text = ", ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _stat(pid: int, thread: bool) -> list[str]:
+    path = f"/proc/{pid}/task/{pid}/stat" if thread else f"/proc/{pid}/stat"
+    with contextlib.suppress(OSError), open(path) as stat:
+        return stat.read().rpartition(")")[2].split()
+    return []
+
+
+def _process_state(pid: int) -> str:
+    """The letter that /proc has for it; empty where that is not known."""
+    return (_stat(pid, False) or [""])[0]
+
+
+def _processor_time(pid: int) -> int:
+    """Clock ticks that the main thread has used."""
+    fields = _stat(pid, True)
+    return int(fields[11]) + int(fields[12]) if len(fields) > 12 else 0

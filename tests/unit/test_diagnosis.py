@@ -1,0 +1,732 @@
+"""From the ranks' reports to who waits for whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
+from distsession.messages import Operation, RankReport
+
+Reports = dict[int, RankReport]
+
+SUM = Operation("all_reduce", "world", (0, 1, 2, 3), 5, "float32 [4], sum", "In[3] line 2", 12.4)
+TP = Operation("broadcast", "tp", (0, 1), 2, "float32 [8], root 0", "In[3] line 5", 3.0)
+SUM_TEXT = "all_reduce #5 (float32 [4], sum) at In[3] line 2"
+TP_TEXT = "broadcast #2 of tp (float32 [8], root 0) at In[3] line 5"
+NO_WAIT = " No wait can help."
+OTHER_ORDER = "The ranks issue their operations in different orders."
+
+
+def on(rank: int, state: str, **facts: Any) -> Reports:
+    return {rank: RankReport(rank, state, **facts)}
+
+
+def waiting(*ranks: int, op: Operation = SUM, **sequences: int) -> Reports:
+    """Some ranks that are blocked in an operation, and what else they have begun."""
+    begun = {**sequences, op.group: op.sequence}
+    report = RankReport(0, "running", place=op.place, operations=(op,), sequences=begun)
+    return {rank: replace(report, rank=rank) for rank in ranks}
+
+
+def computing(*ranks: int, line: int = 7, **sequences: int) -> Reports:
+    place = f"In[3] line {line}"
+    return {r: RankReport(r, "running", place=place, sequences=sequences) for r in ranks}
+
+
+def finished(*ranks: int, **sequences: int) -> Reports:
+    return {r: RankReport(r, "idle", outcome="finished", sequences=sequences) for r in ranks}
+
+
+def failed(rank: int, error: str = "ValueError: x") -> Reports:
+    return on(rank, "idle", outcome=f"failed: {error}")
+
+
+def dead(rank: int, how: str = "killed by SIGKILL") -> Reports:
+    return on(rank, "dead", outcome=how)
+
+
+def pair(name: str, source: int, target: int, place: str, sequence: int = 1) -> Operation:
+    toward = f"to {target}" if name == "send" else f"from {source}"
+    group, members = f"world {source}->{target}", (source, target)
+    return Operation(name, group, members, sequence, f"float32 [2], {toward}", place, 2.0)
+
+
+RECV_BY_0 = pair("recv", 1, 0, "In[5] line 2")
+RECV_BY_1 = pair("recv", 0, 1, "In[5] line 3")
+SEND_BY_0 = pair("send", 0, 1, "In[5] line 4")
+ON_A = Operation("all_reduce", "a", (0, 1), 3, "float32 [4], sum", "In[5] line 2", 9.0)
+ON_B = Operation("all_reduce", "b", (0, 1), 2, "float32 [4], sum", "In[5] line 3", 9.0)
+ON_A_TEXT = "all_reduce #3 of a (float32 [4], sum) at In[5] line 2"
+ON_B_TEXT = "all_reduce #2 of b (float32 [4], sum) at In[5] line 3"
+RING = [Operation("barrier", f"g{i}", (i, (i + 1) % 3), 1, "", f"In[5] line {i}") for i in range(3)]
+CHAIN = [Operation("barrier", f"g{i}", (i, i + 1), 1, "", f"In[5] line {i}") for i in range(3)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Reports, and the verdict that they have to lead to."""
+
+    id: str
+    reports: Reports
+    kind: Kind
+    sentence: str
+    waiting: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    failed: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict(self.kind, self.sentence, self.waiting, self.missing, self.failed)
+
+
+def nothing(id: str, reports: Reports, sentence: str) -> Case:
+    return Case(id, reports, Kind.NOTHING, sentence)
+
+
+NOTHING = [
+    nothing("no reports", {}, "no rank has reported."),
+    nothing("all idle", on(0, "idle") | on(1, "idle"), "nothing runs: ranks 0-1 are idle."),
+    nothing(
+        "nothing runs and one is dead",
+        on(0, "idle") | dead(1),
+        "nothing runs: rank 1 died (killed by SIGKILL); rank 0 is idle.",
+    ),
+    nothing(
+        "all compute",
+        computing(0, 1) | computing(2, line=8),
+        "no rank waits for a missing one: ranks 0-1 run In[3] line 7; rank 2 runs In[3] line 8.",
+    ),
+    nothing(
+        "some are done",
+        computing(0) | finished(1, 2) | failed(3),
+        "no rank waits for a missing one: rank 3 failed (ValueError: x); "
+        "ranks 1-2 finished their part; rank 0 runs In[3] line 7.",
+    ),
+    nothing(
+        "one is stopped while nothing waits",
+        on(0, "stopped") | on(1, "idle"),
+        "no rank waits for a missing one: rank 0 is stopped (SIGSTOP): kill -CONT lets it go on; "
+        "rank 1 is idle.",
+    ),
+    nothing(
+        "all are in the operation",
+        waiting(0, 1, 2, 3),
+        f"no rank waits for a missing one: ranks 0-3 are in {SUM_TEXT}.",
+    ),
+    nothing(
+        "some have already left the operation",
+        waiting(0, 1) | computing(2, world=5) | finished(3, world=6),
+        "no rank waits for a missing one: rank 3 finished its part; "
+        f"ranks 0-1 are in {SUM_TEXT}; rank 2 runs In[3] line 7.",
+    ),
+    nothing(
+        "one has begun it asynchronously",
+        waiting(0, 1, 2)
+        | on(3, "running", place="x", operations=(replace(SUM, is_waiting=False),)),
+        f"no rank waits for a missing one: ranks 0-2 are in {SUM_TEXT}; rank 3 runs x.",
+    ),
+    nothing(
+        "an asynchronous operation blocks nobody",
+        on(0, "running", operations=(replace(SUM, is_waiting=False),), sequences={"world": 5})
+        | finished(1),
+        "no rank waits for a missing one: rank 1 finished its part; rank 0 runs its code.",
+    ),
+    nothing(
+        "others than members have finished",
+        waiting(0, 1, op=TP) | finished(2) | dead(3),
+        "no rank waits for a missing one: rank 3 died (killed by SIGKILL); "
+        f"rank 2 finished its part; ranks 0-1 are in {TP_TEXT}.",
+    ),
+    nothing(
+        "members without a report",
+        waiting(0, 1),
+        f"no rank waits for a missing one: ranks 0-1 are in {SUM_TEXT}.",
+    ),
+    nothing(
+        "send meets recv",
+        waiting(0, op=SEND_BY_0) | waiting(1, op=RECV_BY_1),
+        "no rank waits for a missing one: rank 0 is in send #1 (float32 [2], to 1) at "
+        "In[5] line 4; rank 1 is in recv #1 (float32 [2], from 0) at In[5] line 3.",
+    ),
+    nothing(
+        "different operations meet",
+        waiting(0, op=TP) | waiting(1, op=replace(TP, name="barrier", detail="")),
+        f"no rank waits for a missing one: rank 0 is in {TP_TEXT}; "
+        "rank 1 is in barrier #2 of tp at In[3] line 5. "
+        "As operation #2 of tp the ranks call barrier and broadcast, which do not match.",
+    ),
+]
+
+
+def wait(id: str, one: Reports, does: str, **verdict: Any) -> Case:
+    """Rank 1 is late; the other three wait for it in the same all_reduce."""
+    sentence = f"ranks 0,2-3 wait in {SUM_TEXT} (for 12 s) for rank 1, which {does}."
+    facts = {"waiting": (0, 2, 3), "missing": (1,), **verdict}
+    return Case(id, waiting(0, 2, 3) | one, Kind.WAIT, sentence, **facts)
+
+
+WAIT = [
+    wait("one is late", computing(1, world=4), "runs In[3] line 7"),
+    wait("one is late somewhere", on(1, "running"), "runs its code"),
+    wait("one has no part in the run", on(1, "idle"), "is idle: nothing runs on it"),
+    wait(
+        "one is stopped",
+        on(1, "stopped"),
+        "is stopped (SIGSTOP): kill -CONT lets it go on",
+    ),
+    wait(
+        "one is stopped inside the operation",
+        on(1, "stopped", operations=(SUM,), sequences={"world": 5}),
+        "is stopped (SIGSTOP): kill -CONT lets it go on",
+    ),
+    wait("one is debugged", on(1, "debugged"), "is held by a debugger"),
+    wait(
+        "one is debugged inside the operation",
+        on(1, "debugged", operations=(SUM,), sequences={"world": 5}),
+        "is held by a debugger",
+    ),
+    wait(
+        "one is silent",
+        on(1, "silent"),
+        "does not answer: it computes in C code that holds the interpreter's lock",
+    ),
+    wait("one is in a state that nobody knows", on(1, "odd"), "is odd"),
+    Case(
+        "two are late",
+        waiting(0, 3) | computing(1, 2),
+        Kind.WAIT,
+        f"ranks 0,3 wait in {SUM_TEXT} (for 12 s) for ranks 1-2, which run In[3] line 7.",
+        (0, 3),
+        (1, 2),
+    ),
+    Case(
+        "three are late for three reasons",
+        waiting(0) | computing(1) | on(2, "idle") | on(3, "debugged"),
+        Kind.WAIT,
+        f"rank 0 waits in {SUM_TEXT} (for 12 s) for rank 3, which is held by a debugger; "
+        "rank 1, which runs In[3] line 7; rank 2, which is idle: nothing runs on it.",
+        (0,),
+        (1, 2, 3),
+    ),
+    Case(
+        "all are halted",
+        waiting(0) | on(1, "stopped") | on(2, "stopped") | on(3, "silent"),
+        Kind.WAIT,
+        f"rank 0 waits in {SUM_TEXT} (for 12 s) for ranks 1-2, which are stopped (SIGSTOP): "
+        "kill -CONT lets them go on; rank 3, which does not answer: it computes in C code that "
+        "holds the interpreter's lock.",
+        (0,),
+        (1, 2, 3),
+    ),
+    Case(
+        "two wait for one that is in another operation, which can complete",
+        waiting(2, 3) | waiting(0, 1, op=TP),
+        Kind.WAIT,
+        f"ranks 2-3 wait in {SUM_TEXT} (for 12 s) for ranks 0-1, which are in {TP_TEXT}.",
+        (2, 3),
+        (0, 1),
+    ),
+    Case(
+        "a chain that ends at one who computes",
+        waiting(0, op=CHAIN[0]) | waiting(1, op=CHAIN[1]) | computing(2),
+        Kind.WAIT,
+        "rank 0 waits in barrier #1 of g0 at In[5] line 0 for rank 1, which waits elsewhere. "
+        "Rank 1 waits in barrier #1 of g1 at In[5] line 1 for rank 2, which runs In[3] line 7.",
+        (0, 1),
+        (1, 2),
+    ),
+    Case(
+        "a recv waits for a rank that computes",
+        waiting(0, op=RECV_BY_0) | computing(1),
+        Kind.WAIT,
+        "rank 0 waits in recv #1 (float32 [2], from 1) at In[5] line 2 (for 2 s) for rank 1, "
+        "which runs In[3] line 7.",
+        (0,),
+        (1,),
+    ),
+    Case(
+        "the second send has no recv yet",
+        waiting(0, op=replace(SEND_BY_0, sequence=2)) | computing(1, **{"world 0->1": 1}),
+        Kind.WAIT,
+        "rank 0 waits in send #2 (float32 [2], to 1) at In[5] line 4 (for 2 s) for rank 1, "
+        "which runs In[3] line 7.",
+        (0,),
+        (1,),
+    ),
+    Case(
+        "a wait of less than a second is not timed, and the longest counts",
+        waiting(0, op=replace(TP, members=(0, 1, 2), seconds=0.9))
+        | waiting(2, op=replace(TP, members=(0, 1, 2), seconds=0.2))
+        | computing(1),
+        Kind.WAIT,
+        f"ranks 0,2 wait in {TP_TEXT} for rank 1, which runs In[3] line 7.",
+        (0, 2),
+        (1,),
+    ),
+    Case(
+        "the longest wait counts",
+        waiting(0) | waiting(2, op=replace(SUM, seconds=21.0)) | computing(1, 3),
+        Kind.WAIT,
+        f"ranks 0,2 wait in {SUM_TEXT} (for 21 s) for ranks 1,3, which run In[3] line 7.",
+        (0, 2),
+        (1, 3),
+    ),
+    Case(
+        "different shapes of one operation",
+        waiting(0) | waiting(2, op=replace(SUM, detail="float32 [5], sum")) | computing(1, 3),
+        Kind.WAIT,
+        "ranks 0,2 wait in all_reduce #5 (float32 [4], sum or float32 [5], sum) at In[3] line 2 "
+        "(for 12 s) for ranks 1,3, which run In[3] line 7.",
+        (0, 2),
+        (1, 3),
+    ),
+]
+
+
+def deadlock(id: str, one: Reports, does: str, failed: bool = False) -> Case:
+    """Rank 1 never comes; the other three wait for it in the same all_reduce."""
+    sentence = f"ranks 0,2-3 wait in {SUM_TEXT} for rank 1, which {does}.{NO_WAIT}"
+    reports = waiting(0, 2, 3) | one
+    return Case(id, reports, Kind.DEADLOCK, sentence, (0, 2, 3), (1,), failed)
+
+
+DEADLOCK = [
+    deadlock("one finished", finished(1, world=4), "finished its part without it"),
+    deadlock("one failed", failed(1), "failed (ValueError: x)", failed=True),
+    deadlock(
+        "one failed with a long message",
+        failed(1, "ValueError: x\nand more"),
+        "failed (ValueError: x)",
+        failed=True,
+    ),
+    deadlock("one failed without a word", on(1, "idle", outcome="failed"), "failed", failed=True),
+    deadlock("one died", dead(1), "died (killed by SIGKILL)", failed=True),
+    deadlock("one died, nobody knows how", dead(1, ""), "died", failed=True),
+    deadlock(
+        "one died inside the operation",
+        on(1, "dead", outcome="exit code 3", operations=(SUM,), sequences={"world": 5}),
+        "died (exit code 3)",
+        failed=True,
+    ),
+    deadlock(
+        "one was interrupted",
+        on(1, "idle", outcome="interrupted"),
+        "ended its part without it (interrupted)",
+    ),
+    Case(
+        "two finished",
+        waiting(0, 3) | finished(1, 2),
+        Kind.DEADLOCK,
+        f"ranks 0,3 wait in {SUM_TEXT} for ranks 1-2, which finished their part without it."
+        + NO_WAIT,
+        (0, 3),
+        (1, 2),
+    ),
+    Case(
+        "died, failed and finished: the gravest first",
+        waiting(0) | finished(1) | failed(2) | dead(3),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {SUM_TEXT} for rank 3, which died (killed by SIGKILL); "
+        "rank 2, which failed (ValueError: x); rank 1, which finished its part without it."
+        + NO_WAIT,
+        (0,),
+        (1, 2, 3),
+        failed=True,
+    ),
+    Case(
+        "finished, late and stopped",
+        waiting(0) | finished(1) | computing(2) | on(3, "stopped"),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {SUM_TEXT} for rank 1, which finished its part without it; rank 3, "
+        "which is stopped (SIGSTOP): kill -CONT lets it go on; rank 2, which runs In[3] line 7."
+        + NO_WAIT,
+        (0,),
+        (1, 2, 3),
+    ),
+    Case(
+        "a chain that ends at one who finished",
+        waiting(0, op=CHAIN[0]) | waiting(1, op=CHAIN[1]) | finished(2),
+        Kind.DEADLOCK,
+        "rank 1 waits in barrier #1 of g1 at In[5] line 1 for rank 2, which finished its part "
+        "without it. Rank 0 waits in barrier #1 of g0 at In[5] line 0 for rank 1, "
+        "which waits elsewhere." + NO_WAIT,
+        (0, 1),
+        (1, 2),
+    ),
+    Case(
+        "a longer chain that ends at one who died",
+        waiting(0, op=CHAIN[0]) | waiting(1, op=CHAIN[1]) | waiting(2, op=CHAIN[2]) | dead(3),
+        Kind.DEADLOCK,
+        "rank 2 waits in barrier #1 of g2 at In[5] line 2 for rank 3, which died (killed by "
+        "SIGKILL). Rank 0 waits in barrier #1 of g0 at In[5] line 0 for rank 1, which waits "
+        "elsewhere. Rank 1 waits in barrier #1 of g1 at In[5] line 1 for rank 2, which waits "
+        "elsewhere." + NO_WAIT,
+        (0, 1, 2),
+        (1, 2, 3),
+        failed=True,
+    ),
+    Case(
+        "a recv from one who finished",
+        waiting(0, op=RECV_BY_0) | finished(1),
+        Kind.DEADLOCK,
+        "rank 0 waits in recv #1 (float32 [2], from 1) at In[5] line 2 for rank 1, which "
+        "finished its part without it." + NO_WAIT,
+        (0,),
+        (1,),
+    ),
+    Case(
+        "a cycle that a dead rank explains",
+        waiting(0, op=replace(ON_A, members=(0, 1, 2))) | waiting(1, op=ON_B) | dead(2),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {ON_A_TEXT} for rank 2, which died (killed by SIGKILL); rank 1, which "
+        f"waits elsewhere. Rank 1 waits in {ON_B_TEXT} for rank 0, which waits elsewhere."
+        + NO_WAIT,
+        (0, 1),
+        (0, 1, 2),
+        failed=True,
+    ),
+    Case(
+        "a deadlock, a wait, and one that computes",
+        waiting(0, op=TP)
+        | finished(1)
+        | waiting(2, op=pair("recv", 3, 2, "In[3] line 9"))
+        | computing(3),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {TP_TEXT} for rank 1, which finished its part without it. "
+        "No wait can help. Rank 2 waits in recv #1 (float32 [2], from 3) at In[3] line 9 "
+        "for rank 3, which runs In[3] line 7.",
+        (0,),
+        (1,),
+    ),
+    Case(
+        "the failure of a rank that only late ones miss is none of the deadlock's",
+        waiting(0, op=TP) | finished(1) | failed(2),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {TP_TEXT} for rank 1, which finished its part without it." + NO_WAIT,
+        (0,),
+        (1,),
+    ),
+]
+
+DEADLOCK += [
+    Case(
+        "the gravest reason of a wait decides what is said first",
+        waiting(0, op=pair("recv", 1, 0, "In[3] line 9"))
+        | failed(1)
+        | waiting(2, op=replace(TP, members=(2, 3, 4)))
+        | finished(3)
+        | dead(4),
+        Kind.DEADLOCK,
+        f"rank 2 waits in {TP_TEXT} for rank 4, which died (killed by SIGKILL); rank 3, which "
+        "finished its part without it. Rank 0 waits in recv #1 (float32 [2], from 1) at "
+        "In[3] line 9 for rank 1, which failed (ValueError: x)." + NO_WAIT,
+        (0, 2),
+        (1, 3, 4),
+        failed=True,
+    ),
+    Case(
+        "a rank that runs again has not failed",
+        waiting(0) | on(1, "running", outcome="failed: ValueError: x") | finished(2),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {SUM_TEXT} for rank 2, which finished its part without it; "
+        "rank 1, which runs its code." + NO_WAIT,
+        (0,),
+        (1, 2),
+    ),
+]
+
+
+CIRCLE = (
+    f"rank 0 waits in {ON_A_TEXT}, rank 1 in {ON_B_TEXT}: each waits for the other. {OTHER_ORDER}"
+)
+ORDER = [
+    Case(
+        "two groups in different orders",
+        waiting(0, op=ON_A, b=1) | waiting(1, op=ON_B, a=2),
+        Kind.ORDER,
+        CIRCLE,
+        (0, 1),
+        (0, 1),
+    ),
+    Case(
+        "two groups in different orders, while one computes and one finished",
+        waiting(0, op=ON_A) | waiting(1, op=ON_B) | computing(2) | finished(3),
+        Kind.ORDER,
+        CIRCLE,
+        (0, 1),
+        (0, 1),
+    ),
+    Case(
+        "two groups in different orders, and others who wait for these",
+        waiting(0, op=ON_A) | waiting(1, op=ON_B) | waiting(2, 3),
+        Kind.ORDER,
+        f"rank 0 waits in {ON_A_TEXT}, rank 1 in {ON_B_TEXT}, ranks 2-3 in {SUM_TEXT}: "
+        f"each waits for another of them. {OTHER_ORDER}",
+        (0, 1, 2, 3),
+        (0, 1),
+    ),
+    Case(
+        "recv faces recv",
+        waiting(0, op=RECV_BY_0) | waiting(1, op=RECV_BY_1),
+        Kind.ORDER,
+        "rank 0 waits in recv #1 (float32 [2], from 1) at In[5] line 2, rank 1 in recv #1 "
+        f"(float32 [2], from 0) at In[5] line 3: each waits for the other. {OTHER_ORDER}",
+        (0, 1),
+        (0, 1),
+    ),
+    Case(
+        "a recv faces a collective",
+        waiting(0, op=RECV_BY_0) | waiting(1, 2, op=replace(SUM, members=(0, 1, 2))),
+        Kind.ORDER,
+        "rank 0 waits in recv #1 (float32 [2], from 1) at In[5] line 2, ranks 1-2 in "
+        f"{SUM_TEXT}: each waits for the other. {OTHER_ORDER}",
+        (0, 1, 2),
+        (0, 1),
+    ),
+    Case(
+        "three in a ring",
+        {r: report for i, op in enumerate(RING) for r, report in waiting(i, op=op).items()},
+        Kind.ORDER,
+        "rank 0 waits in barrier #1 of g0 at In[5] line 0, rank 1 in barrier #1 of g1 at In[5] "
+        "line 1, rank 2 in barrier #1 of g2 at In[5] line 2: each waits for another of them. "
+        + OTHER_ORDER,
+        (0, 1, 2),
+        (0, 1, 2),
+    ),
+    Case(
+        "two sides of two ranks, and a late one",
+        waiting(0, 2, op=replace(ON_A, members=(0, 1, 2, 3)))
+        | waiting(1, 3, op=replace(ON_B, members=(0, 1, 2, 3)))
+        | waiting(4, op=pair("recv", 5, 4, "In[5] line 9"))
+        | computing(5),
+        Kind.ORDER,
+        f"ranks 0,2 wait in {ON_A_TEXT}, ranks 1,3 in {ON_B_TEXT}: each waits for the other. "
+        f"{OTHER_ORDER} Rank 4 waits in recv #1 (float32 [2], from 5) at In[5] line 9 for "
+        "rank 5, which runs In[3] line 7.",
+        (0, 1, 2, 3),
+        (0, 1, 2, 3),
+    ),
+]
+
+CASES = [pytest.param(case, id=case.id) for case in NOTHING + WAIT + DEADLOCK + ORDER]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_has_its_verdict(case: Case) -> None:
+    assert diagnose(case.reports) == case.verdict
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_order_of_the_reports_is_nothing(case: Case) -> None:
+    backward = dict(sorted(case.reports.items(), reverse=True))
+    assert diagnose(backward) == case.verdict
+
+
+@pytest.mark.parametrize("state", ["stopped", "debugged", "silent", "idle", "dead"])
+def test_only_a_running_rank_is_blocked(state: str) -> None:
+    reports = on(0, state, operations=(SUM,)) | finished(1)
+    assert diagnose(reports).kind is Kind.NOTHING
+
+
+def test_a_rank_is_blocked_in_the_last_of_its_operations() -> None:
+    first = replace(SUM, sequence=4, is_waiting=False)
+    reports = on(0, "running", operations=(first, SUM), sequences={"world": 5})
+    late = computing(1, 2, 3, world=4)
+    assert SUM_TEXT in diagnose(reports | late).sentence
+    reports = on(0, "running", operations=(SUM, first), sequences={"world": 5})
+    assert diagnose(reports | late).kind is Kind.NOTHING
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SUM, place="In[3] line 3"),
+        replace(SUM, name="barrier"),
+        replace(SUM, group="tp"),
+        replace(SUM, sequence=6),
+    ],
+    ids=["place", "name", "group", "sequence"],
+)
+def test_ranks_in_different_operations_have_a_sentence_each(other: Operation) -> None:
+    everywhere = {"world": 6, "tp": 6}
+    there = waiting(0, **everywhere) | waiting(1, op=other, **everywhere)
+    for_whom = "(for 12 s) for ranks 2-3, which run In[3] line 7."
+    assert diagnose(there | computing(2, 3)).sentence == (
+        f"rank 0 waits in {SUM_TEXT} {for_whom} "
+        f"Rank 1 waits in {describe_operation(other)} {for_whom}"
+    )
+
+
+def test_a_rank_does_not_miss_itself() -> None:
+    reports = waiting(0, op=replace(SUM, members=(0,)))
+    reports[0].sequences.clear()
+    assert diagnose(reports).kind is Kind.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("operation", "text"),
+    [
+        (SUM, "all_reduce #5 (float32 [4], sum) at In[3] line 2"),
+        (replace(SUM, detail="", place=""), "all_reduce #5"),
+        (replace(SUM, group="tp", place=""), "all_reduce #5 of tp (float32 [4], sum)"),
+        (replace(SUM, group="", detail=""), "all_reduce #5 at In[3] line 2"),
+        (replace(RECV_BY_0, group="tp 1->0", detail=""), "recv #1 of tp at In[5] line 2"),
+    ],
+)
+def test_an_operation_in_words(operation: Operation, text: str) -> None:
+    assert describe_operation(operation) == text
+
+
+def test_a_long_reason_is_cut() -> None:
+    sentence = diagnose(waiting(0, 2, 3) | failed(1, "ValueError: " + "x" * 500)).sentence
+    assert "xxx..." in sentence
+    assert len(sentence) < 320
+
+
+# --- whatever is reported -------------------------------------------------------------------------
+
+RANKS = range(5)
+GROUPS = ["world", "tp", "world 0->1"]
+
+
+@st.composite
+def operations(draw: st.DrawFn) -> Operation:
+    return Operation(
+        draw(st.sampled_from(["all_reduce", "barrier", "recv"])),
+        draw(st.sampled_from(GROUPS)),
+        tuple(draw(st.lists(st.integers(0, 7), max_size=5))),
+        draw(st.integers(-1, 3)),
+        draw(st.sampled_from(["", "float32 [4], sum"])),
+        draw(st.sampled_from(["", "In[3] line 2"])),
+        draw(st.sampled_from([0.0, 0.4, 12.0, -1.0, math.inf, math.nan])),
+        draw(st.booleans()),
+    )
+
+
+@st.composite
+def any_report(draw: st.DrawFn, rank: int) -> RankReport:
+    states = ["idle", "running", "running", "dead", "stopped", "debugged", "silent", "", "odd"]
+    outcomes = ["", "finished", "failed: ValueError: x", "failed", "\n", "interrupted"]
+    return RankReport(
+        rank,
+        draw(st.sampled_from(states)),
+        place=draw(st.sampled_from(["", "In[3] line 7"])),
+        outcome=draw(st.sampled_from(outcomes)),
+        operations=tuple(draw(st.lists(operations(), max_size=2))),
+        sequences=draw(st.dictionaries(st.sampled_from(GROUPS), st.integers(0, 3))),
+    )
+
+
+@st.composite
+def any_reports(draw: st.DrawFn) -> Reports:
+    ranks = draw(st.lists(st.sampled_from(RANKS), unique=True))
+    return {rank: draw(any_report(rank)) for rank in ranks}
+
+
+def blocked(reports: Mapping[int, RankReport]) -> dict[int, Operation]:
+    return {
+        rank: report.operations[-1]
+        for rank, report in reports.items()
+        if report.state == "running" and report.operations and report.operations[-1].is_waiting
+    }
+
+
+def ended(report: RankReport) -> bool:
+    return report.state == "dead" or (report.state == "idle" and report.outcome != "")
+
+
+@given(any_reports())
+def test_every_report_has_a_verdict(reports: Reports) -> None:
+    verdict = diagnose(reports)
+    assert set(verdict.waiting) <= set(blocked(reports))
+    assert set(verdict.missing) <= set(reports)
+    assert list(verdict.waiting) == sorted(set(verdict.waiting))
+    assert list(verdict.missing) == sorted(set(verdict.missing))
+    assert bool(verdict.waiting) == bool(verdict.missing) == (verdict.kind is not Kind.NOTHING)
+    assert verdict.sentence.endswith(".")
+    assert "\n" not in verdict.sentence
+    if verdict.kind is Kind.NOTHING:
+        return
+    members = {m for rank in verdict.waiting for m in blocked(reports)[rank].members}
+    assert set(verdict.missing) <= members
+
+
+@given(any_reports())
+def test_what_explains_a_wait_is_among_the_missing(reports: Reports) -> None:
+    verdict = diagnose(reports)
+    gone = {rank for rank in verdict.missing if ended(reports[rank])}
+    assert bool(gone) == (verdict.kind is Kind.DEADLOCK)
+    assert verdict.failed == any(
+        reports[rank].state == "dead" or reports[rank].outcome.startswith("failed") for rank in gone
+    )
+    if verdict.kind is Kind.ORDER:
+        assert set(verdict.missing) & set(verdict.waiting)
+
+
+@given(any_reports())
+def test_without_an_ended_rank_a_deadlock_is_gone(reports: Reports) -> None:
+    """One that computes in the place of each that has ended may still come."""
+    computes = {
+        rank: RankReport(rank, "running", sequences=report.sequences) if ended(report) else report
+        for rank, report in reports.items()
+    }
+    before, after = diagnose(reports), diagnose(computes)
+    assert after.kind is not Kind.DEADLOCK
+    assert not after.failed
+    if before.kind is Kind.ORDER:
+        assert (after.kind, after.waiting, after.missing) == (
+            Kind.ORDER,
+            before.waiting,
+            before.missing,
+        )
+
+
+@given(st.sets(st.integers(1, 3), min_size=1), st.data())
+def test_one_who_computes_in_place_of_the_ended_makes_it_a_wait(
+    late: set[int], data: st.DataObject
+) -> None:
+    there = waiting(*sorted({0, 1, 2, 3} - late))
+    end = st.sampled_from([finished, failed, dead])
+    gone: Reports = {}
+    for rank in sorted(late):
+        gone |= data.draw(end)(rank)
+    facts = tuple(sorted(there)), tuple(sorted(late))
+    before, after = diagnose(there | gone), diagnose(there | computing(*sorted(late)))
+    assert (before.kind, before.waiting, before.missing) == (Kind.DEADLOCK, *facts)
+    assert (after.kind, after.waiting, after.missing) == (Kind.WAIT, *facts)
+    assert not after.failed
+
+
+@given(any_reports(), st.randoms(use_true_random=False))
+def test_the_order_of_any_reports_is_nothing(reports: Reports, random: Any) -> None:
+    ranks = list(reports)
+    random.shuffle(ranks)
+    assert diagnose({rank: reports[rank] for rank in ranks}) == diagnose(reports)
+
+
+@given(any_reports(), st.permutations(RANKS))
+def test_the_numbers_of_the_ranks_are_only_names(reports: Reports, names: list[int]) -> None:
+    """Give every rank another number: the verdict is the same, of those numbers."""
+
+    def renamed(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(names[rank] if rank in RANKS else rank for rank in ranks)
+
+    other = {
+        names[rank]: replace(
+            report,
+            rank=names[rank],
+            operations=tuple(replace(o, members=renamed(o.members)) for o in report.operations),
+        )
+        for rank, report in reports.items()
+    }
+    verdict, again = diagnose(reports), diagnose(other)
+    assert (again.kind, again.failed) == (verdict.kind, verdict.failed)
+    assert again.waiting == tuple(sorted(renamed(verdict.waiting)))
+    assert again.missing == tuple(sorted(renamed(verdict.missing)))
