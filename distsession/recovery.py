@@ -32,7 +32,7 @@ NOTICE_AFTER = 10.0
 NOTICE_EVERY = 2.0
 ASLEEP = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
-CONFIRM = 0.15
+CONFIRM = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
 
 
@@ -137,6 +137,7 @@ class Recovery:
             reports = self.reports(missing, ask=True)
             verdict = diagnose(reports)
             where = verdict.sentence if verdict.kind is not Kind.NOTHING else _places(reports, missing)
+            where = f"{where[:1].upper()}{where[1:]}"
             pending.stopped = f"the run on {ranks_text(pending.ranks)} was stopped. {where}"
             text = f"stopped. {where}"
             launcher.abort("stop", text, interrupt=pending.request, refuse=later)
@@ -353,7 +354,7 @@ def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:
         if place
     ]
     text = ", ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    return f"{text}." if text else ""
 
 
 def _stat(pid: int, thread: bool) -> list[str]:

@@ -41,7 +41,7 @@ __all__ = [
 OutputMessage = Text | Display | ClearOutput
 
 
-LOOK = 0.1
+LOOK = 0.05
 """Seconds between two looks at whether a run that takes long can still end."""
 
 

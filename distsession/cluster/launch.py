@@ -133,6 +133,8 @@ class LocalLauncher(Launcher):
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
+            # When connections are shut to free a rank, torch's C++ side would print a stack for each.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             # Counting GPUs must not initialise CUDA.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }

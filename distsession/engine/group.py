@@ -62,7 +62,7 @@ class Groups:
         group = SwappableGroup(self, name, members, options.group_rank, options.timeout, is_world)
         if not is_world:
             # Here, where one can be told to stop, rather than within gloo.
-            with group.recorded(("new_group", format_ranks(members)), meets=True, label=name):
+            with group.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
                 group.connect(options.store)
         else:
             store = options.store
@@ -203,7 +203,7 @@ class _AnySource(dist.Work):
         return self._work is not None
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        with self._group.recorded(("recv", "any source"), label=f"recv tag {self._tag}", alone=True):
+        with self._group.recorded(("recv", "any source"), alone=True):
             pause = 2e-5
             while not self._find():
                 self._group.check_alive()
@@ -220,9 +220,11 @@ class _AnySource(dist.Work):
     source_rank = _source_rank
 
 
-def _explained(recorder: Recorder, error: RuntimeError) -> BaseException:
+def _explained(recorder: Recorder, error: BaseException) -> BaseException:
     """Why an operation broke off: what the group was given up for, rather than a closed socket."""
-    return recorder.error() if recorder.abort is not None else error
+    if recorder.abort is not None and isinstance(error, RuntimeError):
+        return recorder.error()
+    return error
 
 
 class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -245,7 +247,7 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._limit = timeout
         self._name = name
         self._description = "undefined"
-        self._title = WORLD if is_world else f"group {name}"
+        self._title = WORLD if is_world else f"group {name} (ranks {format_ranks(members)})"
         self._lost = ""
         self._stream: Stream | None = None
         self._generation = -1
@@ -280,7 +282,7 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- recording --------------------------------------------------------------------------------
 
-    def _world_stream(self) -> Stream:
+    def _own_stream(self) -> Stream:
         groups = self._groups
         if self._stream is None or self._generation != groups.generation:
             self._generation = groups.generation
@@ -298,21 +300,19 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @contextmanager
     def recorded(
-        self, key: tuple[Any, ...], *, label: str, meets: bool = False, alone: bool = False
+        self, key: tuple[Any, ...], *, meets: bool = False, alone: bool = False
     ) -> Iterator[None]:
         """Record what is no collective of torch's, such as the making of a group."""
         self.check_alive()
-        members = [self._recorder.rank] if alone else self.members
-        stream = self._recorder.stream(
-            self._groups.generation, f"{self._title} {label}", members, self._recorder.rank
-        )
+        me = self._my_rank
+        stream = self._pair_stream(me, me, 0) if alone else self._own_stream()
         at = stream.post(key)
         try:
             if meets and self._recorder.check:
                 stream.meet(at, self._limit.total_seconds())
             self._recorder.block(at)
             yield
-        except RuntimeError as error:
+        except BaseException as error:
             raise _explained(self._recorder, error) from None
         finally:
             self._recorder.block(0)
@@ -338,30 +338,39 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
             raise CollectiveError(self._lost)
         stream = self._stream
         if stream is None or self._generation != self._groups.generation:
-            stream = self._world_stream()
+            stream = self._own_stream()
         recorder = self._recorder
         at = stream.post(key)
+        if is_async:
+            return self._issue(call, stream, at)
         try:
-            if is_async:
-                stream.look(at)
-                return _Work(call(self.inner), stream, at)
             stream.meet(at, self._limit.total_seconds())
             if sizes is not None:
                 stream.compare_sizes(at, *sizes)
+        except BaseException:
+            stream.end(at)
+            raise
+        try:
             recorder.block(at)
             work = call(self.inner)
             if work is not None:
                 work.wait()
-        except RuntimeError as error:
-            stream.end(at)
+        except BaseException as error:
+            stream.withdraw(at)
             raise _explained(recorder, error) from None
-        except BaseException:
-            stream.end(at)
-            raise
         finally:
             recorder.block(0)
         stream.end(at)
         return work
+
+    def _issue(self, call: Callable[[Any], Any], stream: Stream, at: int) -> Any:
+        """Begin an operation without waiting for it."""
+        try:
+            stream.look(at)
+            return _Work(call(self.inner), stream, at)
+        except BaseException as error:
+            stream.withdraw(at)
+            raise _explained(self._recorder, error) from None
 
     def _message(
         self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
@@ -369,16 +378,7 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
         if self._lost:
             raise CollectiveError(self._lost)
         stream = self._pair_stream(source, target, tag)
-        at = stream.post(key)
-        try:
-            stream.look(at)
-            return _Work(call(self.inner), stream, at)
-        except RuntimeError as error:
-            stream.end(at)
-            raise _explained(self._recorder, error) from None
-        except BaseException:
-            stream.end(at)
-            raise
+        return self._issue(call, stream, stream.post(key))
 
     # --- collectives ------------------------------------------------------------------------------
 
@@ -495,7 +495,7 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         limit = self._limit if timeout is None else timeout
-        with self.recorded(("monitored_barrier",), label="monitored_barrier"):
+        with self.recorded(("monitored_barrier",)):
             return self.inner._get_backend(torch.device("cpu")).monitored_barrier(
                 limit, wait_all_ranks
             )

@@ -14,6 +14,7 @@ posted as the same operation of the same group. Two ways of comparing:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -42,6 +43,7 @@ FOR_THE_OTHERS = 0.05
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAMES = 24
+"""How far up a place in user code is looked for."""
 _SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
 
 # Words, as plain names of this module: they are read several times in each operation.
@@ -128,7 +130,7 @@ class Recorder:
             name = frame.f_code.co_filename
             number = self._places.get(name)
             if number is None:
-                theirs = not name.startswith((_TORCH, _OURS, "<frozen", "<string"))
+                theirs = not name.startswith((_TORCH, _OURS, contextlib.__file__, "<"))
                 number = self._places[name] = self.region.add_text(_short(name)) if theirs else 0
             if number:
                 return number << 32 | (frame.f_lineno or 0)
@@ -201,6 +203,14 @@ class Stream:
     def end(self, at: int) -> None:
         """That operation is over, well or not."""
         self._words[at + _STATE] = _DONE
+
+    def withdraw(self, at: int) -> None:
+        """That operation failed here alone: to its peers it is one that this rank has not begun."""
+        self.end(at)
+        if self.recorder.abort is None and self._words[at] == self.count:
+            self._words[at] = 0
+            self.count -= 1
+            self._words[self.at + _COUNT] = self.count
 
     def look(self, at: int) -> None:
         """Compare with what the peers have posted by now.
@@ -348,7 +358,8 @@ def _short(filename: str) -> str:
 def _describe(key: tuple[Any, ...]) -> str:
     """``all_reduce float32 [4, 2], sum`` from what was called."""
     name, *parts = key
-    return " ".join((name, ", ".join(part for part in map(_part, parts) if part))).strip()
+    detail = ", ".join(part for part in map(_part, parts) if part)
+    return f"{name} {detail}".replace(", [", " [").strip()
 
 
 def _part(part: Any) -> str:
