@@ -17,6 +17,7 @@ __all__ = [
     "RankSelector",
     "format_ranks",
     "parse_ranks",
+    "ranks_text",
     "select_ranks",
 ]
 
@@ -152,3 +153,8 @@ def _as_int(item: object) -> int:
     if isinstance(item, int) and not isinstance(item, bool):
         return item
     raise TypeError(item)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 2`` or ``ranks 0-3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distsession.cluster.base import Pending, ranks_text
+from distsession.cluster.base import Pending
 from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
 from distsession.messages import RankReport, StackReply
+from distsession.ranks import ranks_text
 
 if TYPE_CHECKING:
     from distsession.cluster.base import Launcher

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distsession import render
+from distsession.diagnosis import diagnose
 from distsession.errors import OptionsError, SessionStateError
 from distsession.options import SessionOptions, resolve_options
-from distsession.ranks import RankInfo, RankSelector, format_ranks, select_ranks
+from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
 from distsession.results import RankResults
 from distsession.view import Output, RankView, Silent
@@ -173,6 +174,23 @@ class Session:
         self.check_open()
         return Table(render.devices_text(self.infos), render.devices_html(self.infos))
 
+    def diagnose(self, *, stacks: bool = False) -> Table:
+        """What each rank does, and who waits for whom.
+
+        The ranks are not disturbed: a thread of theirs beside the main one answers, and what it
+        cannot say, since the interpreter is locked by C code, stands in memory that they share.
+
+        Args:
+            stacks: Show the Python frames of each rank's main thread, too.
+        """
+        self.check_open()
+        reports = self.recovery.reports(ask=True)
+        sentence = diagnose(reports).sentence
+        return Table(
+            render.diagnosis_text(reports, sentence, stacks=stacks),
+            render.diagnosis_html(reports, sentence, stacks=stacks),
+        )
+
     def status(self) -> str:
         """One line on how the session is."""
         if self._closed:
@@ -182,7 +200,12 @@ class Session:
             return f"{self.name}: its agent is gone ({facts}); session.restart() brings it back"
         dead = self._launcher.dead_ranks()
         if dead:
-            return f"{self.name}: rank {format_ranks(dead)} is dead ({facts}); session.restart()"
+            ranks = sorted(dead)
+            be = "is" if len(ranks) == 1 else "are"
+            return (
+                f"{self.name}: {ranks_text(ranks)} {be} dead ({facts}); "
+                f"session.restart({ranks}) replaces {'it' if len(ranks) == 1 else 'them'}"
+            )
         running = self.channel.pending()
         state = "running" if running else "idle"
         return f"{self.name}: {state} ({facts})"
@@ -192,7 +215,9 @@ class Session:
 
     # --- life -------------------------------------------------------------------------------------
 
-    def restart(self, ranks: RankSelector | None = None) -> None:
+    def restart(
+        self, ranks: RankSelector | None = None, *, restore: str | Sequence[str] = ()
+    ) -> None:
         """Put fresh processes in the place of all ranks, or of some.
 
         Variables of the replaced ranks are lost; those of the others stay. All then join a new
@@ -200,13 +225,24 @@ class Session:
 
         Args:
             ranks: Which. Default: all.
+            restore: Names of variables that the replaced ranks get from the lowest of the others.
+                They are copied together, so an optimizer keeps hold of its model's parameters.
 
         Raises:
             LaunchError: They did not start.
+            SessionStateError: Another rank still runs something; or none is left to restore from.
+            RunError: A name to restore is not there, or cannot be pickled. The ranks have been
+                replaced all the same.
         """
+        names = (restore,) if isinstance(restore, str) else tuple(restore)
         with self._lifecycle:
             self.check_open()
             chosen = None if ranks is None else select_ranks(ranks, self.world_size)
+            if names:
+                healthy, fresh = self._sources(chosen)
+                self.restart(chosen)
+                RankView(self, [healthy]).copy_to(fresh, names)
+                return
             if self._launcher.is_alive:
                 with self.recovery.lock:
                     self._launcher.restart(chosen)
@@ -219,6 +255,18 @@ class Session:
             except BaseException:
                 self._forget()
                 raise
+
+    def _sources(self, chosen: Sequence[int] | None) -> tuple[int, list[int]]:
+        """The rank to restore from, and those to restore."""
+        dead = self._launcher.dead_ranks()
+        fresh = sorted({*(self.ranks if chosen is None else chosen), *dead})
+        healthy = [rank for rank in self.ranks if rank not in fresh]
+        if not healthy:
+            raise SessionStateError(
+                "restore= copies from a rank that stays, and none does: "
+                "session.restart() without restore= replaces all of them."
+            )
+        return healthy[0], fresh
 
     def close(self) -> None:
         """End all ranks and everything that belongs to them. Harmless when repeated."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from distsession import render, serialize
-from distsession.cluster.base import OutputMessage, Pending, ranks_text
+from distsession.cluster.base import OutputMessage, Pending
 from distsession.diagnosis import Kind, Verdict
 from distsession.errors import (
     CollectiveError,
@@ -27,7 +27,15 @@ from distsession.errors import (
     RunTimeoutError,
     SessionStateError,
 )
-from distsession.messages import CallRequest, CellRequest, ErrorInfo, Request
+from distsession.messages import (
+    CallRequest,
+    CellRequest,
+    CopyRequest,
+    ErrorInfo,
+    PasteRequest,
+    Request,
+)
+from distsession.ranks import ranks_text
 from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
 
@@ -210,6 +218,29 @@ class RankView:
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
         return results if fetch else None
 
+    def copy_to(self, ranks: Sequence[int], names: Sequence[str]) -> None:
+        """Give other ranks these variables of this view's only rank, all in one payload.
+
+        What they share (an optimizer the parameters of its model) stays shared. The values pass
+        through the kernel as they are, without being rebuilt there.
+
+        Raises:
+            RunError: A name is not there, or its value cannot be pickled or rebuilt.
+        """
+        began = time.perf_counter()
+        pending = self._submit(lambda number: CopyRequest(number, tuple(names)), [])
+        try:
+            pending.wait(lambda _: None)
+            results, failed = self._collect(pending, began, load=False)
+        finally:
+            self._session.channel.forget(pending)
+        if failed:
+            raise self._run_error(failed, results, {}, "")
+        payload = pending.replies[self._ranks[0]][1]
+        target = RankView(self._session, ranks)
+        given = target._submit(PasteRequest, payload)
+        target._finish(given, self._session.output(), None, began)
+
     def _submit(self, make: Callable[[int], Request], payload: serialize.Frames) -> Pending:
         self._session.recovery.mend()
         return self._session.channel.submit(self._ranks, make, payload)
@@ -281,14 +312,14 @@ class RankView:
             return str(error).splitlines()[0]
 
     def _collect(
-        self, pending: Pending, began: float
+        self, pending: Pending, began: float, *, load: bool = True
     ) -> tuple[RankResults[Any], dict[int, tuple[BaseException, ErrorInfo]]]:
         values: dict[int, Any] = {}
         failed: dict[int, tuple[BaseException, ErrorInfo]] = {}
         for rank, (reply, payload) in pending.replies.items():
             if reply.error is not None:
                 failed[rank] = (_rebuild(reply.error, payload), reply.error)
-            elif not payload:
+            elif not payload or not load:
                 values[rank] = None
             else:
                 try:
@@ -340,7 +371,8 @@ class RankView:
         waited = {rank: what for rank, what in freed.items() if rank in failed}
         if waited and causes is not order:
             text = f"{_freed_text(waited)}{_mended_text(problem)}"
-            summary, details = f"{summary} {text}", f"{details}\n\n{text}"
+            end = "" if summary.endswith((".", "!", "?")) else "."
+            summary, details = f"{summary}{end} {text}", f"{details}\n\n{text}"
         return RunError(
             summary,
             by_rank={rank: failed[rank][0] for rank in order},

@@ -25,7 +25,7 @@ from distsession.messages import (
     StackReply,
     Text,
 )
-from distsession.ranks import RankInfo, format_ranks
+from distsession.ranks import RankInfo, ranks_text
 from distsession.serialize import Frames
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "OutputMessage",
     "Pending",
     "python_command",
-    "ranks_text",
 ]
 
 OutputMessage = Text | Display | ClearOutput
@@ -43,11 +42,6 @@ OutputMessage = Text | Display | ClearOutput
 
 LOOK = 0.05
 """Seconds between two looks at whether a run that takes long can still end."""
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 2`` or ``ranks 0-3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def python_command(module: str) -> list[str]:

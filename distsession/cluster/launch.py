@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distsession.board import Board, file_size, make_file
-from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command, ranks_text
+from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import Controller
 from distsession.cluster.monitor import Monitor
@@ -39,7 +39,7 @@ from distsession.messages import (
     StopRanks,
 )
 from distsession.options import RankPlan, SessionOptions, plan_ranks
-from distsession.ranks import RankInfo
+from distsession.ranks import RankInfo, ranks_text
 
 __all__ = ["LocalLauncher"]
 

@@ -9,11 +9,12 @@ import linecache
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
+from distsession.errors import CollectiveError
 from distsession.messages import ErrorInfo, FrameInfo
 from distsession.serialize import Frames, dump_value
 
@@ -47,7 +48,7 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
     return ErrorInfo(
         ename=type(error).__name__,
         evalue=evalue,
-        frames=tuple(_frames(error.__traceback__)),
+        frames=tuple(_frames(error)),
         notes=notes,
         cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CHAIN else None,
         cause_is_explicit=explicit,
@@ -77,11 +78,14 @@ def _safely(make: Callable[[], T], fallback: T) -> T:
         return fallback
 
 
-def _frames(tb: TracebackType | None) -> Iterator[FrameInfo]:
-    frames = [(frame, lineno) for frame, lineno in traceback.walk_tb(tb)]
+def _frames(error: BaseException) -> Iterator[FrameInfo]:
+    frames = [(frame, lineno) for frame, lineno in traceback.walk_tb(error.__traceback__)]
     # Everything up to the last frame of this folder at the beginning is how we called the user.
     while frames and _is_own(frames[0][0]):
         frames.pop(0)
+    if isinstance(error, CollectiveError):  # raised by us within torch: neither explains anything
+        while frames and frames[-1][0].f_code.co_filename.startswith((_TORCH, _OWN)):
+            frames.pop()
     for frame, lineno in frames[-_MAX_FRAMES:]:
         code = frame.f_code
         yield FrameInfo(

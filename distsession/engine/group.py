@@ -62,7 +62,7 @@ class Groups:
         group = SwappableGroup(self, name, members, options.group_rank, options.timeout, is_world)
         if not is_world:
             # Here, where one can be told to stop, rather than within gloo.
-            with group.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
+            with group.recorded(("new_group",), meets=True):
                 group.connect(options.store)
         else:
             store = options.store

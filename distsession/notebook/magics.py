@@ -48,6 +48,11 @@ def _session_parser() -> _Parser:
     commands.add_parser("devices", help="the device of each rank")
     restart = commands.add_parser("restart", help="fresh processes for all ranks, or for some")
     restart.add_argument("ranks", nargs="?", help="such as 1 or 0,2-3")
+    restart.add_argument(
+        "--restore", metavar="A,B", default="", help="variables to copy from a rank that stays"
+    )
+    diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
+    diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
     commands.add_parser("close", help="end all ranks")
     return parser
@@ -121,8 +126,12 @@ class Magics:
     def _restart(self, arguments: argparse.Namespace) -> Table:
         session = current_session()
         ranks = parse_ranks(arguments.ranks, session.world_size) if arguments.ranks else None
-        session.restart(ranks)
+        names = [name.strip() for name in arguments.restore.split(",") if name.strip()]
+        session.restart(ranks, restore=names)
         return _line(session.status())
+
+    def _diagnose(self, arguments: argparse.Namespace) -> Table:
+        return current_session().diagnose(stacks=arguments.stacks)
 
     def _interrupt(self, _: argparse.Namespace) -> Table:
         hit = current_session().interrupt()
