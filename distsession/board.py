@@ -113,7 +113,7 @@ class Region:
             self._words[word] = 0
 
     def add_text(self, text: str) -> int:
-        """Write a text down; gives its number, from 1. The oldest is overwritten when all are used."""
+        """Write a text down; gives its number, from 1. The oldest ones are overwritten in turn."""
         number = self._words[self.start + TEXT_COUNT] + 1
         data = text.encode()[: TEXT_BYTES - 1]
         at = self._texts + (number % TEXTS) * TEXT_BYTES

@@ -33,6 +33,8 @@ NOTICE_AFTER = 10.0
 NOTICE_EVERY = 2.0
 ASLEEP = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
+ASLEEP_AFTER_FAILURE = 0.2
+"""The same once another rank has failed, whose error the user should see soon."""
 CONFIRM = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
 
@@ -137,7 +139,9 @@ class Recovery:
                 return
             reports = self.reports(missing, ask=True)
             verdict = diagnose(reports)
-            where = verdict.sentence if verdict.kind is not Kind.NOTHING else _places(reports, missing)
+            where = (
+                verdict.sentence if verdict.kind is not Kind.NOTHING else _places(reports, missing)
+            )
             where = f"{where[:1].upper()}{where[1:]}"
             pending.stopped = f"the run on {ranks_text(pending.ranks)} was stopped. {where}"
             text = f"stopped. {where}"
@@ -232,10 +236,12 @@ class Watch:
         self._note_progress(reports, now)
         verdict = diagnose(reports)
         suspects = self._suspects(reports, now)
-        if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.5:
+        if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.1:
             self._asked_at = now
             asked = recovery.reports(suspects, ask=True, sole=sole)
-            reports = {r: _blocked(report) if r in suspects else report for r, report in asked.items()}
+            reports = {
+                r: _blocked(report) if r in suspects else report for r, report in asked.items()
+            }
             verdict = diagnose(reports)
             self._judge(verdict, reports, now, sole, kept=True)
             return
@@ -256,8 +262,8 @@ class Watch:
         if verdict.kind not in (Kind.DEADLOCK, Kind.ORDER):
             self._seen = None
             return
-        state = (verdict.kind, verdict.waiting, verdict.missing, verdict.failed)
-        state += tuple(reports[rank].operations[-1].sequence for rank in verdict.waiting)
+        begun = tuple(reports[rank].operations[-1].sequence for rank in verdict.waiting)
+        state = (verdict.kind, verdict.waiting, verdict.missing, verdict.failed, begun)
         if state != self._seen:
             self._seen, self._seen_at = state, now
         grace = self._recovery.hang_grace
@@ -297,17 +303,21 @@ class Watch:
     def _suspects(self, reports: dict[int, RankReport], now: float) -> list[int]:
         """Ranks that have issued something which is not complete, and use no processor time."""
         pids = {info.rank: info.pid for info in self._recovery.launcher.infos}
+        has_failed = any(
+            r.state == "dead" or r.outcome.startswith("failed") for r in reports.values()
+        )
+        asleep = ASLEEP_AFTER_FAILURE if has_failed else ASLEEP
         suspects = []
         for rank, report in reports.items():
             waits = report.operations and not report.operations[-1].is_waiting
-            if report.state != "running" or not waits or report.operations[-1].seconds < ASLEEP:
+            if report.state != "running" or not waits or report.operations[-1].seconds < asleep:
                 self._idle_since.pop(rank, None)
                 continue
             used = _processor_time(pids[rank])
             before, since = self._idle_since.setdefault(rank, (used, now))
             if used != before:
                 self._idle_since[rank] = (used, now)
-            elif now - since >= ASLEEP:
+            elif now - since >= asleep:
                 suspects.append(rank)
         return suspects
 

@@ -46,6 +46,7 @@ __all__ = ["Output", "RankView", "Silent"]
 
 T = TypeVar("T")
 
+
 class Output(Protocol):
     """Where the ranks' output goes; the session itself never prints."""
 
@@ -273,9 +274,7 @@ class RankView:
             raise self._run_error(failed, results, freed, problem)
         return results
 
-    def _wait(
-        self, pending: Pending, output: Output, timeout: float | None, watch: Watch
-    ) -> None:
+    def _wait(self, pending: Pending, output: Output, timeout: float | None, watch: Watch) -> None:
         """Stop, or the end of the time, reaches the ranks before it reaches the caller."""
         recovery = self._session.recovery
         try:
@@ -361,9 +360,8 @@ class RankView:
         first = failed[order[0]][1]
         same = [rank for rank in causes if failed[rank][1] == first]
         line = _cell_line(first)
-        summary = (
-            f"{first.ename} on {ranks_text(same)}{f' at {line}' if line else ''}: {first.evalue}"
-        )
+        reason = first.evalue.partition("\n")[0]
+        summary = f"{first.ename} on {ranks_text(same)}{f' at {line}' if line else ''}: {reason}"
         others = [rank for rank in causes if rank not in same]
         if others:
             summary += f" (and on {ranks_text(sorted(others))})"
@@ -372,7 +370,7 @@ class RankView:
         if waited and causes is not order:
             text = f"{_freed_text(waited)}{_mended_text(problem)}"
             end = "" if summary.endswith((".", "!", "?")) else "."
-            summary, details = f"{summary}{end} {text}", f"{details}\n\n{text}"
+            summary, details = f"{summary}{end} {text}", f"{details.rstrip()}\n\n{text}"
         return RunError(
             summary,
             by_rank={rank: failed[rank][0] for rank in order},

@@ -106,7 +106,7 @@ class Pending:
         self.stopped = ""
         """Why the caller is to be told that it was stopped; empty if it was not."""
         self.is_sole = False
-        """Its caller blocks the kernel's main thread, so nothing else will be asked of the ranks."""
+        """Its caller blocks the kernel's main thread: nothing else will be asked of the ranks."""
 
     # --- the channel's thread ---------------------------------------------------------------------
 

@@ -184,7 +184,12 @@ class SocketChannel(Channel):
             raise SessionStateError("this session is closed: start another with Session(...).")
 
     def _route(
-        self, socket: zmq.Socket[bytes], identity: bytes, frames: list[Any], *, is_small: bool = True
+        self,
+        socket: zmq.Socket[bytes],
+        identity: bytes,
+        frames: list[Any],
+        *,
+        is_small: bool = True,
     ) -> None:
         """Send to one peer; a rank that has just started may need a moment to connect."""
         deadline = time.monotonic() + CONNECT_TIMEOUT

@@ -133,7 +133,7 @@ class LocalLauncher(Launcher):
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
-            # When connections are shut to free a rank, torch's C++ side would print a stack for each.
+            # For each connection that is shut to free a rank, torch would print a C++ stack.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             # Counting GPUs must not initialise CUDA.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -238,8 +238,10 @@ class LocalLauncher(Launcher):
         deadline = time.monotonic() + timeout
         while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
             if time.monotonic() > deadline:
-                return f"{ranks_text(busy)} is still busy" if len(busy) == 1 else (
-                    f"{ranks_text(busy)} are still busy"
+                return (
+                    f"{ranks_text(busy)} is still busy"
+                    if len(busy) == 1
+                    else (f"{ranks_text(busy)} are still busy")
                 )
             time.sleep(0.002)
         self._generation += 1
@@ -294,9 +296,7 @@ class LocalLauncher(Launcher):
         wanted = tuple(sorted({*wanted, *self._monitor.dead}))
         if ranks is not None:
             others = [rank for rank in self._living() if rank not in wanted]
-            self.abort(
-                "replaced", f"{ranks_text(wanted)} is being replaced by a fresh process"
-            )
+            self.abort("replaced", f"{ranks_text(wanted)} is being replaced by a fresh process")
             self._wait_idle(others)
         engine_ids = [self._monitor.engine_ids.get(rank, rank) for rank in wanted]
         living = [rank for rank in wanted if rank not in self._monitor.dead]

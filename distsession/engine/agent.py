@@ -66,6 +66,7 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._store_pid = 0
         self._store_port = 0
+        self._oom_kills = _oom_kills()
         self._parent = os.getppid()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
@@ -218,6 +219,7 @@ class Agent:
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
+        before, self._oom_kills = self._oom_kills, _oom_kills()
         message = RankExited(
             rank=rank.rank,
             generation=rank.generation,
@@ -225,6 +227,7 @@ class Agent:
             returncode=returncode,
             expected=rank.stopping,
             log_tail=_log_tail(rank),
+            oom=returncode == -signal.SIGKILL and not rank.stopping and self._oom_kills > before,
         )
         with contextlib.suppress(OSError):  # the kernel may be gone already
             self._link.send(message)
@@ -251,6 +254,16 @@ def _log_tail(rank: _Rank) -> str:
             f.seek(max(0, f.tell() - LOG_TAIL))
             parts.append(f.read().decode("utf-8", "replace"))
     return "".join(parts)
+
+
+def _oom_kills() -> int:
+    """How many processes of this host the system has killed for want of memory."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as vmstat:
+        for line in vmstat:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def log_path(folder: str, rank: int, generation: int, stream: str) -> str:

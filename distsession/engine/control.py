@@ -54,7 +54,7 @@ class Interruptor:
         self._wanted = request
 
     def interrupt(self) -> bool:
-        """From another thread: interrupt what is wanted. Whether that still has to be waited for."""
+        """From another thread: interrupt what is wanted. Whether that is still to come."""
         if self._wanted and self._running == self._wanted and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
             return True

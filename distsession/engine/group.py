@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from distsession.engine import internals
+from distsession.engine.collectives import Collectives
 from distsession.engine.recorder import Recorder, Stream
+from distsession.engine.works import AnySource, IssuedWork, explained
 from distsession.errors import CollectiveError
 from distsession.ranks import format_ranks
 
@@ -126,108 +127,7 @@ class Groups:
             internals.refresh_data_parallel(module)
 
 
-class _Work(dist.Work):
-    """A handle that marks its rank as waiting while it waits."""
-
-    def __init__(self, inner: Any, stream: Stream, at: int):
-        super().__init__()
-        self._inner = inner
-        self._stream = stream
-        self._at = at
-
-    def wait(self, *args: Any, **kwargs: Any) -> bool:
-        recorder = self._stream.recorder
-        recorder.block(self._at)
-        try:
-            return bool(self._inner.wait(*args, **kwargs))
-        except RuntimeError as error:
-            raise _explained(recorder, error) from None
-        finally:
-            recorder.block(0)
-            self._stream.end(self._at)
-
-    def is_completed(self) -> bool:
-        done = bool(self._inner.is_completed())
-        if done:
-            self._stream.end(self._at)
-        return done
-
-    def get_future(self) -> Any:
-        return self._inner.get_future()
-
-    def get_future_result(self) -> Any:
-        return self._inner.get_future_result()
-
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def synchronize(self) -> Any:
-        return self._inner.synchronize()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
-    def is_success(self) -> Any:
-        return self._inner.is_success()
-
-    def source_rank(self) -> int:
-        return int(self._inner.source_rank())
-
-    def _source_rank(self) -> int:
-        return int(self._inner._source_rank())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class _AnySource(dist.Work):
-    """Receive from whoever sends first.
-
-    Waiting for it within gloo cannot be ended by anything, so the sender is awaited on the board
-    and the message then received from that rank.
-    """
-
-    def __init__(self, group: SwappableGroup, tensors: list[torch.Tensor], tag: int):
-        super().__init__()
-        self._group = group
-        self._tensors = tensors
-        self._tag = tag
-        self._source = -1
-        self._work: Any = None
-
-    def _find(self) -> bool:
-        if self._work is None:
-            self._source = self._group.sender(self._tag)
-            if self._source >= 0:
-                self._work = self._group.recv(self._tensors, self._source, self._tag)
-        return self._work is not None
-
-    def wait(self, *args: Any, **kwargs: Any) -> bool:
-        with self._group.recorded(("recv", "any source"), alone=True):
-            pause = 2e-5
-            while not self._find():
-                self._group.check_alive()
-                time.sleep(pause)
-                pause = min(2e-3, pause * 1.2)
-        return bool(self._work.wait(*args, **kwargs))
-
-    def is_completed(self) -> bool:
-        return self._find() and bool(self._work.is_completed())
-
-    def _source_rank(self) -> int:
-        return self._source
-
-    source_rank = _source_rank
-
-
-def _explained(recorder: Recorder, error: BaseException) -> BaseException:
-    """Why an operation broke off: what the group was given up for, rather than a closed socket."""
-    if recorder.abort is not None and isinstance(error, RuntimeError):
-        return recorder.error()
-    return error
-
-
-class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
+class SwappableGroup(Collectives):
     """The group that user code holds."""
 
     def __init__(
@@ -239,7 +139,7 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
         timeout: timedelta,
         is_world: bool,
     ):
-        super().__init__(rank, len(members))
+        super().__init__(rank, len(members))  # type: ignore[call-arg]  the stubs lack this form
         self.members = list(members)
         self._groups = groups
         self._recorder = groups.recorder
@@ -313,7 +213,7 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._recorder.block(at)
             yield
         except BaseException as error:
-            raise _explained(self._recorder, error) from None
+            raise explained(self._recorder, error) from None
         finally:
             self._recorder.block(0)
             stream.end(at)
@@ -357,7 +257,7 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
                 work.wait()
         except BaseException as error:
             stream.withdraw(at)
-            raise _explained(recorder, error) from None
+            raise explained(recorder, error) from None
         finally:
             recorder.block(0)
         stream.end(at)
@@ -367,10 +267,10 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Begin an operation without waiting for it."""
         try:
             stream.look(at)
-            return _Work(call(self.inner), stream, at)
+            return IssuedWork(call(self.inner), stream, at)
         except BaseException as error:
             stream.withdraw(at)
-            raise _explained(self._recorder, error) from None
+            raise explained(self._recorder, error) from None
 
     def _message(
         self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
@@ -380,170 +280,33 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
         stream = self._pair_stream(source, target, tag)
         return self._issue(call, stream, stream.post(key))
 
-    # --- collectives ------------------------------------------------------------------------------
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        opts = dist.AllreduceOptions() if opts is None else opts
-        tensor = tensors[0]
-        key = ("all_reduce", tensor.dtype, tensor.shape, opts.reduceOp)
-        return self._collective(lambda g: g.allreduce(tensors, opts), key, _is_async(opts))
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        key = ("all_reduce_coalesced", *_kinds(tensors), opts.reduceOp)
-        return self._collective(
-            lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts)
-        )
-
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
-        tensor = tensors[0]
-        key = ("broadcast", tensor.dtype, tensor.shape, self._root(opts))
-        return self._collective(lambda g: g.broadcast(tensors, opts), key, _is_async(opts))
-
-    def reduce(self, tensors: Any, opts: Any) -> Any:
-        tensor = tensors[0]
-        key = ("reduce", tensor.dtype, tensor.shape, opts.reduceOp, self._root(opts))
-        return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts))
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = dist.AllgatherOptions() if opts is None else opts
-        key = ("all_gather", inputs[0].dtype, inputs[0].shape)
-        return self._collective(lambda g: g.allgather(outputs, inputs, opts), key, _is_async(opts))
-
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = dist.AllgatherOptions() if opts is None else opts
-        key = ("all_gather_coalesced", *_kinds(inputs))
-        return self._collective(
-            lambda g: g.allgather_coalesced(outputs, inputs, opts), key, _is_async(opts)
-        )
-
-    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        opts = dist.AllgatherOptions() if opts is None else opts
-        key = ("all_gather_into_tensor", tensor.dtype, tensor.shape)
-        return self._collective(
-            lambda g: g._allgather_base(output, tensor, opts), key, _is_async(opts)
-        )
-
-    all_gather_single = _allgather_base
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = dist.AllgatherOptions() if opts is None else opts
-        key = ("all_gather_into_tensor", *_kinds(inputs))
-        return self._collective(
-            lambda g: g.allgather_into_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
-        )
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        key = ("gather", inputs[0].dtype, inputs[0].shape, self._root(opts))
-        return self._collective(lambda g: g.gather(outputs, inputs, opts), key, _is_async(opts))
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        key = ("scatter", outputs[0].dtype, outputs[0].shape, self._root(opts))
-        return self._collective(lambda g: g.scatter(outputs, inputs, opts), key, _is_async(opts))
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        key = ("reduce_scatter", outputs[0].dtype, outputs[0].shape, opts.reduceOp)
-        return self._collective(
-            lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts)
-        )
-
-    def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        key = ("reduce_scatter_tensor", output.dtype, output.shape, opts.reduceOp)
-        return self._collective(
-            lambda g: g._reduce_scatter_base(output, tensor, opts), key, _is_async(opts)
-        )
-
-    reduce_scatter_single = _reduce_scatter_base
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        key = ("reduce_scatter_tensor", *_kinds(outputs), opts.reduceOp)
-        return self._collective(
-            lambda g: g.reduce_scatter_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
-        )
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = dist.AllToAllOptions() if opts is None else opts
-        send = [tensor.numel() for tensor in inputs]
-        receive = [tensor.numel() for tensor in outputs]
-        key = ("all_to_all", inputs[0].dtype, _sizes(send, receive))
-        call = lambda g: g.alltoall(outputs, inputs, opts)  # noqa: E731
-        return self._collective(call, key, _is_async(opts), (send, receive))
-
-    def alltoall_base(
-        self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None
-    ) -> Any:
-        opts = dist.AllToAllOptions() if opts is None else opts
-        size = len(self.members)
-        send_sizes = list(send) or [tensor.shape[0] // size] * size
-        receive_sizes = list(receive) or [output.shape[0] // size] * size
-        key = ("all_to_all_single", tensor.dtype, tensor.shape[1:], _sizes(send_sizes, receive_sizes))
-        call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
-        return self._collective(call, key, _is_async(opts), (send_sizes, receive_sizes))
-
-    all_to_all_single = alltoall_base
-
-    def barrier(self, opts: Any = None) -> Any:
-        opts = dist.BarrierOptions() if opts is None else opts
-        return self._collective(lambda g: g.barrier(opts), ("barrier",), _is_async(opts))
-
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        limit = self._limit if timeout is None else timeout
-        with self.recorded(("monitored_barrier",)):
-            return self.inner._get_backend(torch.device("cpu")).monitored_barrier(
-                limit, wait_all_ranks
-            )
-
-    # --- messages ---------------------------------------------------------------------------------
-
-    def send(self, tensors: Any, target: int, tag: int) -> Any:
-        key = ("send", tensors[0].dtype, f"{tensors[0].numel()} elements")
-        return self._message(
-            lambda g: g.send(tensors, target, tag), key, self._my_rank, target, tag
-        )
-
-    def recv(self, tensors: Any, source: int, tag: int) -> Any:
-        key = ("recv", tensors[0].dtype, f"{tensors[0].numel()} elements")
-        return self._message(
-            lambda g: g.recv(tensors, source, tag), key, source, self._my_rank, tag
-        )
-
-    def recv_anysource(self, tensors: Any, tag: int) -> Any:
+    def _any_source(self, tensors: Any, tag: int) -> Any:
         self.check_alive()
         if not self._recorder.check:
             return self.inner.recv_anysource(tensors, tag)
-        return _AnySource(self, tensors, tag)
+        return AnySource(self, tensors, tag)
 
     # --- what else torch asks of a group ----------------------------------------------------------
 
-    def _root(self, opts: Any) -> str:
-        return f"root {self.members[opts.rootRank]}"
-
-    def getBackendName(self) -> str:  # noqa: N802  DDP's logger takes a gloo at its word
+    def getBackendName(self) -> str:
         return internals.BACKEND
 
     def name(self) -> str:
         return "gloo"
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._description
 
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+    def setGroupDesc(self, text: str) -> None:
         self._description = text
 
     _set_group_desc = setGroupDesc
@@ -551,8 +314,10 @@ class SwappableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> Any:
-        return [torch.device("cpu"), torch.device("cuda")] if self.inner is None else (
-            self.inner._device_types
+        return (
+            [torch.device("cpu"), torch.device("cuda")]
+            if self.inner is None
+            else (self.inner._device_types)
         )
 
     def __repr__(self) -> str:
@@ -581,18 +346,3 @@ for _name in (
 ):
     if hasattr(dist.ProcessGroup, _name):
         setattr(SwappableGroup, _name, _passed_on(_name))
-
-
-def _is_async(opts: Any) -> bool:
-    """What the caller has asked for; C++ callers, and torch before 2.7, do not say: True."""
-    return bool(getattr(opts, "asyncOp", True))
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    for tensor in tensors:
-        yield tensor.dtype
-        yield tensor.shape
-
-
-def _sizes(send: Sequence[int], receive: Sequence[int]) -> str:
-    return f"send {','.join(map(str, send))} receive {','.join(map(str, receive))}"

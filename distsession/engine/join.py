@@ -100,7 +100,9 @@ def _loopback() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0] if names else "lo")
 
 
-def join(place: Place, generation: int, groups: Groups | None = None, *, alone: bool = True) -> None:
+def join(
+    place: Place, generation: int, groups: Groups | None = None, *, alone: bool = True
+) -> None:
     """Join the process group of a generation; returns when all ranks have.
 
     Each generation has its own prefix in the store, so nothing of an earlier one is found there.

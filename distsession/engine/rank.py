@@ -132,9 +132,7 @@ class Rank:
         self._capture.start()
         try:
             try:
-                join.join(
-                    self._place, self._generation, self._groups, alone=self._is_alone
-                )
+                join.join(self._place, self._generation, self._groups, alone=self._is_alone)
             except Exception as error:
                 self._send(RankFailed(self._rank, self._generation, failure.describe(error)))
                 time.sleep(0.2)  # let the message out; the session ends us anyway

@@ -293,7 +293,9 @@ class Stream:
             if theirs is None or rank == self.recorder.rank:
                 continue
             sent, received = ([int(n) for n in part.split(",") if n] for part in theirs.groups())
-            if (sent and sent[me] != receive[number]) or (received and received[me] != send[number]):
+            if (sent and sent[me] != receive[number]) or (
+                received and received[me] != send[number]
+            ):
                 raise self._mismatch(sequence)
 
     # --- words for people -------------------------------------------------------------------------
@@ -330,8 +332,8 @@ class Stream:
             for (text, place), ranks in sorted(posted.items(), key=lambda item: item[1])
         )
         return CollectiveMismatchError(
-            f"operation {sequence} of {_titled(self.name)} is not the same on all ranks: {sides}. It was not "
-            "begun here, and no tensor of it was changed. Make the calls agree."
+            f"operation {sequence} of {_titled(self.name)} is not the same on all ranks: {sides}. "
+            "It was not begun here, and no tensor of it was changed. Make the calls agree."
         )
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:

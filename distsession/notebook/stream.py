@@ -10,6 +10,7 @@ stays when it is finished; in a terminal the last line is used for all of them.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -98,6 +99,7 @@ class Printer:
         self._batch_stream = "stdout"
         self._flushed = time.monotonic()
         self._live: _LiveBlock | _LiveLine = _LiveBlock() if _in_notebook() else _LiveLine()
+        self._notice = _Notice()
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
@@ -124,9 +126,15 @@ class Printer:
         for ranks, bundle in fold_bundles(shown):
             _show_bundle(ranks, bundle)
 
+    def notify(self, text: str) -> None:
+        """Show a line about the run that replaces the one before; it does not stay."""
+        self._flush()
+        self._notice.show(text)
+
     def close(self) -> None:
         """Write what is still held back."""
         self._finish_lines()
+        self._notice.show("")
 
     # --- text -------------------------------------------------------------------------------------
 
@@ -242,6 +250,32 @@ class _LiveLine:
             sys.stdout.write(text[: shutil.get_terminal_size().columns - 1])
             sys.stdout.flush()
             self._is_shown = True
+
+
+class _Notice:
+    """A line about the run: updated in place in a notebook, written as it changes elsewhere."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._written = ""
+
+    def show(self, text: str) -> None:
+        if _in_notebook():
+            self._display(text)
+            return
+        lasting = re.sub(r"[\d.]+ (s|min|h)\b", "", text)  # how long it lasts is no news by itself
+        if text and lasting != self._written:
+            self._written = lasting
+            sys.stderr.write(f"distsession: {text}\n")
+            sys.stderr.flush()
+
+    def _display(self, text: str) -> None:
+        from IPython.display import display
+
+        if self._handle is not None:
+            self._handle.update(_raw(text), raw=True)
+        elif text:
+            self._handle = display(_raw(text), raw=True, display_id=True)
 
 
 def _clear_output(message: ClearOutput) -> None:
