@@ -139,7 +139,7 @@ class SwappableGroup(Collectives):
         timeout: timedelta,
         is_world: bool,
     ):
-        super().__init__(rank, len(members))  # type: ignore[call-arg]  the stubs lack this form
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
         self.members = list(members)
         self._groups = groups
         self._recorder = groups.recorder

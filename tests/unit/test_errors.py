@@ -8,6 +8,9 @@ import pytest
 
 from distsession import errors
 from distsession.errors import (
+    CollectiveError,
+    CollectiveHangError,
+    CollectiveMismatchError,
     DistsessionError,
     EngineDiedError,
     LaunchError,
@@ -31,6 +34,9 @@ TREE: dict[type[BaseException], tuple[type[BaseException], ...]] = {
     LaunchTimeoutError: (LaunchError, TimeoutError),
     ProcessGroupError: (LaunchError,),
     EngineDiedError: (DistsessionError, RuntimeError),
+    CollectiveError: (DistsessionError, RuntimeError),
+    CollectiveMismatchError: (CollectiveError,),
+    CollectiveHangError: (CollectiveError,),
     RunTimeoutError: (DistsessionError, TimeoutError),
     RemoteError: (DistsessionError,),
     RunError: (DistsessionError, RuntimeError),

@@ -13,6 +13,7 @@ import distsession
 
 PACKAGE = Path(distsession.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+KERNEL = ("session.py", "view.py", "results.py", "recovery.py")
 HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
 
 
@@ -23,7 +24,7 @@ def place(module: str) -> str:
     folder = module.partition("/")[0] if "/" in module else ""
     if folder in ("engine", "distributed"):
         return "an engine"
-    if folder in ("cluster", "notebook") or module in ("session.py", "view.py", "results.py"):
+    if folder in ("cluster", "notebook") or module in KERNEL:
         return "the kernel"
     assert folder == "", f"nobody has said where the modules of {folder}/ run"
     return "both"

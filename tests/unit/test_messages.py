@@ -14,25 +14,31 @@ from hypothesis import strategies as st
 from distsession import messages
 from distsession.messages import (
     MAGIC,
+    Abort,
     AgentFailed,
     AgentReady,
+    AskStack,
     CallRequest,
     CellRequest,
     ClearOutput,
     ControllerInfo,
+    CopyRequest,
     Display,
     EngineRegistered,
     ErrorInfo,
     FrameInfo,
-    Interrupt,
     MalformedMessage,
+    Operation,
     OutputEnd,
+    PasteRequest,
     PrepareAgent,
     RankExited,
     RankFailed,
     RankReady,
+    RankReport,
     RejoinRequest,
     Reply,
+    StackReply,
     StartRanks,
     StopRanks,
     Text,
@@ -55,6 +61,8 @@ START = StartRanks(
     seed=3,
     seed_per_rank=True,
     threads=2,
+    check="shared",
+    board=5,
     folder="/tmp/x",
     cwd="/home",
     sys_path=("", "/lib"),
@@ -62,6 +70,12 @@ START = StartRanks(
 )
 EXAMPLES: list[Any] = [
     AgentFailed("no such module"),
+    AskStack(4),
+    CopyRequest(4, ("model", "optim")),
+    Operation("all_reduce", "world", (0, 1), 3, "float32 [4], sum", "In[2] line 1", 1.5),
+    PasteRequest(5),
+    RankReport(0, "running", 2.0, 7, "In[2] line 1", sequences={"world": 3}, stack=(FRAME,)),
+    StackReply(1, 4, (FRAME,), "In[3] line 2", True),
     AgentReady(HOST),
     CallRequest(1, "train"),
     CellRequest(2, "x = 1\n", "In[2]", fetch=True, expression=False),
@@ -71,7 +85,7 @@ EXAMPLES: list[Any] = [
     EngineRegistered(1, 0, 4),
     dataclasses.replace(ERROR, cause=ERROR, cause_is_explicit=True),
     FRAME,
-    Interrupt(9),
+    Abort("stop", "stopped", 3, interrupt=9, refuse=(10, 11)),
     OutputEnd(0, 2),
     PrepareAgent(("json",), ("/lib",)),
     RankExited(1, 0, 77, -9, False, "last words"),
@@ -153,7 +167,7 @@ def test_a_pickle_of_something_else_is_refused(foreign: object) -> None:
 
 
 def test_a_message_without_our_mark_is_refused() -> None:
-    _, body = encode(Interrupt(1))
+    _, body = encode(Abort("stop", "", 1))
     for frames in ([], [MAGIC], [body], [b"ds0", body], [body, MAGIC]):
         with pytest.raises(MalformedMessage, match="without our mark"):
             decode(frames)

@@ -25,6 +25,8 @@ TYPED: dict[str, tuple[str, Any]] = {
     "preload": ("numpy, json", ("numpy", "json")),
     "launcher": ("inline", "inline"),
     "start_timeout": ("9", 9.0),
+    "check": ("detail", "detail"),
+    "hang_grace": ("0.5", 0.5),
 }
 
 BAD: dict[str, list[Any]] = {
@@ -38,6 +40,8 @@ BAD: dict[str, list[Any]] = {
     "preload": ["numpy", [1], None, 3],
     "launcher": ["slurm", "", None, 1],
     "start_timeout": [0, -1, float("nan"), float("inf"), "9", None],
+    "check": ["on", "", None, True],
+    "hang_grace": [-1, float("nan"), float("inf"), "2", None, True],
 }
 
 

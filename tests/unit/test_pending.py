@@ -125,7 +125,7 @@ def test_a_wait_that_takes_too_long_names_the_ranks_that_are_missing() -> None:
     pending = Pending(1, (0, 1, 2, 3))
     pending.put_reply(reply(1), [])
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"^rank 0,2-3 did not finish within 0\.1 s\.$"):
+    with pytest.raises(TimeoutError, match=r"^ranks 0,2-3 did not finish within 0\.1 s\.$"):
         pending.wait(lambda message: None, timeout=0.1)
     assert 0.09 < time.monotonic() - began < 5
 
