@@ -100,14 +100,19 @@ class Groups:
         world: Any = dist.group.WORLD
         world.connect(dist.PrefixStore("world", meeting))
 
-    def agree(self) -> None:
+    def agree(self, meeting: dist.Store, *, alone: bool) -> None:
         """Connect anew every group that all its members know; every rank has to do so.
 
         A group of which a member knows nothing, since its process is new, stays without
         connections and says so when it is used.
+
+        Args:
+            meeting: The generation's own part of the store.
+            alone: Every rank of the world is new: there is nothing to agree on.
         """
-        meeting = self._meeting
-        assert meeting is not None
+        self._meeting = None
+        if alone:
+            return
         world: Any = dist.group.WORLD
         internals.set_store(world, meeting)
         internals.set_group_count(self.generation * NAMES_PER_GENERATION)
@@ -122,7 +127,6 @@ class Groups:
                 group.lose(missing)
             else:
                 group.connect(dist.PrefixStore(f"group{name}", meeting))
-        self._meeting = None
         for module in internals.data_parallel_modules():
             internals.refresh_data_parallel(module)
 

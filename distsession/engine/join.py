@@ -129,8 +129,8 @@ def join(
             timeout=None if place.timeout is None else timedelta(seconds=place.timeout),
             device_id=place.device if place.device.type == "cuda" else None,
         )
-    if groups is not None and not alone:
-        groups.agree()
+    if groups is not None:
+        groups.agree(meeting, alone=alone)
 
 
 def leave() -> None:

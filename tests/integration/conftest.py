@@ -17,6 +17,7 @@ class Recorder:
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.shown: list[dict[int, Any]] = []
+        self.notices: list[str] = []
 
     def __call__(self) -> Recorder:
         return self
@@ -27,10 +28,14 @@ class Recorder:
     def show(self, shown: dict[int, Any]) -> None:
         self.shown.append(shown)
 
+    def notify(self, text: str) -> None:
+        self.notices.append(text)
+
     def close(self) -> None:
         pass
 
     def clear(self) -> None:
+        self.notices.clear()
         self.messages.clear()
         self.shown.clear()
 
