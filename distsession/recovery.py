@@ -143,8 +143,9 @@ class Recovery:
                 verdict.sentence if verdict.kind is not Kind.NOTHING else _places(reports, missing)
             )
             where = f"{where[:1].upper()}{where[1:]}"
-            pending.stopped = f"the run on {ranks_text(pending.ranks)} was stopped. {where}"
-            text = f"stopped. {where}"
+            run = f"the run on {ranks_text(pending.ranks)}"
+            pending.stopped = f"{run} was stopped. {where}".rstrip()
+            text = f"stopped. {where}".rstrip()
             launcher.abort("stop", text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
 

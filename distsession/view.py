@@ -288,8 +288,9 @@ class RankView:
         except RunTimeoutError as error:
             self._stop(pending, output)
             stuck = recovery.explain_stuck(pending) if pending.missing else ""
+            stopped = f"{pending.stopped[:1].upper()}{pending.stopped[1:]}"
             raise RunTimeoutError(
-                f"{error} {pending.stopped}{stuck or _mended_text(self._mend(recovery))}"
+                f"{error} {stopped}{stuck or _mended_text(self._mend(recovery))}"
             ) from None
 
     def _stop(self, pending: Pending, output: Output) -> None:

@@ -56,13 +56,14 @@ def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
 
     def helper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        if not _is_gloo(str(bound.arguments["backend"])):
+        asked = dist.Backend(str(bound.arguments["backend"]))
+        if not _is_gloo(asked):
             return native(*args, **kwargs)
         bound.arguments["backend"] = dist.Backend(BACKEND)
         group, store = native(*bound.args, **bound.kwargs)
         if group in c10d._world.pg_map:
-            c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
-            c10d._world.pg_backend_config[group] = "cpu:gloo,cuda:gloo"
+            c10d._world.pg_map[group] = (asked, store)
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
         return group, store
 
     c10d._new_process_group_helper = helper

@@ -79,7 +79,7 @@ def test_fetch_brings_the_value(session: Session) -> None:
 
 def test_a_time_limit_stops_the_cell_and_the_ranks_go_on(session: Session) -> None:
     began = time.monotonic()
-    with pytest.raises(RunTimeoutError, match=r"rank 0-1 did not finish within 0\.3 s"):
+    with pytest.raises(RunTimeoutError, match=r"ranks 0-1 did not finish within 0\.3 s"):
         session.execute("kept = 1\nimport time\ntime.sleep(60)", timeout=0.3)
     assert time.monotonic() - began < 5
     assert session.evaluate("kept")[1] == 1

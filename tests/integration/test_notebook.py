@@ -141,13 +141,26 @@ def test_stop_ends_the_cell_and_keeps_the_state(notebook: Notebook) -> None:
     assert notebook.run("%distributed kept").result == "[rank 0] 100\n[rank 1] 101"
 
 
-def test_stop_in_a_hung_collective_says_what_to_do_and_restart_works(notebook: Notebook) -> None:
-    request = notebook.client.execute("%%distributed\nif rank == 0: dist.barrier()")
+def test_stop_frees_a_hung_collective_and_keeps_the_state(notebook: Notebook) -> None:
+    notebook.run("%%distributed\nkept = rank + 7")
+    request = notebook.client.execute(
+        "%%distributed\nif rank == 0:\n    dist.barrier()\nelse:\n    import time; time.sleep(600)"
+    )
     threading.Timer(0.7, notebook.manager.interrupt_kernel).start()
     shown = notebook.collect(request)
     assert shown.ename == "RunInterrupt"
-    assert "Rank 0 did not come back" in shown.error
-    assert "session.restart()" in shown.error
+    assert "Rank 0 waits in barrier" in shown.error
+    assert "line 3 for rank 1, which runs" in shown.error
+    assert notebook.run("%distributed kept").result == "[rank 0] 7\n[rank 1] 8"
+    shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
+    assert shown.stdout == "[ranks 0-1] 2.0\n"
+
+
+def test_diagnose_and_restart_are_magics(notebook: Notebook) -> None:
+    assert "idle" in notebook.run("%session diagnose").result
+    notebook.run("%%distributed\nkept = rank + 9")
+    assert "idle" in notebook.run("%session restart 1 --restore kept").result
+    assert notebook.run("%distributed kept").result == "[ranks 0-1] 9"
     assert "idle" in notebook.run("%session restart").result
     shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
     assert shown.stdout == "[ranks 0-1] 2.0\n"

@@ -150,6 +150,9 @@ class _Counter:
     def show(self, shown: dict[int, object]) -> None:
         raise AssertionError(shown)
 
+    def notify(self, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
