@@ -215,7 +215,7 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
     """Fit the options to what a host has.
 
     A backend that serves CUDA puts one rank on each GPU. ``gloo`` alone means the CPU, also where
-    there are GPUs.
+    there are GPUs; ``cuda:gloo`` asks for them.
 
     Raises:
         OptionsError: The host cannot give what the options ask for.
@@ -252,11 +252,9 @@ def _wants_gpu(options: SessionOptions, host: HostInfo) -> bool:
     if options.backend is None:
         return bool(host.gpus)
     serves = dict(host.backends)
-    names = {}
-    for part in options.backend.lower().split(","):
-        device, _, name = part.strip().rpartition(":")
-        names[name] = device
-    for name, device in names.items():
+    parts = [part.strip().rpartition(":") for part in options.backend.lower().split(",")]
+    entries = [(name, device) for device, _, name in parts]
+    for name, device in entries:
         if name not in serves:
             raise OptionsError(
                 f"backend {name!r} is not one that this torch ({host.torch_version}) offers: "
@@ -270,6 +268,6 @@ def _wants_gpu(options: SessionOptions, host: HostInfo) -> bool:
                 "use backend='gloo', or see what `distsession doctor` says."
             )
     return bool(host.gpus) and any(
-        "cuda" in serves[name] and device != "cpu" and name != "gloo"
-        for name, device in names.items()
+        device == "cuda" or (not device and "cuda" in serves[name] and name != "gloo")
+        for name, device in entries
     )

@@ -80,6 +80,13 @@ def test_a_backend_for_each_device_type_puts_the_ranks_on_gpus(backend: str) -> 
     assert plan(gpus=2, backend=backend) == RankPlan(2, ("cuda:0", "cuda:1"), backend, 8)
 
 
+@pytest.mark.parametrize("backend", ["cuda:gloo", "cpu:gloo,cuda:gloo", "cuda:gloo,cpu:gloo"])
+def test_gloo_for_cuda_puts_the_ranks_on_gpus(backend: str) -> None:
+    assert plan(gpus=2, backend=backend) == RankPlan(2, ("cuda:0", "cuda:1"), backend, 8)
+    with pytest.raises(OptionsError, match="needs a GPU, and alpha shows none"):
+        plan(backend=backend)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo"])
 def test_gloo_means_the_cpu_also_where_there_are_gpus(backend: str) -> None:
     assert plan(gpus=4, backend=backend).devices == ("cpu", "cpu")
