@@ -161,6 +161,7 @@ class RunError(DistsessionError, RuntimeError):
     Attributes:
         by_rank: The exception of each rank that failed, in rank order. Each carries a note that
             names its rank, host and device.
+        first: The exception that is the cause of the others, where that is known.
         results: The values of the ranks that finished.
     """
 
@@ -174,17 +175,21 @@ class RunError(DistsessionError, RuntimeError):
     ):
         super().__init__(message)
         self.by_rank = dict(sorted(by_rank.items()))
+        self._order = tuple(by_rank)  # the cause comes first
         self.results = results
         self._details = details
 
     @property
     def first(self) -> BaseException:
-        """The exception of the lowest rank that failed."""
-        return next(iter(self.by_rank.values()))
+        """The cause: what was given first; that of the lowest rank, if several failed alike."""
+        return self._in_order()[0]
+
+    def _in_order(self) -> list[BaseException]:
+        return [self.by_rank[rank] for rank in self._order]
 
     def as_group(self) -> BaseExceptionGroup[BaseException]:
-        """All ranks' exceptions as a group, for ``except*``."""
-        return BaseExceptionGroup(str(self), list(self.by_rank.values()))
+        """All ranks' exceptions as a group, for ``except*``; the cause comes first."""
+        return BaseExceptionGroup(str(self), self._in_order())
 
     def _render_traceback_(self) -> list[str]:
         return (self._details or str(self)).splitlines()
@@ -193,7 +198,8 @@ class RunError(DistsessionError, RuntimeError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_run_error, (str(self), self.by_rank, self.results, self._details)
+        by_rank = {rank: self.by_rank[rank] for rank in self._order}
+        return _rebuild_run_error, (str(self), by_rank, self.results, self._details)
 
 
 def _rebuild_run_error(
