@@ -550,8 +550,9 @@ def test_a_rank_is_blocked_in_the_last_of_its_operations() -> None:
         replace(SUM, place="In[3] line 3"),
         replace(SUM, name="barrier"),
         replace(SUM, group="tp"),
+        replace(SUM, sequence=6, members=(1, 2, 3)),
     ],
-    ids=["place", "name", "group"],
+    ids=["place", "name", "group", "sequence"],
 )
 def test_ranks_in_different_operations_have_a_sentence_each(other: Operation) -> None:
     everywhere = {"world": 6, "tp": 6}
