@@ -161,7 +161,6 @@ class RunError(DistsessionError, RuntimeError):
     Attributes:
         by_rank: The exception of each rank that failed, in rank order. Each carries a note that
             names its rank, host and device.
-        first: The exception that is the cause of the others, where that is known.
         results: The values of the ranks that finished.
     """
 
