@@ -93,7 +93,7 @@ class Recovery:
         launcher = self.launcher
         death = launcher.dead_ranks().get(rank)
         if death is not None:
-            how = str(death).splitlines()[0].partition(" session.restart")[0]
+            how = str(death).splitlines()[0].partition(". session.restart")[0]
             how = how.partition(") ")[2] or how
             return RankReport(rank, "dead", outcome=how.rstrip("."))
         if launcher.board is None:

@@ -30,7 +30,7 @@ from distsession.ranks import HostInfo, RankInfo, format_ranks
 __all__ = ["Monitor", "describe_death"]
 
 AGENT_GONE = (
-    "the session's agent (the process that started the ranks) is gone, and with it all ranks: "
+    "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
     "session.restart() brings them back, without their variables."
 )
 
@@ -193,16 +193,24 @@ class Monitor:
 
 def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
     """Say how a rank ended, with the last lines that it wrote."""
+    who = f"rank {message.rank} (pid {message.pid})"
+    if message.expected:
+        return f"{who} was ended by session.restart() or close()."
     code = message.returncode
     if code < 0:
         try:
             how = f"was killed by {signal.Signals(-code).name}"
         except ValueError:
             how = f"was killed by signal {-code}"
+        if message.oom:
+            how += ", by the system for want of memory (its count of out-of-memory kills rose)"
     else:
         how = f"ended with exit code {code}"
     when = " while it was starting" if while_starting else ""
     tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
     last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
-    mend = "" if while_starting else " session.restart() brings it back, without its variables."
-    return f"rank {message.rank} (pid {message.pid}) {how}{when}.{mend}{last}"
+    mend = (
+        f" session.restart([{message.rank}]) replaces it; restore=[...] copies variables from a "
+        "rank that stays."
+    )
+    return f"{who} {how}{when}.{'' if while_starting else mend}{last}"

@@ -222,8 +222,23 @@ def test_the_engine_of_a_dead_rank_is_forgotten(heard: Heard) -> None:
 def test_a_death_says_how_the_process_ended(returncode: int, how: str) -> None:
     text = describe_death(exited(2, pid=77, returncode=returncode))
     assert text.startswith(f"rank 2 (pid 77) {how}.")
-    assert "session.restart() brings it back" in text
+    assert "session.restart([2]) replaces it; restore=[...] copies variables from a rank" in text
     assert text.endswith("It wrote nothing.")
+
+
+def test_a_rank_that_was_asked_to_end_says_who_did_that() -> None:
+    message = RankExited(1, 0, 77, 0, expected=True, log_tail="bye")
+    text = "rank 1 (pid 77) was ended by session.restart() or close()."
+    assert describe_death(message) == text
+    assert describe_death(message, while_starting=True) == text
+
+
+def test_a_death_for_want_of_memory_is_named() -> None:
+    text = describe_death(RankExited(1, 0, 77, -9, expected=False, log_tail="", oom=True))
+    assert text.startswith(
+        "rank 1 (pid 77) was killed by SIGKILL, by the system for want of memory "
+        "(its count of out-of-memory kills rose). session.restart([1]) replaces it"
+    )
 
 
 def test_a_death_shows_the_last_lines_that_the_rank_wrote() -> None:
