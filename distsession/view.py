@@ -9,33 +9,21 @@ import concurrent.futures
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from distsession import render, serialize
 from distsession.cluster.base import OutputMessage, Pending
-from distsession.diagnosis import Kind, Verdict
-from distsession.errors import (
-    CollectiveError,
-    CollectiveHangError,
-    CollectiveMismatchError,
-    EngineDiedError,
-    RemoteError,
-    RunError,
-    RunInterrupt,
-    RunTimeoutError,
-    SessionStateError,
-)
+from distsession.errors import EngineDiedError, RunInterrupt, RunTimeoutError, SessionStateError
 from distsession.messages import (
     CallRequest,
     CellRequest,
     CopyRequest,
-    ErrorInfo,
     PasteRequest,
     Request,
 )
-from distsession.ranks import ranks_text
+from distsession.outcome import collect, hang_error, mended_text, run_error
 from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
 
@@ -232,11 +220,11 @@ class RankView:
         pending = self._submit(lambda number: CopyRequest(number, tuple(names)), [])
         try:
             pending.wait(lambda _: None)
-            results, failed = self._collect(pending, began, load=False)
+            results, failed = collect(pending, 0.0, load=False)
         finally:
             self._session.channel.forget(pending)
         if failed:
-            raise self._run_error(failed, results, {}, "")
+            raise run_error(failed, results, self._session.infos)
         payload = pending.replies[self._ranks[0]][1]
         target = RankView(self._session, ranks)
         given = target._submit(PasteRequest, payload)
@@ -254,7 +242,7 @@ class RankView:
         watch = Watch(recovery, pending, output.notify)
         try:
             self._wait(pending, output, timeout, watch)
-            results, failed = self._collect(pending, began)
+            results, failed = collect(pending, time.perf_counter() - began)
             shown = {
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
             }
@@ -263,15 +251,15 @@ class RankView:
         finally:
             output.close()
             self._session.channel.forget(pending)
-            problem = self._mend(recovery)
+            problem = "" if pending.missing else self._mend(recovery)
         if pending.stopped:
-            raise RunInterrupt(f"{pending.stopped}{_mended_text(problem)}")
+            raise RunInterrupt(f"{pending.stopped}{mended_text(problem)}")
         verdict = watch.verdict
         if verdict is not None and not verdict.failed and failed.keys() & watch.waited.keys():
-            raise _hang_error(verdict, problem)
+            raise hang_error(verdict, problem)
         if failed:
             freed = watch.waited if verdict is not None else {}
-            raise self._run_error(failed, results, freed, problem)
+            raise run_error(failed, results, self._session.infos, freed, problem)
         return results
 
     def _wait(self, pending: Pending, output: Output, timeout: float | None, watch: Watch) -> None:
@@ -283,14 +271,14 @@ class RankView:
             self._stop(pending, output)
             stuck = recovery.explain_stuck(pending) if pending.missing else ""
             raise RunInterrupt(
-                f"{pending.stopped}{stuck or _mended_text(self._mend(recovery))}"
+                f"{pending.stopped}{stuck or mended_text(self._mend(recovery))}"
             ) from None
         except RunTimeoutError as error:
             self._stop(pending, output)
             stuck = recovery.explain_stuck(pending) if pending.missing else ""
             stopped = f"{pending.stopped[:1].upper()}{pending.stopped[1:]}"
             raise RunTimeoutError(
-                f"{error} {stopped}{stuck or _mended_text(self._mend(recovery))}"
+                f"{error} {stopped}{stuck or mended_text(self._mend(recovery))}"
             ) from None
 
     def _stop(self, pending: Pending, output: Output) -> None:
@@ -310,117 +298,3 @@ class RankView:
             return str(error)
         except EngineDiedError as error:
             return str(error).splitlines()[0]
-
-    def _collect(
-        self, pending: Pending, began: float, *, load: bool = True
-    ) -> tuple[RankResults[Any], dict[int, tuple[BaseException, ErrorInfo]]]:
-        values: dict[int, Any] = {}
-        failed: dict[int, tuple[BaseException, ErrorInfo]] = {}
-        for rank, (reply, payload) in pending.replies.items():
-            if reply.error is not None:
-                failed[rank] = (_rebuild(reply.error, payload), reply.error)
-            elif not payload or not load:
-                values[rank] = None
-            else:
-                try:
-                    values[rank] = serialize.load(payload)
-                except Exception as error:
-                    refused = RemoteError(
-                        "SerializationError",
-                        f"the result of rank {rank} cannot be rebuilt in the notebook: "
-                        f"{type(error).__name__}: {error}",
-                    )
-                    failed[rank] = (refused, ErrorInfo("SerializationError", refused.evalue))
-        for rank, death in pending.deaths.items():
-            failed[rank] = (death, ErrorInfo("EngineDiedError", str(death)))
-        durations = {rank: reply.duration for rank, (reply, _) in pending.replies.items()}
-        results = RankResults(values, duration=time.perf_counter() - began, durations=durations)
-        return results, failed
-
-    def _run_error(
-        self,
-        failed: dict[int, tuple[BaseException, ErrorInfo]],
-        results: RankResults[Any],
-        freed: Mapping[int, str],
-        problem: str,
-    ) -> RunError:
-        # First a death, then what ranks raised by themselves, then what came of those.
-        def cause(rank: int) -> tuple[bool, bool, int]:
-            return rank in freed, not isinstance(failed[rank][0], EngineDiedError), rank
-
-        order = sorted(failed, key=cause)
-        causes = [rank for rank in order if rank not in freed] or order
-        infos = {info.rank: info for info in self._session.infos}
-        where = {
-            rank: f"{info.host}, {info.device.device}"
-            for rank, info in infos.items()
-            if rank in failed
-        }
-        for rank, (error, info) in failed.items():
-            error.add_note(_note(rank, where.get(rank, ""), info))
-        first = failed[order[0]][1]
-        same = [rank for rank in causes if failed[rank][1] == first]
-        line = _cell_line(first)
-        reason = first.evalue.partition("\n")[0]
-        summary = f"{first.ename} on {ranks_text(same)}{f' at {line}' if line else ''}: {reason}"
-        others = [rank for rank in causes if rank not in same]
-        if others:
-            summary += f" (and on {ranks_text(sorted(others))})"
-        details = render.error_text({rank: failed[rank][1] for rank in causes}, where)
-        waited = {rank: what for rank, what in freed.items() if rank in failed}
-        if waited and causes is not order:
-            text = f"{_freed_text(waited)}{_mended_text(problem)}"
-            end = "" if summary.endswith((".", "!", "?")) else "."
-            summary, details = f"{summary}{end} {text}", f"{details.rstrip()}\n\n{text}"
-        return RunError(
-            summary,
-            by_rank={rank: failed[rank][0] for rank in order},
-            results=results,
-            details=details,
-        )
-
-
-def _freed_text(waited: Mapping[int, str]) -> str:
-    """One line for all ranks that were freed."""
-    together: dict[str, list[int]] = {}
-    for rank, what in sorted(waited.items()):
-        together.setdefault(what, []).append(rank)
-    parts = [f"{ranks_text(ranks)} waited in {what}" for what, ranks in together.items()]
-    text = "; ".join(parts)
-    were = "was" if len(waited) == 1 else "were"
-    return f"{text[0].upper()}{text[1:]} and {were} freed."
-
-
-def _mended_text(problem: str) -> str:
-    if problem:
-        return f" The process group is not connected: {problem}."
-    return " The process group is connected anew, and all variables are kept."
-
-
-def _hang_error(verdict: Verdict, problem: str) -> CollectiveError:
-    kind = CollectiveMismatchError if verdict.kind is Kind.ORDER else CollectiveHangError
-    return kind(f"{verdict.sentence} The waiting ranks were freed.{_mended_text(problem)}")
-
-
-def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:
-    """The user's own exception where it can be rebuilt here, else one that stands for it."""
-    if payload:
-        try:
-            rebuilt = serialize.load(payload)
-            if isinstance(rebuilt, BaseException):
-                str(rebuilt)
-                return rebuilt
-        except Exception:
-            pass  # its class is not known here, or its __init__ or __str__ fails
-    return RemoteError(error.ename, error.evalue, render.remote_traceback(error))
-
-
-def _cell_line(error: ErrorInfo) -> str:
-    for frame in error.frames:
-        if frame.filename.startswith("In["):
-            return f"{frame.filename} line {frame.lineno}"
-    return ""
-
-
-def _note(rank: int, where: str, error: ErrorInfo) -> str:
-    return ", ".join(part for part in (f"on rank {rank}", where, _cell_line(error)) if part)

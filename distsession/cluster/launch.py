@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 UNIX_PATH_MAX = 100
 """A unix socket's path has 107 bytes at most (sun_path in <sys/un.h>), less where we add a name."""
 AGENT_LOG_TAIL = 2000
+SETTLE_BEFORE_REJOIN = 0.2
+"""Seconds that ranks have to come to an end before connecting them anew is put off."""
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
 
@@ -235,7 +237,7 @@ class LocalLauncher(Launcher):
         if self._mending is not None:  # an earlier attempt may still wait somewhere
             self.abort("failed", "connecting the process group anew took too long")
             self._mending = None
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + SETTLE_BEFORE_REJOIN
         while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
             if time.monotonic() > deadline:
                 return (
