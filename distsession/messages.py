@@ -218,14 +218,12 @@ class StackReply:
 
     Attributes:
         place: The innermost line of user code.
-        in_torch: It is within a call of torch's autograd or distributed code.
     """
 
     rank: int
     number: int
     stack: tuple[FrameInfo, ...]
     place: str
-    in_torch: bool
 
 
 # --- rank to kernel, on the output socket ---------------------------------------------------------

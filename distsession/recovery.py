@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Recovery", "Watch"]
 
-ANSWER = 0.2
+ANSWER = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is."""
-BACK = 0.7
+BACK = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
 REJOIN = 10.0
 """Seconds that connecting the process group anew may take, once all ranks are idle."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -18,11 +19,17 @@ from distsession.errors import CollectiveError
 from distsession.messages import ErrorInfo, FrameInfo
 from distsession.serialize import Frames, dump_value
 
-__all__ = ["describe", "innermost", "pickled", "stack"]
+__all__ = ["describe", "innermost", "is_user_code", "pickled", "short_name", "stack"]
 
 T = TypeVar("T")
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARIES = (
+    sysconfig.get_path("stdlib") + os.sep,
+    os.path.dirname(os.path.dirname(_TORCH)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+)
+"""Folders of Python's own modules, of installed packages (where torch lies), and of ours."""
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _CONTEXT = 2
 _MAX_FRAMES = 60
@@ -114,18 +121,22 @@ def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
     )
 
 
-def innermost(frames: Sequence[FrameInfo]) -> tuple[str, bool]:
-    """The innermost line of user code, and whether torch's or our collectives are within it."""
-    place, inside = "", False
+def innermost(frames: Sequence[FrameInfo]) -> str:
+    """The innermost line of user code, such as ``In[3] line 4``; empty if there is none."""
     for frame in reversed(frames):
-        if frame.filename.startswith((_TORCH, _OWN)):
-            inside = True
-            continue
-        name = frame.filename
-        name = name if name.startswith(("In[", "<")) else os.path.basename(name)
-        place = f"{name} line {frame.lineno}"
-        break
-    return place, inside
+        if is_user_code(frame.filename):
+            return f"{short_name(frame.filename)} line {frame.lineno}"
+    return ""
+
+
+def is_user_code(filename: str) -> bool:
+    """Whether a file is neither Python's own, an installed package's nor ours."""
+    return not filename.startswith((*_LIBRARIES, "<"))
+
+
+def short_name(filename: str) -> str:
+    """A cell's label, or a file's name without its folder."""
+    return filename if filename.startswith("In[") else os.path.basename(filename)
 
 
 def _is_own(frame: FrameType) -> bool:

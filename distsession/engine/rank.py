@@ -236,6 +236,7 @@ class Rank:
         assert self._front is not None
         self._front.request(request.id)
         self._recorder.request(request.id)
+        self._recorder.forget_stop()
         began = time.perf_counter()
         value: Any = NOTHING
         shown = error = None
@@ -356,8 +357,7 @@ class Rank:
     def _stack(self, number: int) -> StackReply:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = failure.stack(frame) if self._recorder.region.request else ()
-        place, in_torch = failure.innermost(stack)
-        return StackReply(self._rank, number, stack, place, in_torch)
+        return StackReply(self._rank, number, stack, failure.innermost(stack))
 
     # --- ipyparallel ------------------------------------------------------------------------------
 

@@ -14,19 +14,20 @@ posted as the same operation of the same group. Two ways of comparing:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from distsession import board as layout
 from distsession.board import Board, key_of
+from distsession.engine.failure import is_user_code, short_name
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.messages import Abort
 from distsession.ranks import format_ranks
@@ -40,8 +41,6 @@ LONGEST_SLEEP = 1e-3
 FOR_THE_OTHERS = 0.05
 """Seconds that a rank which has seen a mismatch waits for what the rest posts, to name them too."""
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAMES = 24
 """How far up a place in user code is looked for."""
 _SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
@@ -96,6 +95,13 @@ class Recorder:
         self.words[start + layout.SINCE] = time.monotonic_ns()
         self.words[start + layout.REQUEST] = number
 
+    def forget_stop(self) -> None:
+        """What the group was given up for concerned an earlier request; it is gone all the same."""
+        abort = self.abort
+        if abort is not None and abort.kind != "failed":
+            text = f"the process group was given up and is not connected: {abort.text}"
+            self.abort = replace(abort, kind="failed", text=text)
+
     @property
     def is_blocked(self) -> bool:
         """Whether the main thread waits in an operation."""
@@ -130,8 +136,10 @@ class Recorder:
             name = frame.f_code.co_filename
             number = self._places.get(name)
             if number is None:
-                theirs = not name.startswith((_TORCH, _OURS, contextlib.__file__, "<"))
-                number = self._places[name] = self.region.add_text(_short(name)) if theirs else 0
+                theirs = is_user_code(name)
+                number = self._places[name] = (
+                    self.region.add_text(short_name(name)) if theirs else 0
+                )
             if number:
                 return number << 32 | (frame.f_lineno or 0)
             if frame.f_back is None:
@@ -351,10 +359,6 @@ def _readable(signature: str) -> str:
 
 def _titled(name: str) -> str:
     return "the default group" if name == "world" else name.replace("world ", "", 1)
-
-
-def _short(filename: str) -> str:
-    return filename if filename.startswith(("In[", "<")) else os.path.basename(filename)
 
 
 def _describe(key: tuple[Any, ...]) -> str:

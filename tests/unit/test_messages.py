@@ -75,7 +75,7 @@ EXAMPLES: list[Any] = [
     Operation("all_reduce", "world", (0, 1), 3, "float32 [4], sum", "In[2] line 1", 1.5),
     PasteRequest(5),
     RankReport(0, "running", 2.0, 7, "In[2] line 1", sequences={"world": 3}, stack=(FRAME,)),
-    StackReply(1, 4, (FRAME,), "In[3] line 2", True),
+    StackReply(1, 4, (FRAME,), "In[3] line 2"),
     AgentReady(HOST),
     CallRequest(1, "train"),
     CellRequest(2, "x = 1\n", "In[2]", fetch=True, expression=False),
