@@ -130,6 +130,7 @@ class Recovery:
             begun = board is None or any(
                 board.regions[rank].request == pending.request for rank in missing
             )
+            pending.was_begun = begun
             if not begun:
                 launcher.refuse(later)
                 pending.stopped = (
@@ -155,8 +156,7 @@ class Recovery:
         reports = self.reports(pending.missing, ask=True)
         for rank in pending.missing:
             report = reports[rank]
-            waits = report.request not in (0, pending.request)
-            if waits:
+            if report.request not in (0, pending.request):
                 parts.append(
                     f"Rank {rank} is still busy with an earlier run; this one will not begin there."
                 )

@@ -253,7 +253,8 @@ class RankView:
             self._session.channel.forget(pending)
             problem = "" if pending.missing else self._mend(recovery)
         if pending.stopped:
-            raise RunInterrupt(f"{pending.stopped}{mended_text(problem)}")
+            end = mended_text(problem) if pending.was_begun else ""
+            raise RunInterrupt(f"{pending.stopped}{end}")
         verdict = watch.verdict
         if verdict is not None and not verdict.failed and failed.keys() & watch.waited.keys():
             raise hang_error(verdict, problem)
@@ -264,29 +265,27 @@ class RankView:
 
     def _wait(self, pending: Pending, output: Output, timeout: float | None, watch: Watch) -> None:
         """Stop, or the end of the time, reaches the ranks before it reaches the caller."""
-        recovery = self._session.recovery
         try:
             pending.wait(output.write, timeout, watch.look)
         except KeyboardInterrupt:
-            self._stop(pending, output)
-            stuck = recovery.explain_stuck(pending) if pending.missing else ""
-            raise RunInterrupt(
-                f"{pending.stopped}{stuck or mended_text(self._mend(recovery))}"
-            ) from None
+            raise RunInterrupt(self._stop(pending, output)) from None
         except RunTimeoutError as error:
-            self._stop(pending, output)
-            stuck = recovery.explain_stuck(pending) if pending.missing else ""
-            stopped = f"{pending.stopped[:1].upper()}{pending.stopped[1:]}"
-            raise RunTimeoutError(
-                f"{error} {stopped}{stuck or mended_text(self._mend(recovery))}"
-            ) from None
+            text = self._stop(pending, output)
+            raise RunTimeoutError(f"{error} {text[:1].upper()}{text[1:]}") from None
 
-    def _stop(self, pending: Pending, output: Output) -> None:
-        """Interrupt a request and wait a moment for its ranks."""
+    def _stop(self, pending: Pending, output: Output) -> str:
+        """Interrupt a request and wait a moment for its ranks; gives how that went."""
+        recovery = self._session.recovery
         with suppress(KeyboardInterrupt):  # pressed again: do not wait
-            self._session.recovery.stop(pending)
-            with suppress(RunTimeoutError):
-                pending.wait(output.write, BACK)
+            recovery.stop(pending)
+            if pending.was_begun:
+                with suppress(RunTimeoutError):
+                    pending.wait(output.write, BACK)
+        if not pending.was_begun:
+            return pending.stopped
+        if pending.missing:
+            return pending.stopped + recovery.explain_stuck(pending)
+        return pending.stopped + mended_text(self._mend(recovery))
 
     def _mend(self, recovery: Recovery) -> str:
         """Connect the group anew where that is needed and possible; gives what prevents it."""

@@ -105,6 +105,8 @@ class Pending:
         self._is_done = False
         self.stopped = ""
         """Why the caller is to be told that it was stopped; empty if it was not."""
+        self.was_begun = True
+        """Whether its ranks had begun with it when it was stopped."""
         self.is_sole = False
         """Its caller blocks the kernel's main thread: nothing else will be asked of the ranks."""
 

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,7 +45,8 @@ class Controller:
     """
 
     def __init__(self, folder: str, pid_of_agent: int):
-        self._profile = os.path.join(folder, "ipyparallel")
+        # A folder of its own: what an earlier controller has written there leads nowhere.
+        self._profile = tempfile.mkdtemp(prefix="ipyparallel-", dir=folder)
         self._agent = pid_of_agent
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cluster: Any = None
@@ -93,7 +95,6 @@ class Controller:
         ]
         self._stopped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        os.makedirs(self._profile, mode=0o700, exist_ok=True)
         cluster = self._cluster = ipyparallel.Cluster(
             config=config,
             profile_dir=self._profile,

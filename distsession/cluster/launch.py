@@ -354,6 +354,7 @@ class LocalLauncher(Launcher):
             if self._closed:
                 return
             self._closed = True
+        self._monitor.closing = True
         self.channel.close()  # the agent ends its ranks and itself when this link closes
         if self._controller is not None:
             self._controller.close()

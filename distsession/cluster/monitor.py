@@ -51,6 +51,8 @@ class Monitor:
         self.pids: dict[int, int] = {}
         self.engine_ids: dict[int, int] = {}
         self.agent_gone = False
+        self.closing = False
+        """The user closes the session: deaths from here on are no surprise."""
         self._agent_problem = ""
         self._failed: dict[int, ErrorInfo] = {}
         self._exited: dict[int, RankExited] = {}
@@ -100,8 +102,13 @@ class Monitor:
 
     def _lost_with_agent(self, rank: int) -> EngineDiedError:
         info = self.ready[rank]
+        how = (
+            "ended with its session, which was closed."
+            if self.closing
+            else f"is gone: {AGENT_GONE}"
+        )
         error = EngineDiedError(
-            f"rank {rank} (pid {info.pid}) is gone: {AGENT_GONE}",
+            f"rank {rank} (pid {info.pid}) {how}",
             rank=rank,
             pid=info.pid,
             returncode=-signal.SIGKILL,
@@ -173,7 +180,7 @@ class Monitor:
 
     def _raise_failure(self, world: Sequence[int]) -> None:
         if self.agent_gone:
-            raise LaunchError(AGENT_GONE)
+            raise LaunchError("the session was closed." if self.closing else AGENT_GONE)
         for rank in world:
             if rank in self._failed:
                 error = self._failed[rank]

@@ -175,6 +175,10 @@ class _Engine(engine_app.IPEngine):
     def exit(self, exit_status: int = 0) -> None:
         raise RuntimeError(f"ipyparallel's engine wanted to end the process with {exit_status}")
 
+    def abort(self) -> None:
+        """Registration took too long; the rank itself goes on without ipyparallel."""
+        log.error("rank %s did not reach ipyparallel's controller in time", self.id)
+
     def redirect_output(self, iopub_socket: Any) -> None:
         kernel = self.kernel
         assert isinstance(kernel, _Kernel)

@@ -45,7 +45,7 @@ def test_every_port_is_on_the_loopback_interface(running: Session) -> None:
 
 
 def keys_of(session: Session) -> list[str]:
-    files = Path(session._launcher.folder).glob("ipyparallel/security/*.json")
+    files = Path(session._launcher.folder).glob("ipyparallel-*/security/*.json")
     facts = [json.loads(path.read_text()) for path in files]
     assert len(facts) == 2
     keys = [fact[name] for fact in facts for name in ("key", "curve_serverkey") if fact.get(name)]
@@ -63,12 +63,12 @@ def test_keys_are_in_no_command_line_and_no_environment(running: Session) -> Non
 
 
 def test_files_with_keys_are_the_users_alone(running: Session) -> None:
-    for path in Path(running._launcher.folder).glob("ipyparallel/security/*.json"):
+    for path in Path(running._launcher.folder).glob("ipyparallel-*/security/*.json"):
         assert path.stat().st_mode & 0o077 == 0
 
 
 def test_ipyparallel_wants_curve(running: Session) -> None:
-    files = Path(running._launcher.folder).glob("ipyparallel/security/*-client.json")
+    files = Path(running._launcher.folder).glob("ipyparallel-*/security/*-client.json")
     facts = json.loads(next(iter(files)).read_text())
     assert facts["curve_serverkey"]
     context = zmq.Context()
