@@ -220,8 +220,10 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
     Raises:
         OptionsError: The host cannot give what the options ask for.
     """
-    on_gpu = _wants_gpu(options, host)
-    backend = options.backend or ("nccl" if on_gpu else "gloo")
+    pairs = _backend_pairs(options.backend, host)
+    on_gpu = _wants_gpu(options, host, pairs)
+    backend = ",".join(":".join(filter(None, pair)) for pair in pairs)  # torch takes no spaces
+    backend = backend or ("nccl" if on_gpu else "gloo")
     if on_gpu:
         chosen = options.devices or tuple(range(options.ranks or len(host.gpus)))
         missing = [number for number in chosen if number >= len(host.gpus)]
@@ -247,27 +249,54 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
     return RankPlan(world_size=len(devices), devices=devices, backend=backend, threads=threads)
 
 
-def _wants_gpu(options: SessionOptions, host: HostInfo) -> bool:
-    """Whether the ranks go on GPUs; also checks that torch offers the backend."""
-    if options.backend is None:
-        return bool(host.gpus)
+def _backend_pairs(backend: str | None, host: HostInfo) -> list[tuple[str, str]]:
+    """The device type and name of each backend; no device type where one name stands alone.
+
+    Raises:
+        OptionsError: This torch has no such backend, or not for that type of device.
+    """
+    if backend is None:
+        return []
     serves = dict(host.backends)
-    parts = [part.strip().rpartition(":") for part in options.backend.lower().split(",")]
-    entries = [(name, device) for device, _, name in parts]
-    for name, device in entries:
+    pairs: list[tuple[str, str]] = []
+    for part in backend.lower().split(","):
+        device, colon, name = (piece.strip() for piece in part.rpartition(":"))
         if name not in serves:
             raise OptionsError(
                 f"backend {name!r} is not one that this torch ({host.torch_version}) offers: "
                 f"it has {', '.join(sorted(serves))}. A backend of your own is registered by a "
                 "module named in preload=[...]."
             )
-        needs_gpu = device == "cuda" or "cpu" not in serves[name]
-        if needs_gpu and not host.gpus:
+        if colon and device not in serves[name]:
             raise OptionsError(
-                f"backend {options.backend!r} needs a GPU, and {host.host} shows none: "
-                "use backend='gloo', or see what `distsession doctor` says."
+                f"backend={backend!r} is not possible: {name} serves "
+                f"{' and '.join(serves[name])}, not {device!r}."
             )
+        pairs.append((device, name))
+    devices = [device for device, _ in pairs]
+    if len(set(devices)) < len(devices) or (len(devices) > 1 and "" in devices):
+        raise OptionsError(
+            f"backend={backend!r} is not possible: it takes one name, or one for each type of "
+            "device, such as 'cpu:gloo,cuda:nccl'."
+        )
+    return pairs
+
+
+def _wants_gpu(options: SessionOptions, host: HostInfo, pairs: list[tuple[str, str]]) -> bool:
+    """Whether the ranks go on GPUs.
+
+    Raises:
+        OptionsError: A backend needs one, and the host has none.
+    """
+    if not pairs:
+        return bool(host.gpus)
+    serves = dict(host.backends)
+    if not host.gpus and any(d == "cuda" or "cpu" not in serves[name] for d, name in pairs):
+        raise OptionsError(
+            f"backend {options.backend!r} needs a GPU, and {host.host} shows none: "
+            "use backend='gloo', or see what `distsession doctor` says."
+        )
     return bool(host.gpus) and any(
         device == "cuda" or (not device and "cuda" in serves[name] and name != "gloo")
-        for name, device in entries
+        for device, name in pairs
     )

@@ -87,6 +87,39 @@ def test_gloo_for_cuda_puts_the_ranks_on_gpus(backend: str) -> None:
         plan(backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        ("cpu:nccl", "nccl serves cuda, not 'cpu'"),
+        ("cuda:gloo,cpu:nccl", "nccl serves cuda, not 'cpu'"),
+        ("mps:gloo", "gloo serves cpu and cuda, not 'mps'"),
+        (":gloo", "gloo serves cpu and cuda, not ''"),
+        ("gloo,nccl", "it takes one name, or one for each type"),
+        ("cpu:gloo,nccl", "it takes one name, or one for each type"),
+        ("cpu:gloo,cpu:mpi", "it takes one name, or one for each type"),
+        ("cpu:gloo,", "backend '' is not one"),
+    ],
+)
+def test_pairs_that_torch_cannot_build_are_refused(backend: str, problem: str) -> None:
+    with pytest.raises(OptionsError, match=problem):
+        plan(gpus=2, backend=backend)
+
+
+def test_torch_gets_the_backend_as_it_reads_it() -> None:
+    assert plan(gpus=1, backend=" CPU:gloo, CUDA : nccl ").backend == "cpu:gloo,cuda:nccl"
+    assert plan(backend="cpu: gloo").backend == "cpu:gloo"
+
+
+@pytest.mark.parametrize("cpu", ["gloo", "mpi", ""])
+@pytest.mark.parametrize("cuda", ["gloo", "mpi", "nccl", ""])
+def test_a_backend_named_for_cuda_is_what_puts_ranks_on_gpus(cpu: str, cuda: str) -> None:
+    pairs = [f"{device}:{name}" for device, name in (("cpu", cpu), ("cuda", cuda)) if name]
+    for order in (pairs, pairs[::-1]):
+        if order:
+            device = "cuda:0" if cuda else "cpu"
+            assert plan(gpus=1, ranks=1, backend=",".join(order)).devices == (device,)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo"])
 def test_gloo_means_the_cpu_also_where_there_are_gpus(backend: str) -> None:
     assert plan(gpus=4, backend=backend).devices == ("cpu", "cpu")
