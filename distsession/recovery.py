@@ -111,7 +111,7 @@ class Recovery:
                 error = pending.replies[rank][0].error
                 outcome = f"failed: {error.ename}: {error.evalue}" if error else "finished"
             elif pending is sole and rank not in pending.ranks:
-                outcome = "finished"
+                outcome = "it had no part in this run"
         return RankReport(rank, "idle", region.seconds, outcome=outcome, sequences=sequences)
 
     # --- stop -------------------------------------------------------------------------------------

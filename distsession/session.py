@@ -208,7 +208,8 @@ class Session:
             )
         running = self.channel.pending()
         state = "running" if running else "idle"
-        return f"{self.name}: {state} ({facts})"
+        trouble = self._launcher.trouble()
+        return f"{self.name}: {state} ({facts}){f'. {trouble}' if trouble else ''}"
 
     def __repr__(self) -> str:
         return f"<Session {self.status().removeprefix('session ')}>"

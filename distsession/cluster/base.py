@@ -248,6 +248,10 @@ class Launcher(ABC):
         """Connect the process group anew; gives what prevents it, or nothing."""
         return ""
 
+    def trouble(self) -> str:
+        """What does not work though the ranks do; empty where all is well."""
+        return ""
+
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Where the main threads of ranks are; without those that do not answer in time."""
         return {}

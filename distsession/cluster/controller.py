@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 _ipyparallel_log = log.getChild("ipyparallel")
 _ipyparallel_log.setLevel(logging.ERROR)  # it warns of every controller that we end
 
+CONTROLLER_GONE = (
+    "ipyparallel's controller has died, so %px and session.client do not work: session.restart() "
+    "starts another one. Runs and cells do not need it."
+)
 HEARTBEAT_MS = 200
 """Period of the controller's heartbeat. An engine counts as registered with its first beat, so
 ipyparallel's default of 3 s is what its users wait for."""
@@ -158,6 +162,8 @@ class Controller:
         Raises:
             LaunchError: The controller or a rank's engine did not come.
         """
+        if self.has_died:
+            raise LaunchError(CONTROLLER_GONE)
         if not self._ready.wait(timeout):
             raise LaunchTimeoutError(
                 f"ipyparallel's controller did not start within {timeout:g} s."

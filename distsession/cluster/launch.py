@@ -20,7 +20,7 @@ from typing import Any
 from distsession.board import Board, file_size, make_file
 from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command
 from distsession.cluster.channel import SocketChannel
-from distsession.cluster.controller import Controller
+from distsession.cluster.controller import CONTROLLER_GONE, Controller
 from distsession.cluster.monitor import Monitor
 from distsession.errors import (
     EngineDiedError,
@@ -260,6 +260,10 @@ class LocalLauncher(Launcher):
         problem = _failure_of(pending)
         self.is_broken = bool(problem)
         return problem
+
+    def trouble(self) -> str:
+        has_died = self._controller is not None and self._controller.has_died
+        return CONTROLLER_GONE if has_died else ""
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.ask_stacks(ranks, timeout)

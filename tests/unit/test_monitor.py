@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from distsession.cluster.launch import LocalLauncher
 from distsession.cluster.monitor import Monitor, describe_death
 from distsession.errors import (
     EngineDiedError,
@@ -24,6 +25,7 @@ from distsession.messages import (
     RankFailed,
     RankReady,
 )
+from distsession.options import SessionOptions
 from distsession.ranks import HostInfo, RankInfo
 
 HOST = HostInfo("alpha", 1, (), (("gloo", ("cpu",)),), "2.9.0", 4)
@@ -159,6 +161,27 @@ def test_with_the_agent_all_living_ranks_are_gone(heard: Heard) -> None:
     assert heard.monitor.agent_gone
     assert "session.restart()" in str(heard.monitor.dead[2])
     assert "agent" in str(heard.monitor.dead[2])
+
+
+def test_ranks_end_with_a_session_that_is_closed(heard: Heard) -> None:
+    heard.ready(0)
+    heard.monitor.closing = True
+    heard.monitor.hear(None)
+    text = "rank 0 (pid 1000) ended with its session, which was closed."
+    assert [str(death) for death in heard.deaths] == [text]
+    with pytest.raises(LaunchError, match="the session was closed"):
+        heard.monitor.wait_ready([0, 1], 0, now(10))
+
+
+def test_closing_is_said_before_the_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = LocalLauncher(SessionOptions(ranks=1), lambda message: None)
+    said = []
+    close = launcher.channel.close
+    monkeypatch.setattr(
+        launcher.channel, "close", lambda: (said.append(launcher._monitor.closing), close())
+    )
+    launcher.close()
+    assert said == [True]
 
 
 def test_a_rank_that_is_started_anew_is_no_longer_dead(heard: Heard) -> None:
