@@ -4,21 +4,30 @@ Runs in: the kernel.
 
 Calls run in the caller's thread, so ``breakpoint()`` and a debugger work; they are pickled and
 unpickled all the same, so that what works here also works on ranks of their own. Output is not
-captured: it is the kernel's own.
+captured: it is the kernel's own. Of the session's options, ``start_timeout``, ``check`` and
+``hang_grace`` have nothing to do here: a world of one rank neither starts late nor waits for others.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from distsession import serialize
 from distsession.cluster.base import Channel, Launcher, Pending
-from distsession.errors import EngineDiedError, OptionsError, SerializationError, SessionStateError
+from distsession.errors import (
+    EngineDiedError,
+    LaunchError,
+    OptionsError,
+    SerializationError,
+    SessionStateError,
+)
 from distsession.messages import CallRequest, CellRequest, Reply, Request
 from distsession.options import SessionOptions
 from distsession.ranks import RankInfo
@@ -90,13 +99,15 @@ class InlineLauncher(Launcher):
     channel: InlineChannel
 
     def __init__(self, options: SessionOptions):
-        if options.backend not in (None, "gloo") or options.devices:
+        backend = (options.backend or "gloo").replace(" ", "").lower()
+        if backend not in ("gloo", "cpu:gloo") or options.devices:
             raise OptionsError(
                 "launcher='inline' runs on the CPU with gloo: leave out backend= and devices=, "
                 "or use launcher='local'."
             )
         self._options = options
         self._started = False
+        self._threads = 0
 
     def start(self) -> tuple[RankInfo, ...]:
         import torch
@@ -110,10 +121,21 @@ class InlineLauncher(Launcher):
                 "this process is in a process group already, so it cannot be an inline rank: "
                 "call torch.distributed.destroy_process_group() first."
             )
-        if self._options.seed is not None:
-            seed_everything(self._options.seed)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        options = self._options
+        _preload(options.preload)
+        if options.seed is not None:
+            seed_everything(options.seed)
+        dist.init_process_group(
+            "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=None if options.timeout is None else timedelta(seconds=options.timeout),
+        )
         self._started = True
+        self._threads = torch.get_num_threads()
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         device = torch.device("cpu")
         namespace = {
             "__name__": "__main__",
@@ -125,7 +147,7 @@ class InlineLauncher(Launcher):
             "device": device,
         }
         self.channel = InlineChannel(namespace)
-        place = join.Place(0, 0, 1, 1, "gloo", self._options.timeout, device, 0, f"{os.getpid()}")
+        place = join.Place(0, 0, 1, 1, "gloo", options.timeout, device, 0, f"{os.getpid()}")
         self._infos = (join.rank_info(place, 0),)
         return self._infos
 
@@ -140,6 +162,7 @@ class InlineLauncher(Launcher):
     def close(self) -> None:
         if self._started:
             self._started = False
+            sys.modules["torch"].set_num_threads(self._threads)  # this process was here before
             sys.modules["torch.distributed"].destroy_process_group()
 
     @property
@@ -153,3 +176,11 @@ class InlineLauncher(Launcher):
         raise SessionStateError(
             "an inline session has no ipyparallel engines: use launcher='local'."
         )
+
+
+def _preload(names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise LaunchError(f"the preload module {name!r} does not import: {error!r}") from error

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from distsession import OptionsError, RunError, SerializationError, Session, SessionStateError
+from distsession import (
+    LaunchError,
+    OptionsError,
+    RunError,
+    SerializationError,
+    Session,
+    SessionStateError,
+)
 
 
 @pytest.fixture
@@ -47,6 +56,26 @@ def test_what_only_processes_of_their_own_have_is_said(inline: Session) -> None:
     with pytest.raises(SessionStateError, match="process group already"):
         Session(launcher="inline")
     assert inline.evaluate("rank")[0] == 0
+
+
+def test_options_are_those_of_a_rank(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "early_bird.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = torch.get_num_threads()
+    options = {"threads": before + 1, "preload": ["early_bird"], "timeout": 7, "backend": "GLOO"}
+    with Session(launcher="inline", **options) as session:
+        assert "early_bird" in sys.modules
+        assert session.evaluate("torch.get_num_threads()")[0] == before + 1
+        assert session.infos[0].device.threads == before + 1
+        gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert gloo.options._timeout.total_seconds() == 7
+    assert torch.get_num_threads() == before
+
+
+def test_a_preload_that_does_not_import_leaves_nothing() -> None:
+    with pytest.raises(LaunchError, match=r"'no_such_module' does not import: ModuleNotFound"):
+        Session(launcher="inline", preload=["no_such_module"])
+    assert not dist.is_initialized()
 
 
 def test_restart_is_a_fresh_namespace(inline: Session) -> None:
