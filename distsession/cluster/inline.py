@@ -5,7 +5,7 @@ Runs in: the kernel.
 Calls run in the caller's thread, so ``breakpoint()`` and a debugger work; they are pickled and
 unpickled all the same, so that what works here also works on ranks of their own. Output is not
 captured: it is the kernel's own. Of the session's options, ``start_timeout``, ``check`` and
-``hang_grace`` have nothing to do here: a world of one rank neither starts late nor waits for others.
+``hang_grace`` have nothing to do here: a world of one rank waits for no other.
 """
 
 from __future__ import annotations
