@@ -38,7 +38,7 @@ REGION = HEADER + STREAMS * STREAM + TEXTS * TEXT_BYTES // 8
 """Words of one rank's region, 270 kB; only what is used of it takes memory."""
 
 # Words of a header.
-STREAM_COUNT, REQUEST, SINCE, TEXT_COUNT, BLOCKED_IN = range(5)
+STREAM_COUNT, REQUEST, SINCE, TEXT_COUNT, BLOCKED_IN, IS_DAMAGED = range(6)
 # Words of a stream's head.
 KEY, NAME, MEMBERS, COUNT = range(4)
 # Words of a slot.
@@ -178,6 +178,11 @@ class Region:
         """Since when it runs, or is idle."""
         since = self._words[self.start + SINCE]
         return max(0.0, (time.monotonic_ns() - since) / 1e9) if since else 0.0
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether an operation has failed within the group, which is of no use then."""
+        return self._words[self.start + IS_DAMAGED] != 0
 
     def _streams(self) -> Iterator[tuple[int, str, tuple[int, ...], int]]:
         first = self.start + HEADER

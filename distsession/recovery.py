@@ -184,6 +184,15 @@ class Recovery:
         self.verdict = verdict
         self.launcher.abort(kind, text)
 
+    def check_damage(self) -> None:
+        """After a failure: give the group up too if it failed within (a time-out of gloo's)."""
+        launcher = self.launcher
+        if launcher.board is not None and not launcher.is_broken:
+            damaged = [r.rank for r in launcher.board.regions if r.is_damaged]
+            if damaged:
+                text = f"an operation failed on {ranks_text(damaged)}"
+                launcher.abort("failed", text)
+
     def mend(self, timeout: float = REJOIN) -> str:
         """Connect the group anew if it has been given up; gives what prevents that, or nothing."""
         if not self.launcher.is_broken:

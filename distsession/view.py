@@ -251,6 +251,7 @@ class RankView:
         finally:
             output.close()
             self._session.channel.forget(pending)
+            recovery.check_damage()
             problem = "" if pending.missing else self._mend(recovery)
         if pending.stopped:
             end = mended_text(problem) if pending.was_begun else ""

@@ -152,6 +152,10 @@ class Recorder:
         if threading.get_ident() == self._main:
             self.words[self._blocked] = at
 
+    def damage(self) -> None:
+        """An operation has failed within the group: gloo closes its connections then."""
+        self.words[self.region.start + layout.IS_DAMAGED] = 1
+
     def error(self) -> BaseException:
         """What an operation of an aborted generation raises."""
         abort = self.abort
@@ -261,6 +265,7 @@ class Stream:
                     time.sleep(pause)
                     pause = min(LONGEST_SLEEP, pause * 1.2)
                     if deadline is not None and time.monotonic() > deadline:
+                        recorder.damage()
                         raise self._late(at, [peer[0] for peer in waiting], timeout)
                 waiting = [p for p in waiting if not self._is_here(p, sequence, fingerprint)]
         finally:

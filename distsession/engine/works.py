@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distsession.engine.recorder import Recorder, Stream
+from distsession.errors import CollectiveError, CollectiveMismatchError
 
 __all__ = ["AnySource", "IssuedWork", "explained"]
 
@@ -22,8 +23,12 @@ LONGEST_PAUSE = 2e-3
 
 def explained(recorder: Recorder, error: BaseException) -> BaseException:
     """Why an operation broke off: what the group was given up for, rather than a closed socket."""
-    if recorder.abort is not None and isinstance(error, RuntimeError):
-        return recorder.error()
+    if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+        if recorder.abort is not None:
+            return recorder.error()
+        recorder.damage()
+        if str(error).startswith("Detected mismatch between collectives"):  # check="detail"
+            return CollectiveMismatchError(str(error))
     return error
 
 
