@@ -9,7 +9,7 @@ from functools import partial
 
 from tests.benchmarks import peers
 from tests.benchmarks.bench import Bench
-from tests.benchmarks.figures import OURS, Arm, Row, take_turns
+from tests.benchmarks.figures import OURS, Arm, NotInstalled, Row, take_turns
 from tests.benchmarks.processes import free_port, program, snapshot, time_program
 
 RANKS = (1, 2, 4, 8)
@@ -45,9 +45,14 @@ def _arm(bench: Bench, subject: str, measure: Callable[[], float]) -> Arm:
     def swept() -> list[float]:
         before = snapshot()
         try:
-            return [measure()]
-        finally:
+            seconds = measure()
+        except NotInstalled:  # nothing was started, so nothing has ended
+            raise
+        except BaseException:
             bench.sweep(subject, before)
+            raise
+        bench.sweep(subject, before)
+        return [seconds]
 
     return Arm(subject, swept)
 
