@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 where one of our own figures could not be had."""
     arguments = _arguments(argv)
     if arguments.install_peers:
-        peers.install()
-        return 0
+        return int(not peers.install())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all of it is ended
     with own_world() as folder:
         repeats = arguments.repeats or (2 if arguments.quick else 5)

@@ -26,8 +26,13 @@ PEERS = {
 INSTALL_TIMEOUT = 900.0
 
 
-def install() -> None:
-    """Make the environment and install what can be installed; says what cannot."""
+def install() -> bool:
+    """Make the environment and install what can be installed; says what cannot.
+
+    Returns:
+        Whether all of it is there.
+    """
+    everything = True
     RESULTS.mkdir(exist_ok=True)
     subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
     scheme = {"base": str(FOLDER), "platbase": str(FOLDER)}
@@ -40,7 +45,9 @@ def install() -> None:
             done = subprocess.run(command, timeout=INSTALL_TIMEOUT).returncode == 0
         except subprocess.TimeoutExpired:
             done = False
-        print(f"{name}: {'installed' if done else 'could not be installed'}")
+        print(f"{name}: {'installed' if done else 'could not be installed'}", flush=True)
+        everything = everything and done
+    return everything
 
 
 def python_with(name: str) -> str:
