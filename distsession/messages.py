@@ -2,11 +2,11 @@
 
 Runs in: both.
 
-Every message is a frozen dataclass. On the wire it is a short magic, the pickled dataclass and,
-for some, the frames of a payload (see ``serialize``). All three sockets are in a folder that only
-the session's user can open, so a frame that arrives comes from one of our own processes; one that
-cannot be read is a fault, never a reason to end a process: ``decode`` raises ``MalformedMessage``
-and the reader drops it, counts it and logs it.
+Every message is a frozen dataclass. On the wire it is a frame of a short magic and the pickled
+dataclass and, for some, the frames of a payload (see ``serialize``); a small one is in the first.
+All sockets are in a folder that only the session's user can open, so a frame that arrives comes
+from one of our own processes; one that cannot be read is a fault, never a reason to end a process:
+``decode`` raises ``MalformedMessage`` and the reader drops it, counts it and logs it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 MAGIC = b"ds1"
+INLINE = 16 << 10
+"""Bytes of a payload up to which it is copied into the frame of its message."""
 
 
 class MalformedMessage(ValueError):
@@ -60,8 +62,12 @@ class MalformedMessage(ValueError):
 
 
 def encode(message: Any, payload: Sequence[Any] = ()) -> list[Any]:
-    """The frames of a message and its payload."""
-    return [MAGIC, pickle.dumps(message, protocol=5), *payload]
+    """The frames of a message and its payload: one, if the payload is small."""
+    inline: tuple[bytes, ...] | None = None
+    if sum(map(len, payload)) <= INLINE:
+        inline = tuple(map(bytes, payload))
+    head = MAGIC + pickle.dumps((message, inline), protocol=5)
+    return [head] if inline is not None else [head, *payload]
 
 
 def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -70,22 +76,32 @@ def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     Raises:
         MalformedMessage: The frames are not ours, or damaged.
     """
-    if len(frames) < 2 or bytes(frames[0]) != MAGIC:
+    if not frames or bytes(frames[0][: len(MAGIC)]) != MAGIC:
         raise MalformedMessage(f"{len(frames)} frames without our mark")
     try:
-        message = pickle.loads(frames[1])
+        message, inline = pickle.loads(memoryview(frames[0])[len(MAGIC) :])
     except Exception as error:
         raise MalformedMessage(f"a frame that does not unpickle: {error!r}") from error
     if type(message).__module__ != __name__:
         raise MalformedMessage(f"a {type(message).__name__} where a message should be")
-    return message, frames[2:]
+    return message, frames[1:] if inline is None else inline
+
+
+class _Message:
+    """What all messages have in common."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a call with all fields: a third of the time of what dataclasses do by themselves."""
+        return type(self), tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
 
 
 # --- kernel to rank, on the request socket --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class CallRequest:
+class CallRequest(_Message):
     """Call a function. Payload: function, args, kwargs."""
 
     id: int
@@ -93,7 +109,7 @@ class CallRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CellRequest:
+class CellRequest(_Message):
     """Run a cell of source code in the rank's namespace.
 
     Attributes:
@@ -110,7 +126,7 @@ class CellRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RejoinRequest:
+class RejoinRequest(_Message):
     """Leave the process group and join the one of another generation."""
 
     id: int
@@ -118,7 +134,7 @@ class RejoinRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyRequest:
+class CopyRequest(_Message):
     """Send the values of these names, in one payload, so that what they share stays shared."""
 
     id: int
@@ -126,7 +142,7 @@ class CopyRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PasteRequest:
+class PasteRequest(_Message):
     """Set names to values. Payload: what a ``CopyRequest`` sent."""
 
     id: int
@@ -139,7 +155,7 @@ Request = CallRequest | CellRequest | RejoinRequest | CopyRequest | PasteRequest
 
 
 @dataclass(frozen=True, slots=True)
-class FrameInfo:
+class FrameInfo(_Message):
     """One frame of a traceback.
 
     Attributes:
@@ -153,7 +169,7 @@ class FrameInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorInfo:
+class ErrorInfo(_Message):
     """An exception as data, so that it arrives whatever its class does.
 
     Attributes:
@@ -169,7 +185,7 @@ class ErrorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(_Message):
     """The end of a request on one rank. Payload: the value, or the pickled exception, or nothing.
 
     Attributes:
@@ -187,7 +203,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReady:
+class RankReady(_Message):
     """The rank is in the process group and waits for requests."""
 
     rank: int
@@ -195,7 +211,7 @@ class RankReady:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFailed:
+class RankFailed(_Message):
     """The rank could not join the process group; it ends itself."""
 
     rank: int
@@ -204,7 +220,7 @@ class RankFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRegistered:
+class EngineRegistered(_Message):
     """The rank's ipyparallel engine is known to the controller under this id."""
 
     rank: int
@@ -213,7 +229,7 @@ class EngineRegistered:
 
 
 @dataclass(frozen=True, slots=True)
-class StackReply:
+class StackReply(_Message):
     """Where the main thread is.
 
     Attributes:
@@ -230,7 +246,7 @@ class StackReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(_Message):
     """Text that a rank wrote while a request ran (request 0: between requests)."""
 
     rank: int
@@ -240,7 +256,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Display:
+class Display(_Message):
     """Something that a rank displayed. ``update`` replaces the display of the same id."""
 
     rank: int
@@ -252,7 +268,7 @@ class Display:
 
 
 @dataclass(frozen=True, slots=True)
-class ClearOutput:
+class ClearOutput(_Message):
     """The rank called ``clear_output``."""
 
     rank: int
@@ -261,7 +277,7 @@ class ClearOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputEnd:
+class OutputEnd(_Message):
     """All output of a request has been sent."""
 
     rank: int
@@ -272,7 +288,7 @@ class OutputEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(_Message):
     """A collective, send or receive that a rank has begun and not ended.
 
     Attributes:
@@ -298,7 +314,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(_Message):
     """What one rank does.
 
     Attributes:
@@ -331,7 +347,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(_Message):
     """Give the process group up: free whoever waits in it, refuse it to whoever comes later.
 
     Attributes:
@@ -351,14 +367,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class AskStack:
+class AskStack(_Message):
     """Send a ``StackReply``."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerInfo:
+class ControllerInfo(_Message):
     """Connection facts of ipyparallel's controller for an engine. Never in an environment."""
 
     connection: dict[str, Any]
@@ -369,7 +385,7 @@ class ControllerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareAgent:
+class PrepareAgent(_Message):
     """Import these modules too, then say that you are ready."""
 
     preload: tuple[str, ...]
@@ -377,7 +393,7 @@ class PrepareAgent:
 
 
 @dataclass(frozen=True, slots=True)
-class StartRanks:
+class StartRanks(_Message):
     """Fork these ranks.
 
     Attributes:
@@ -406,28 +422,28 @@ class StartRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRanks:
+class StopRanks(_Message):
     """End these ranks at once and everything they started."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AgentReady:
+class AgentReady(_Message):
     """The agent has imported torch and can fork."""
 
     host: HostInfo
 
 
 @dataclass(frozen=True, slots=True)
-class AgentFailed:
+class AgentFailed(_Message):
     """The agent cannot go on (a preload module that does not import); it ends itself."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class RankExited:
+class RankExited(_Message):
     """A rank's process has ended.
 
     Attributes:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from distsession import render, serialize
 from distsession.cluster.base import OutputMessage, Pending
-from distsession.errors import EngineDiedError, RunInterrupt, RunTimeoutError, SessionStateError
+from distsession.errors import (
+    EngineDiedError,
+    OptionsError,
+    RunInterrupt,
+    RunTimeoutError,
+    SessionStateError,
+)
 from distsession.messages import (
     CallRequest,
     CellRequest,
@@ -198,6 +204,11 @@ class RankView:
     ) -> RankResults[Any] | None:
         began = time.perf_counter()
         self._session.check_open()
+        if timeout is not None and self._session.channel.runs_in_caller:
+            raise OptionsError(
+                f"timeout={timeout:g} is not possible in an inline session, which runs code in "
+                "the calling thread: leave it out, or use launcher='local'."
+            )
 
         def make(number: int) -> Request:
             return CellRequest(number, code, label or f"In[{number}]", fetch, expression)

@@ -186,6 +186,9 @@ class Pending:
 class Channel(ABC):
     """Carries requests to ranks and their answers back."""
 
+    runs_in_caller = False
+    """A request is over when it has been submitted, so nobody can end it before."""
+
     @abstractmethod
     def submit(
         self, ranks: Sequence[int], make: Callable[[int], Request], payload: Frames

@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0
 """Seconds that a rank which is ready may take to connect its request socket."""
-LARGE = 1 << 16
-"""Bytes from which zmq sends a frame from where it lies instead of copying it."""
 
 
 class SocketChannel(Channel):
@@ -148,7 +146,7 @@ class SocketChannel(Channel):
             pending = Pending(request.id, ranks, self.budget)
             self._pending[request.id] = pending
             frames = encode(request, payload)
-            is_small = all(len(frame) < LARGE for frame in frames)
+            is_small = len(frames) == 1
             for rank in ranks:
                 self._busy[rank].add(request.id)
                 self._route(self._requests, self._identities[rank], frames, is_small=is_small)

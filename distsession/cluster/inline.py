@@ -39,6 +39,8 @@ __all__ = ["InlineLauncher"]
 class InlineChannel(Channel):
     """Runs each request at once, in the thread that makes it."""
 
+    runs_in_caller = True
+
     def __init__(self, namespace: dict[str, Any]):
         self._numbers = itertools.count(1)
         self._namespace = namespace

@@ -189,7 +189,8 @@ def run_call(
     looked up in the rank's namespace, and what it declares ``global`` is stored there.
     """
     borrowed = {}
-    for target, names in _main_globals(function, args, kwargs):
+    used = list(_main_globals(function, args, kwargs))
+    for target, names in used:
         for name in names:
             if name not in target and name in namespace:
                 target[name] = borrowed[name] = namespace[name]
@@ -200,7 +201,7 @@ def run_call(
             value = _run_async(value)
         return value
     finally:
-        for target, _ in _main_globals(function, (), {}):
+        for target, _ in used:
             for name in _stored_globals(target, function):
                 if name in target and target[name] is not before.get(name, NOTHING):
                     namespace[name] = target[name]

@@ -178,7 +178,7 @@ class Rank:
     def _send(self, message: Any, payload: serialize.Frames | None = None) -> None:
         frames = encode(message, payload or ())
         with self._reply_lock:
-            self._replies.send_multipart(frames, copy=len(frames) <= 2)
+            self._replies.send_multipart(frames, copy=len(frames) == 1)
 
     def _send_output(self, message: Any) -> None:
         """Wait for as long as the kernel is behind; give up only when this process ends."""
@@ -326,8 +326,8 @@ class Rank:
     def _reply(
         self, request: Request, duration: float, value: Any, shown: Any, error: BaseException | None
     ) -> None:
-        payload: serialize.Frames = []
-        if error is None and value is not NOTHING:
+        payload: serialize.Frames = []  # None, which most functions return, needs none
+        if error is None and value is not NOTHING and value is not None:
             try:
                 what = f"the result of rank {self._rank}"
                 payload = serialize.dump_value(value, what=what, reducer=tensors.for_kernel)

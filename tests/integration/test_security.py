@@ -117,7 +117,7 @@ def test_foreign_frames_are_dropped_and_counted(running: Session, name, frames) 
 
 
 @pytest.mark.parametrize(
-    "frames", [[b"junk"], [b"ds1", b"not a pickle"], [b"ds1", b"\x80\x05K\x01."]]
+    "frames", [[b"junk"], [b"ds1not a pickle"], [b"ds1\x80\x05K\x01.", b"more"]]
 )
 def test_a_rank_drops_frames_that_are_no_request(running: Session, frames) -> None:
     channel = running._launcher.channel
