@@ -56,6 +56,10 @@ def test_what_only_processes_of_their_own_have_is_said(inline: Session) -> None:
     with pytest.raises(SessionStateError, match="process group already"):
         Session(launcher="inline")
     assert inline.evaluate("rank")[0] == 0
+    with pytest.raises(OptionsError, match=r"timeout=0\.5 is not possible in an inline session"):
+        inline.execute("x = 1", timeout=0.5)
+    with pytest.raises(RunError, match="NameError"):
+        inline.evaluate("x")
 
 
 def test_options_are_those_of_a_rank(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
