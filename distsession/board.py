@@ -199,26 +199,25 @@ class Region:
 
     def operations(self) -> tuple[Operation, ...]:
         """What has been begun and not ended, the one that the main thread is blocked in last."""
-        now = time.monotonic_ns()
-        blocked = self._words[self.start + BLOCKED_IN]
+        words, now = self._words, time.monotonic_ns()
+        blocked = words[self.start + BLOCKED_IN]
         found: list[tuple[bool, int, Operation]] = []
         for at, name, members, count in self._streams():
             for sequence in range(max(1, count - RING + 1), count + 1):
                 word = at + STREAM_HEAD + (sequence % RING) * SLOT
-                slot = self.slot(word)
-                if self._words[word + SEQUENCE] != sequence or slot.state == DONE:
+                if words[word + STATE] == DONE or words[word + SEQUENCE] != sequence:
                     continue
-                operation, _, detail = slot.signature.partition(" ")
-                is_waiting = blocked == word
-                seconds = max(0.0, (now - slot.began) / 1e9)
-                found.append(
-                    (
-                        is_waiting,
-                        slot.began,
-                        Operation(
-                            operation, name, members, sequence, detail, slot.place, seconds,
-                            is_waiting,
-                        ),
-                    )
-                )  # fmt: skip
+                slot = self.slot(word)
+                title, _, detail = slot.signature.partition(" ")
+                operation = Operation(
+                    name=title,
+                    group=name,
+                    members=members,
+                    sequence=sequence,
+                    detail=detail,
+                    place=slot.place,
+                    seconds=max(0.0, (now - slot.began) / 1e9),
+                    is_waiting=blocked == word,
+                )
+                found.append((operation.is_waiting, slot.began, operation))
         return tuple(operation for _, _, operation in sorted(found, key=lambda f: f[:2]))

@@ -41,7 +41,9 @@ OutputMessage = Text | Display | ClearOutput
 
 
 LOOK = 0.05
-"""Seconds between two looks at whether a run that takes long can still end."""
+"""Seconds between two looks at whether a run can still end."""
+LONG, LATER_LOOK = 5.0, 0.2
+"""Seconds after which a run is a long one, and between two looks from then on."""
 
 
 def python_command(module: str) -> list[str]:
@@ -162,12 +164,14 @@ class Pending:
             RunTimeoutError: That took longer than ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        next_look = None if look is None else time.monotonic() + LOOK
+        began = time.monotonic()
+        next_look = None if look is None else began + LOOK
         while True:
             now = time.monotonic()
             if look is not None and next_look is not None and now >= next_look:
                 look()
-                next_look = time.monotonic() + LOOK
+                is_early = now - began < LONG
+                next_look = time.monotonic() + (LOOK if is_early else LATER_LOOK)
             if deadline is not None and now >= deadline and self._events.empty():
                 raise RunTimeoutError(
                     f"{ranks_text(self.missing)} did not finish within {timeout:g} s."
