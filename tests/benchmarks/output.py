@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distsession.view import Silent
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Arm, Figure, Row, take_turns
 
@@ -18,7 +19,7 @@ COUNTS = (50_000, 100_000, 200_000)
 LOOP = "for number in range({count}):\n    print(f'line {{number}} of many')\n"
 
 
-class Counter:
+class Counter(Silent):
     """Counts lines instead of showing them."""
 
     def __init__(self) -> None:
@@ -26,12 +27,6 @@ class Counter:
 
     def write(self, message: Any) -> None:
         self.lines += getattr(message, "text", "").count("\n")
-
-    def show(self, shown: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _memory_kb(name: str) -> int:

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from distsession.messages import Text
+from distsession.view import Output
 from tests.benchmarks import bench as bench_module
 from tests.benchmarks import starts
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import NotInstalled, take_turns
+from tests.benchmarks.output import Counter
 from tests.benchmarks.processes import Snapshot
 
 
@@ -49,3 +52,12 @@ def test_every_start_has_an_end_also_one_that_failed(bench: Bench) -> None:
     assert row.note == "in all, after 2 ends; sleep 60"
     assert row.figure is not None
     assert row.figure.values == (2.0,)
+
+
+def test_a_session_can_write_all_that_it_has_to_say_to_the_counter() -> None:
+    counter: Output = Counter()
+    for name in [name for name in vars(Output) if not name.startswith("_")]:
+        assert callable(getattr(counter, name))
+    counter.notify("rank 1 waits")
+    counter.write(Text(0, 0, "stdout", "a\nb\n"))
+    assert counter.lines == 2
