@@ -25,7 +25,7 @@ from distsession.messages import (
     RankFailed,
     RankReady,
 )
-from distsession.ranks import HostInfo, RankInfo, format_ranks
+from distsession.ranks import HostInfo, RankInfo, ranks_text
 
 __all__ = ["Monitor", "describe_death"]
 
@@ -175,7 +175,7 @@ class Monitor:
                     raise ProcessGroupError(f"the process group could not be connected: {text}")
                 late = [rank for rank in world if not here(rank)]
                 if time.monotonic() > deadline:
-                    raise LaunchTimeoutError(f"rank {format_ranks(late)} did not become ready.")
+                    raise LaunchTimeoutError(f"{ranks_text(late)} did not become ready.")
                 self._changed.wait(0.1)
 
     def _raise_failure(self, world: Sequence[int]) -> None:
