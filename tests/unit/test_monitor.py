@@ -101,7 +101,7 @@ def test_a_world_is_ready_when_every_rank_is(heard: Heard) -> None:
 
 def test_ranks_that_do_not_become_ready_are_named(heard: Heard) -> None:
     heard.ready(1)
-    with pytest.raises(LaunchTimeoutError, match="^ranks 0,2 did not become ready"):
+    with pytest.raises(LaunchTimeoutError, match=r"^ranks 0,2 did not become ready"):
         heard.monitor.wait_ready([0, 1, 2], 0, now())
 
 
