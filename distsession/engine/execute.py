@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-__all__ = ["NOTHING", "Front", "PlainFront", "run_call", "run_cell"]
+__all__ = ["NOTHING", "Front", "PlainFront", "rebound", "run_call", "run_cell"]
 
 NOTHING: Any = type("Nothing", (), {"__repr__": lambda self: "NOTHING"})()
 """Stands for the value of a cell that ends in a statement."""
@@ -205,6 +205,20 @@ def run_call(
             for name in _stored_globals(target, function):
                 if name in target and target[name] is not before.get(name, NOTHING):
                     namespace[name] = target[name]
+
+
+def rebound(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
+    """The same function with other globals."""
+    copy = FunctionType(
+        function.__code__,
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    return copy
 
 
 def _main_globals(

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from distsession.engine.agent import log_path
 from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
 from distsession.engine.entry import ShellFront, make_shell, register
-from distsession.engine.execute import NOTHING, run_call, run_cell
+from distsession.engine.execute import NOTHING, rebound, run_call, run_cell
 from distsession.engine.group import Groups
 from distsession.engine.process import (
     die_with_parent,
@@ -252,11 +253,11 @@ class Rank:
                     case CopyRequest():
                         value = self._copy(request.names)
                     case PasteRequest():
-                        self._namespace.update(serialize.load(payload))
+                        self._paste(serialize.load(payload))
         except _Stop:
             raise
         except BaseException as raised:
-            error = raised
+            error = self._explained(raised)
         duration = time.perf_counter() - began
         self._front.request(0)
         self._recorder.request(0)
@@ -285,11 +286,28 @@ class Rank:
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
 
+    def _explained(self, error: BaseException) -> BaseException:
+        """Where C++ waited for gloo (a backward), what the group was given up for."""
+        if self._recorder.abort is None or type(error) is not RuntimeError:
+            return error
+        if "gloo" not in str(error).lower():
+            return error
+        return self._recorder.error().with_traceback(error.__traceback__)
+
     def _copy(self, names: tuple[str, ...]) -> dict[str, Any]:
         missing = [name for name in names if name not in self._namespace]
         if missing:
             raise NameError(f"rank {self._rank} has no {', '.join(missing)}")
         return {name: self._namespace[name] for name in names}
+
+    def _paste(self, values: dict[str, Any]) -> None:
+        """Set names. A function of a cell gets this rank's variables for its globals again."""
+        for name, value in values.items():
+            if isinstance(value, FunctionType) and value.__module__ == "__main__":
+                for known, used in value.__globals__.items():
+                    self._namespace.setdefault(known, used)
+                values[name] = rebound(value, self._namespace)
+        self._namespace.update(values)
 
     # --- the process group ------------------------------------------------------------------------
 

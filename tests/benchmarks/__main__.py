@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.benchmarks import calls, memory, notebook, output, peers, starts
+from tests.benchmarks import calls, check, memory, notebook, output, peers, recovery, starts
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Row, describe
 from tests.benchmarks.processes import own_world
@@ -23,6 +23,10 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "growth": calls.growth,
     "memory": memory.memory,
     "output": output.output,
+    "stop": recovery.stop,
+    "failure": recovery.failure,
+    "replace": recovery.replace,
+    "check": check.check,
 }
 
 

@@ -106,7 +106,7 @@ class RayCalls:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**peers.path_with(python), "RAY_USAGE_STATS_ENABLED": "0", **_home(bench)},
+            env=peers.ray_environment(python, bench.folder),
         )
         try:
             self._answer()
@@ -140,10 +140,6 @@ class RayCalls:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
         end_tree(self._process)
-
-
-def _home(bench: Bench) -> dict[str, str]:
-    return {"HOME": str(bench.folder), "TMPDIR": str(bench.folder)}
 
 
 def call(bench: Bench) -> Iterator[Row]:

@@ -66,3 +66,9 @@ def python_with(name: str) -> str:
 def path_with(python: str) -> dict[str, str]:
     """An environment in which ``python`` is this interpreter."""
     return {"PATH": os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", "")])}
+
+
+def ray_environment(python: str, folder: Path) -> dict[str, str]:
+    """One in which Ray sends no statistics and writes below a folder."""
+    home = {"HOME": str(folder), "TMPDIR": str(folder)}
+    return {**path_with(python), **home, "RAY_USAGE_STATS_ENABLED": "0"}

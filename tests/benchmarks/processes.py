@@ -125,31 +125,45 @@ def time_program(
         TimeoutError: It did not end in time.
     """
     began = time.time()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
-    )
-    try:
-        out, err = process.communicate(timeout=START_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        end_tree(process)
-        raise TimeoutError(f"did not end within {START_TIMEOUT:g} s") from None
-    except BaseException:
-        end_tree(process)
-        raise
-    ended = time.time()
-    if process.returncode:
-        raise RuntimeError(f"exit code {process.returncode}: {err.strip()[-2000:]}")
+    out = run_program(command, env=env)
     if not ready:
-        return ended - began
+        return time.time() - began
     times = [float(line.split()[1]) for line in out.splitlines() if line.startswith("READY ")]
     if len(times) != ready:
-        raise RuntimeError(f"{len(times)} of {ready} said that they are ready: {err[-2000:]}")
+        raise RuntimeError(f"{len(times)} of {ready} said that they are ready")
     return max(times) - began
+
+
+def run_program(command: Sequence[str], *, env: dict[str, str] | None = None) -> str:
+    """What a program prints, once it has ended; what it has started may go on.
+
+    Raises:
+        RuntimeError: It failed; the message ends with its last line.
+        TimeoutError: It did not end in time.
+    """
+    # Files rather than pipes: children that outlive the program would hold those open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        try:
+            process.wait(START_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            end_tree(process)
+            raise TimeoutError(f"did not end within {START_TIMEOUT:g} s") from None
+        except BaseException:
+            end_tree(process)
+            raise
+        out.seek(0)
+        err.seek(0)
+        if process.returncode:
+            raise RuntimeError(f"exit code {process.returncode}: {err.read().strip()[-2000:]}")
+        return out.read()
 
 
 def end_tree(process: subprocess.Popen[str]) -> None:

@@ -1,0 +1,93 @@
+"""What it costs to record and to compare collectives, in a call that has little else to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+
+from distsession import Session
+from tests.benchmarks.bench import Bench
+from tests.benchmarks.figures import OURS, Figure, Row, Target
+from tests.benchmarks.processes import program, run_program
+
+CHECKS = ("off", "shared", "detail")
+RANKS = (2, 4)
+UNIT = "us"
+NATIVE = "torch's own"
+
+# On each rank, beside the session's group, one of torch's own: both in the same process.
+PREPARE = """
+import time
+from datetime import timedelta
+from distsession.engine.internals import make_native_group
+
+native = make_native_group(
+    dist.PrefixStore("native", dist.FileStore({path!r}, world_size)),
+    rank, world_size, timedelta(seconds=60),
+)
+
+def times(group, count):
+    tensor = torch.ones(4)
+    for _ in range(20):
+        dist.all_reduce(tensor, group=group)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        dist.all_reduce(tensor, group=group)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return 1e6 * wall / count, 1e6 * cpu / count
+"""
+
+
+def check(bench: Bench) -> Iterator[Row]:
+    """The cost in Python alone, and beside torch's own group in the ranks of a session."""
+    for ranks in RANKS:
+        yield from _python(bench, ranks)
+    for ranks in RANKS:
+        yield from _in_a_session(bench, ranks)
+
+
+def _python(bench: Bench, ranks: int) -> Iterator[Row]:
+    """Without gloo and without waiting: what is added to a call, whatever the machine does."""
+    rounds = json.loads(run_program(program("record_cost", ranks, max(bench.repeats, 3))))
+    plain, recorded, compared = zip(*rounds, strict=True)
+    name = f"Python of an all_reduce with nobody to wait for, N={ranks}"
+    yield Row(name, f"{NATIVE}, doing nothing", Figure(tuple(plain)), UNIT)
+    yield Row(name, f"{OURS}, recording, above that", _above(recorded, plain), UNIT)
+    yield Row(name, f"{OURS}, comparing, above recording", _above(compared, recorded), UNIT)
+    both = _above(compared, plain)
+    yield Row(name, f"{OURS}, both, above torch's", both, UNIT, target=Target(5))
+
+
+def _above(these: Sequence[float], those: Sequence[float]) -> Figure:
+    return Figure(tuple(a - b for a, b in zip(these, those, strict=True)))
+
+
+def _in_a_session(bench: Bench, ranks: int) -> Iterator[Row]:
+    count = 500 if bench.quick else 2000
+    ours: dict[str, list[Sequence[float]]] = {kind: [] for kind in CHECKS}
+    theirs: dict[str, list[Sequence[float]]] = {kind: [] for kind in CHECKS}
+    with contextlib.ExitStack() as stack:
+        sessions = {kind: stack.enter_context(bench.session(ranks, check=kind)) for kind in CHECKS}
+        for kind, session in sessions.items():
+            session.execute(PREPARE.format(path=str(bench.folder / f"native-{ranks}-{kind}")))
+        for _ in range(max(bench.repeats, 5)):
+            for kind, session in sessions.items():
+                theirs[kind].append(_times(session, "native", count))
+                ours[kind].append(_times(session, "None", count))
+    for number, what in enumerate(("wall time", "processor time of rank 0")):
+        name = f"{what} of a small all_reduce, N={ranks}"
+        native = [times[number] for kind in CHECKS for times in theirs[kind]]
+        yield Row(name, NATIVE, Figure(tuple(native)), UNIT)
+        for kind in CHECKS:
+            mine = [times[number] for times in ours[kind]]
+            beside = [times[number] for times in theirs[kind]]
+            ratio = Figure(tuple(a / b for a, b in zip(mine, beside, strict=True)))
+            subject = f"{OURS}, check={kind!r}, above that"
+            yield Row(name, subject, _above(mine, beside), UNIT, ratio, NATIVE)
+
+
+def _times(session: Session, group: str, count: int) -> Sequence[float]:
+    """Wall and processor time of a call on rank 0."""
+    values: Sequence[float] = session.evaluate(f"times({group}, {count})")[0]
+    return values

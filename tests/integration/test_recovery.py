@@ -1,0 +1,501 @@
+"""Nothing is ever stuck: stop, failures, deadlocks, deaths, and what lives on after them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from distsession import RunError, RunInterrupt, Session, errors, recovery
+from tests.integration.conftest import Recorder
+
+SETUP = """
+import os, time, ctypes, asyncio
+from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
+number = 40 + rank
+x = torch.ones(4) * (rank + 1)
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+def loss():
+    return model(torch.ones(1, 4)).sum()
+
+def step():
+    optim.zero_grad()
+    loss().backward()
+    optim.step()
+
+def state():
+    momenta = [s["momentum_buffer"].tolist() for s in optim.state.values()]
+    return number, x.tolist(), [p.tolist() for p in model.parameters()], momenta
+
+for _ in range(3):
+    step()
+"""
+
+
+class Cluster:
+    """A session with state, and the two questions that follow every scenario."""
+
+    def __init__(self, ranks: int, **options: Any):
+        self.output = Recorder()
+        self.session = Session(ranks, output=self.output, threads=1, **options)
+        self.ranks = ranks
+        self.prepare()
+
+    def prepare(self) -> None:
+        self.session.execute(SETUP)
+        self.state = dict(self.session.evaluate("state()"))
+
+    def check(self) -> None:
+        """The next collective is right, and all state is what it was."""
+        sums = self.session.execute(
+            "probe = torch.ones(2) * (rank + 1)\ndist.all_reduce(probe)\nprobe.tolist()", fetch=True
+        )
+        assert sums is not None
+        assert set(map(tuple, sums.values())) == {(self.ranks * (self.ranks + 1) / 2,) * 2}
+        assert dict(self.session.evaluate("state()")) == self.state
+
+    def stop(self, code: str, *, after: float = 0.4, press: Callable[[], Any] | None = None) -> str:
+        """Run code, stop it, and give the message."""
+        timer = threading.Timer(after, press or self.session.interrupt)
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(RunInterrupt) as caught:
+            self.session.execute(code, label="In[7]")
+        assert time.monotonic() - began < 10
+        timer.join()
+        return str(caught.value)
+
+
+def press_stop() -> None:
+    """What Jupyter does."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(request.param, hang_grace=0.5)
+    yield made
+    made.session.close()
+
+
+# --- 1: Stop --------------------------------------------------------------------------------------
+
+BLOCKED = {
+    "all_reduce": "dist.all_reduce(x.clone())",
+    "barrier": "dist.barrier()",
+    "monitored_barrier": "dist.monitored_barrier()",
+    "recv": "dist.recv(torch.ones(1), src=1)",
+    "new_group": "dist.new_group([0, 1])",
+    "an async work's wait": "dist.all_reduce(x.clone(), async_op=True).wait()",
+    "a backward of DistributedDataParallel": "loss().backward()",
+    "an object collective": "dist.all_gather_object([None] * world_size, rank)",
+}
+
+
+@pytest.mark.parametrize("code", BLOCKED.values(), ids=BLOCKED)
+def test_stop_ends_a_wait_for_a_rank_that_never_comes(cluster: Cluster, code: str) -> None:
+    text = cluster.stop(f"if rank == 0:\n    {code}\nelse:\n    time.sleep(60)")
+    others = "rank 1, which runs" if cluster.ranks == 2 or "1" in code else "ranks 1-3, which run"
+    if "backward" not in code:  # gradients differ from rank to rank now
+        assert "Rank 0 waits in" in text
+        assert f"at In[7] line 2 for {others}" in text
+        assert "In[7] line 4" in text
+    assert "connected anew" in text
+    cluster.check()
+
+
+STUCK = {
+    "a receive from anyone": "dist.recv(torch.ones(1))",
+    "the store": "dist.distributed_c10d._get_default_store().get('never set')",
+    "a Python loop": "while True: pass",
+    "a sleep": "time.sleep(60)",
+    "an await": "await asyncio.sleep(60)",
+    "an await that nothing wakes": "await asyncio.Event().wait()",
+}
+
+
+@pytest.mark.parametrize("code", STUCK.values(), ids=STUCK)
+def test_stop_ends_what_all_ranks_are_stuck_in(cluster: Cluster, code: str) -> None:
+    assert "was stopped" in cluster.stop(code)
+    cluster.check()
+
+
+def test_stop_by_a_signal_says_who_waited_where(cluster: Cluster) -> None:
+    code = "if rank != 1:\n    dist.all_reduce(x.clone())\nelse:\n    time.sleep(60)"
+    text = cluster.stop(code, press=press_stop)
+    waiting = "Rank 0 waits" if cluster.ranks == 2 else "Ranks 0,2-3 wait"
+    assert f"{waiting} in all_reduce #" in text
+    assert "(float32 [4], sum) at In[7] line 2 for rank 1, which runs In[7] line 4" in text
+    cluster.check()
+
+
+def test_stop_reaches_a_rank_that_swallows_errors(cluster: Cluster) -> None:
+    cluster.stop(
+        "while True:\n"
+        "    try:\n"
+        "        dist.all_reduce(x.clone()) if rank == 0 else time.sleep(60)\n"
+        "    except RuntimeError:\n"
+        "        pass"
+    )
+    cluster.check()
+
+
+def test_stop_when_nothing_runs_and_stop_again_are_harmless(cluster: Cluster) -> None:
+    assert cluster.session.interrupt() is False
+
+    def twice() -> None:
+        press_stop()
+        time.sleep(0.02)
+        press_stop()
+
+    timer = threading.Timer(0.3, twice)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  the second may come a little later
+        cluster.session.execute("dist.barrier() if rank == 0 else time.sleep(60)")
+        time.sleep(0.5)
+    with contextlib.suppress(KeyboardInterrupt):
+        timer.join()
+        time.sleep(0.1)
+    cluster.check()
+
+
+def test_what_waits_behind_a_stopped_run_is_not_run_and_says_so(cluster: Cluster) -> None:
+    session = cluster.session
+    first = session.submit(time.sleep, 60)
+    later = session.submit(exec, "globals()['surprise'] = 1")
+    time.sleep(0.3)
+    session.recovery.stop(session.channel.pending()[0])
+    with pytest.raises(RunInterrupt):
+        first.result(10)
+    with pytest.raises(RunError, match="was not run"):
+        later.result(10)
+    assert session.evaluate("'surprise' in globals()")[0] is False
+    cluster.check()
+
+
+def test_a_run_that_is_stopped_before_it_begins_leaves_the_one_before_alone(
+    cluster: Cluster,
+) -> None:
+    before = cluster.session.submit(lambda: time.sleep(1.2) or "done")
+    text = cluster.stop("surprise = 1", press=press_stop)
+    assert "before it began" in text
+    assert before.result(10)[0] == "done"
+    assert cluster.session.evaluate("'surprise' in globals()")[0] is False
+    cluster.check()
+
+
+def test_a_rank_that_holds_the_interpreter_is_named_and_can_be_replaced(cluster: Cluster) -> None:
+    text = cluster.stop(
+        "ctypes.PyDLL(None).sleep(30) if rank == 1 else dist.barrier()", press=press_stop
+    )
+    assert "C code" in text
+    assert "session.restart([1])" in text
+    assert cluster.session[0].evaluate("number")[0] == 40
+    with pytest.raises(RunError, match="not connected"):
+        cluster.session[0].execute("dist.barrier()")
+    cluster.session.restart([1])
+    kept = cluster.session[0].evaluate("state()")[0]
+    assert kept == cluster.state[0]
+    cluster.prepare()
+    cluster.check()
+
+
+# --- 2 and 3: failures and deadlocks --------------------------------------------------------------
+
+FAILURES = {
+    "a collective": "dist.all_reduce(x.clone())",
+    "an asynchronous one": "dist.all_reduce(x.clone(), async_op=True).wait()",
+    "a backward": "loss().backward()",
+    "a receive": "dist.recv(torch.ones(1), src=1)",
+    "a new group": "dist.new_group(list(range(world_size)))",
+}
+
+
+@pytest.mark.parametrize("code", FAILURES.values(), ids=FAILURES)
+def test_a_failing_rank_frees_the_others(cluster: Cluster, code: str) -> None:
+    with pytest.raises(RunError) as caught:
+        cluster.session.execute(f"if rank == 1: raise ValueError('boom')\n{code}", label="In[8]")
+    error = caught.value
+    assert isinstance(error.first, ValueError)
+    assert str(error).startswith("ValueError on rank 1 at In[8] line 1: boom")
+    shown = "\n".join(error._render_traceback_())
+    assert shown.index("boom") < shown.index("waited in")
+    assert len([line for line in shown.splitlines() if "waited in" in line]) == 1
+    assert all(
+        isinstance(error.by_rank[r], errors.CollectiveError) for r in error.by_rank if r != 1
+    )
+    cluster.check()
+
+
+def test_a_wait_that_nobody_can_end_ends_by_itself(cluster: Cluster) -> None:
+    with pytest.raises(errors.CollectiveHangError) as caught:
+        cluster.session.execute("if rank != 1:\n    dist.all_reduce(x.clone())", label="In[9]")
+    assert "at In[9] line 2 for rank 1, which finished its part" in str(caught.value)
+    cluster.check()
+
+
+def test_ranks_that_wait_for_each_other_are_freed(cluster: Cluster) -> None:
+    with pytest.raises(errors.CollectiveMismatchError, match="each waits for the other"):
+        cluster.session.execute(
+            "g = dist.new_group(list(range(world_size)))\n"
+            "first, second = (None, g) if rank == 0 else (g, None)\n"
+            "dist.all_reduce(x.clone(), group=first)\n"
+            "dist.all_reduce(x.clone(), group=second)"
+        )
+    cluster.check()
+
+
+def test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "NOTICE_AFTER", 0.5)
+    monkeypatch.setattr(recovery, "NOTICE_EVERY", 0.3)
+    cluster.output.clear()
+    cluster.session.execute(
+        "if rank == 1: time.sleep(2)\ndist.all_reduce(x.clone())", label="In[5]"
+    )
+    assert any("for rank 1, which runs In[5] line 1" in text for text in cluster.output.notices)
+    cluster.check()
+
+
+def test_a_rank_that_can_still_be_given_its_part_is_waited_for(cluster: Cluster) -> None:
+    waiting = cluster.session[0].submit(dist.barrier)
+    time.sleep(1.5)
+    assert not waiting.done()
+    cluster.session[1:].run(dist.barrier)
+    assert waiting.result(10)[0] is None
+    cluster.check()
+
+
+def test_a_collective_that_other_ranks_were_not_asked_for_ends_by_itself(cluster: Cluster) -> None:
+    with pytest.raises(errors.CollectiveHangError, match="had no part in this run"):
+        cluster.session[0].run(dist.barrier)
+    cluster.check()
+
+
+def test_an_operation_that_ran_out_of_time_leaves_a_working_group() -> None:
+    made = Cluster(2, timeout=1.0, hang_grace=0)
+    try:
+        with pytest.raises(RunError) as caught:
+            made.session.execute("dist.all_reduce(x.clone()) if rank == 0 else time.sleep(1.5)")
+        assert isinstance(caught.value.first, errors.CollectiveHangError)
+        made.check()
+        with pytest.raises(RunError):
+            made.session.execute("if rank == 0: dist.recv(torch.ones(1), src=1)")
+        made.check()
+    finally:
+        made.session.close()
+
+
+# --- 5: diagnose ----------------------------------------------------------------------------------
+
+
+def in_background(session: Session, code: str) -> concurrent.futures.Future[Any]:
+    """Run a cell in a thread of its own, as another notebook cell would."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    future = pool.submit(session.execute, code, label="In[6]")
+    pool.shutdown(wait=False)
+    time.sleep(0.4)
+    return future
+
+
+def test_diagnose_says_what_each_rank_does(cluster: Cluster) -> None:
+    session = cluster.session
+    assert "idle" in repr(session.diagnose())
+    run = in_background(session, "dist.barrier() if rank == 0 else time.sleep(60)")
+    text = repr(session.diagnose())
+    assert "rank 0 waits in barrier #" in text
+    assert "running In[6] line 1" in text
+    assert "<table>" in session.diagnose()._repr_html_()
+    assert "time.sleep(60)" in repr(session.diagnose(stacks=True))
+    assert session.interrupt()
+    with pytest.raises(RunInterrupt):
+        run.result(10)
+    cluster.check()
+
+
+def test_diagnose_knows_a_stopped_process(cluster: Cluster) -> None:
+    run = in_background(cluster.session, "dist.barrier() if rank == 0 else time.sleep(1.5)")
+    pid = cluster.session.infos[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(0.1)
+        assert "SIGSTOP" in repr(cluster.session.diagnose())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(errors.CollectiveHangError):
+        run.result(10)
+    cluster.check()
+
+
+def test_diagnose_knows_a_rank_that_holds_the_interpreter(cluster: Cluster) -> None:
+    run = in_background(cluster.session, "if rank == 1: ctypes.PyDLL(None).sleep(2)")
+    assert "not answering" in repr(cluster.session.diagnose())
+    run.result(10)
+    cluster.check()
+
+
+# --- 6: deaths ------------------------------------------------------------------------------------
+
+DEATHS = {
+    "SIGKILL": ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    "an exit": ("os._exit(3)", "exit code 3"),
+    "a segfault": ("ctypes.string_at(0)", "killed by SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize(("code", "how"), DEATHS.values(), ids=DEATHS)
+def test_a_dead_rank_is_named_and_replaced(cluster: Cluster, code: str, how: str) -> None:
+    session = cluster.session
+    pid = session.infos[1].pid
+    before = session[0].evaluate("id(model)")[0]
+    with pytest.raises(RunError) as caught:
+        session.execute(
+            f"if rank == 1:\n    print('last words', flush=True)\n    {code}\n"
+            "dist.all_reduce(x.clone())"
+        )
+    assert isinstance(caught.value.first, errors.EngineDiedError)
+    shown = "\n".join(caught.value._render_traceback_())
+    assert f"rank 1 (pid {pid})" in shown
+    assert how in shown
+    assert "last words" in shown
+    assert "session.restart([1])" in session.status()
+    with pytest.raises(RunError, match="rank 1"):
+        session[0].execute("dist.barrier()")
+    session.restart([1], restore=["model", "optim", "x", "loss", "state"])
+    shared = session[1].evaluate(
+        "optim.param_groups[0]['params'][0] is next(model.parameters())", timeout=10
+    )
+    assert shared[1] is True
+    session[1].execute("number = 41\nx = x * 0 + 2\nimport os, time, ctypes, asyncio")
+    assert session[0].evaluate("id(model)")[0] == before
+    cluster.check()
+    session.execute("optim.zero_grad(); loss().backward(); optim.step()")
+    same = session.evaluate("[p.tolist() for p in model.parameters()]")
+    assert len({repr(value) for value in same.values()}) == 1
+    cluster.prepare()
+
+
+def test_a_rank_that_dies_idle_is_replaced(cluster: Cluster) -> None:
+    session = cluster.session
+    os.kill(session.infos[0].pid, signal.SIGKILL)
+    time.sleep(0.2)
+    with pytest.raises(errors.EngineDiedError, match="rank 0"):
+        session.run(lambda: None)
+    assert session[1].evaluate("number")[1] == 41
+    session.restart([0])
+    cluster.prepare()
+    cluster.check()
+
+
+def test_what_cannot_be_restored_is_said_and_the_rank_is_there(cluster: Cluster) -> None:
+    session = cluster.session
+    with pytest.raises(RunError, match="no nothing_of_the_kind"):
+        session.restart([1], restore=["nothing_of_the_kind"])
+    session.execute("import threading; lock = threading.Lock()")
+    with pytest.raises(RunError, match="lock"):
+        session.restart([1], restore="lock")
+    with pytest.raises(errors.SessionStateError, match="none does"):
+        session.restart(restore="number")
+    cluster.prepare()
+    cluster.check()
+
+
+def test_a_busy_survivor_is_not_torn_away_by_a_restart(cluster: Cluster) -> None:
+    run = cluster.session[0].submit(lambda: time.sleep(2.5) or "kept")
+    time.sleep(0.2)
+    with pytest.raises(errors.SessionStateError, match="rank 0 still runs something"):
+        cluster.session.restart([1])
+    assert run.result(10)[0] == "kept"
+    cluster.check()
+
+
+def test_the_end_of_the_agent_is_said_and_restart_brings_all_back(cluster: Cluster) -> None:
+    agent = psutil.Process(cluster.session.infos[0].pid).ppid()
+    os.kill(agent, signal.SIGKILL)
+    with pytest.raises((errors.EngineDiedError, RunError), match="agent"):
+        cluster.session.run(time.sleep, 5)
+    assert "agent is gone" in cluster.session.status()
+    cluster.session.restart()
+    cluster.prepare()
+    cluster.check()
+
+
+def test_the_end_of_ipyparallels_controller_is_said_and_restart_brings_it_back() -> None:
+    made = Cluster(2)
+    try:
+        session = made.session
+        assert session.client.ids == [0, 1]
+        controller = session._launcher._controller._cluster.controller.process
+        os.killpg(controller.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while "controller has died" not in session.status() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "controller has died" in session.status()
+        made.check()
+        with pytest.raises(errors.LaunchError, match=r"session\.restart\(\)"):
+            session.client  # noqa: B018
+        session.restart()
+        assert session.client.ids == [0, 1]
+        made.prepare()
+        made.check()
+    finally:
+        made.session.close()
+
+
+# --- 7: what lives on -----------------------------------------------------------------------------
+
+GROUPS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import torch.distributed._functional_collectives as functional
+pair = dist.new_group([0, 1])
+mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+sharded = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0), Shard(1)])
+
+def use():
+    t = torch.ones(1)
+    if rank < 2:
+        dist.all_reduce(t, group=pair)
+    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD).item()
+    return t.item() if rank < 2 else 2.0, total, sharded.full_tensor().sum().item()
+"""
+
+
+def test_groups_and_meshes_live_on_after_a_rebuild(cluster: Cluster) -> None:
+    session = cluster.session
+    session.execute(GROUPS)
+    expected = {rank: (2.0, float(cluster.ranks), 120.0) for rank in range(cluster.ranks)}
+    assert dict(session.evaluate("use()")) == expected
+    with pytest.raises(RunError):
+        session.execute("if rank == 0: raise ValueError\nsharded.full_tensor()")
+    assert dict(session.evaluate("use()")) == expected
+    cluster.check()
+
+
+def test_a_group_that_a_replaced_rank_does_not_know_says_so(cluster: Cluster) -> None:
+    session = cluster.session
+    session.execute("pair = dist.new_group([0, 1])")
+    session.restart([1])
+    with pytest.raises(RunError, match=r"dist\.new_group\(\[0, 1\]\)"):
+        session[0].execute("dist.all_reduce(torch.ones(1), group=pair)")
+    session.execute("pair = dist.new_group([0, 1])")
+    total = session[:2].execute(
+        "t = torch.ones(1); dist.all_reduce(t, group=pair); t.item()", fetch=True
+    )
+    assert total is not None
+    assert dict(total) == {0: 2.0, 1: 2.0}
+    cluster.prepare()
+    cluster.check()
