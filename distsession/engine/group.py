@@ -25,7 +25,7 @@ import torch.distributed as dist
 from distsession.engine import internals
 from distsession.engine.collectives import Collectives
 from distsession.engine.recorder import Recorder, Stream
-from distsession.engine.works import AnySource, IssuedWork, explained
+from distsession.engine.works import AnySource, IssuedWork
 from distsession.errors import CollectiveError
 from distsession.ranks import format_ranks
 
@@ -217,7 +217,7 @@ class SwappableGroup(Collectives):
             self._recorder.block(at)
             yield
         except BaseException as error:
-            raise explained(self._recorder, error) from None
+            raise self._recorder.explain(error) from None
         finally:
             self._recorder.block(0)
             stream.end(at)
@@ -261,7 +261,7 @@ class SwappableGroup(Collectives):
                 work.wait()
         except BaseException as error:
             stream.withdraw(at)
-            raise explained(recorder, error) from None
+            raise recorder.explain(error) from None
         finally:
             recorder.block(0)
         stream.end(at)
@@ -274,7 +274,7 @@ class SwappableGroup(Collectives):
             return IssuedWork(call(self.inner), stream, at)
         except BaseException as error:
             stream.withdraw(at)
-            raise explained(self._recorder, error) from None
+            raise self._recorder.explain(error) from None
 
     def _message(
         self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int

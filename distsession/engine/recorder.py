@@ -38,6 +38,8 @@ SPINS = 40
 """How often a rank yields the processor to others before it sleeps between two looks."""
 FIRST_SLEEP = 2e-5
 LONGEST_SLEEP = 1e-3
+WHY = 0.5
+"""Seconds that a rank whose connection was closed waits to be told why."""
 FOR_THE_OTHERS = 0.05
 """Seconds that a rank which has seen a mismatch waits for what the rest posts, to name them too."""
 
@@ -151,6 +153,24 @@ class Recorder:
         """The main thread waits in this operation from here on; 0 for none."""
         if threading.get_ident() == self._main:
             self.words[self._blocked] = at
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Why an operation broke off: what the group was given up for, not a closed socket."""
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return error
+        text = str(error)
+        if text.startswith("Detected mismatch between collectives"):  # check="detail"
+            return CollectiveMismatchError(text)
+        if "gloo" not in text and self.abort is None:
+            return error
+        # A peer may have closed its end of a connection a moment before we are told why.
+        deadline = time.monotonic() + WHY
+        while self.abort is None and "losed" in text and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.abort is not None:
+            return self.error().with_traceback(error.__traceback__)
+        self.damage()
+        return error
 
     def damage(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""

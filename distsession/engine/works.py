@@ -11,25 +11,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from distsession.engine.recorder import Recorder, Stream
-from distsession.errors import CollectiveError, CollectiveMismatchError
+from distsession.engine.recorder import Stream
 
-__all__ = ["AnySource", "IssuedWork", "explained"]
+__all__ = ["AnySource", "IssuedWork"]
 
 FIRST_PAUSE = 2e-5
 LONGEST_PAUSE = 2e-3
 """Seconds between two looks at whether somebody has begun to send."""
-
-
-def explained(recorder: Recorder, error: BaseException) -> BaseException:
-    """Why an operation broke off: what the group was given up for, rather than a closed socket."""
-    if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-        if recorder.abort is not None:
-            return recorder.error()
-        recorder.damage()
-        if str(error).startswith("Detected mismatch between collectives"):  # check="detail"
-            return CollectiveMismatchError(str(error))
-    return error
 
 
 class IssuedWork(dist.Work):
@@ -47,7 +35,7 @@ class IssuedWork(dist.Work):
         try:
             return bool(self._inner.wait(*args, **kwargs))
         except RuntimeError as error:
-            raise explained(recorder, error) from None
+            raise recorder.explain(error) from None
         finally:
             recorder.block(0)
             self._stream.end(self._at)
