@@ -1,0 +1,203 @@
+"""Ranks that call different things are told so before a tensor is changed or a process ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from distsession import RunError, Session, errors
+
+SETUP = """
+number = 40 + rank
+odd = rank == world_size - 1
+
+def ones(*shape, dtype=torch.float32):
+    global kept
+    kept = torch.ones(*shape, dtype=dtype)
+    return kept
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    with Session(request.param, threads=1) as session:
+        session.execute(SETUP)
+        yield session
+
+
+def check(session: Session) -> None:
+    """The next collective is right, the state is there, no process has been replaced."""
+    session.execute("probe = torch.ones(2)\ndist.all_reduce(probe)")
+    right = [float(session.world_size)] * 2
+    assert dict(session.evaluate("probe.tolist()")) == dict.fromkeys(session.ranks, right)
+    assert dict(session.evaluate("number")) == {r: 40 + r for r in session.ranks}
+
+
+# What the last rank does differently; both sides in the message.
+MISMATCHES = {
+    "sizes": ("dist.all_reduce(ones(4 + odd))", "[4]", "[5]"),
+    "float64 for float32": (
+        "dist.all_reduce(ones(4, dtype=torch.float64 if odd else torch.float32))",
+        "float32",
+        "float64",
+    ),
+    "int32 for float32": (
+        "dist.all_reduce(ones(4, dtype=torch.int32 if odd else torch.float32))",
+        "float32",
+        "int32",
+    ),
+    "MAX for SUM": (
+        "dist.all_reduce(ones(4), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)",
+        "sum",
+        "max",
+    ),
+    "shapes of a broadcast": ("dist.broadcast(ones(4 + odd), src=0)", "[4]", "[5]"),
+    "roots of a broadcast": ("dist.broadcast(ones(4), src=int(odd))", "root 0", "root 1"),
+    "shapes of an all_gather": (
+        "t = ones(3 + odd); dist.all_gather([torch.zeros_like(t) for _ in range(world_size)], t)",
+        "[3]",
+        "[4]",
+    ),
+    "sizes of a reduce_scatter": (
+        "out = ones(2 + odd); dist.reduce_scatter_tensor(out, torch.ones(world_size * (2 + odd)))",
+        "[2]",
+        "[3]",
+    ),
+    "operations": (
+        "dist.broadcast(ones(4), src=0) if odd else dist.all_reduce(ones(4))",
+        "all_reduce",
+        "broadcast",
+    ),
+    "a barrier for an all_reduce": (
+        "dist.barrier() if odd else dist.all_reduce(ones(4))",
+        "all_reduce",
+        "barrier",
+    ),
+    "splits of an all_to_all": (
+        "n = world_size\n"
+        "splits = [2 if odd else 1] * n\n"
+        "dist.all_to_all_single(torch.zeros(sum(splits)), ones(n), splits, [1] * n)",
+        "receive 1,",
+        "receive 2,",
+    ),
+    "roots of a reduce": ("dist.reduce(ones(4), dst=int(odd))", "root 0", "root 1"),
+}
+
+
+@pytest.mark.parametrize(("code", "one", "other"), MISMATCHES.values(), ids=MISMATCHES)
+def test_a_mismatch_raises_on_every_rank_and_changes_nothing(
+    session: Session, code: str, one: str, other: str
+) -> None:
+    session.execute("kept = torch.ones(1)")
+    with pytest.raises(RunError) as caught:
+        session.execute(code, label="In[4]")
+    by_rank = caught.value.by_rank
+    assert set(by_rank) == set(session.ranks)
+    for error in by_rank.values():
+        assert isinstance(error, errors.CollectiveMismatchError)
+        assert one in str(error)
+        assert other in str(error)
+        assert str(error).count("In[4] line") == 2
+    assert all(session.evaluate("bool((kept == 1).all())").values())
+    check(session)
+
+
+ASYNC = {
+    "sizes": "dist.all_reduce(torch.ones(4 + odd), async_op=True).wait()",
+    "dtypes": "dist.broadcast(torch.ones(4).to(torch.int32 if odd else torch.float32), src=0, "
+    "async_op=True).wait()",
+    "functional": "import torch.distributed._functional_collectives as f\n"
+    "f.all_reduce(torch.ones(4 + odd), 'sum', dist.group.WORLD).sum()",
+}
+
+
+@pytest.mark.parametrize("code", ASYNC.values(), ids=ASYNC)
+def test_an_asynchronous_mismatch_raises_on_every_rank(session: Session, code: str) -> None:
+    with pytest.raises(RunError) as caught:
+        session.execute(code)
+    assert set(caught.value.by_rank) == set(session.ranks)
+    for error in caught.value.by_rank.values():
+        assert isinstance(error, errors.CollectiveMismatchError)
+    check(session)
+
+
+MESSAGES = {
+    "a receive that is too short": ("torch.ones(8)", "torch.zeros(4)"),
+    "a receive that is too long": ("torch.ones(4)", "torch.zeros(8)"),
+    "another dtype": ("torch.ones(4)", "torch.zeros(4, dtype=torch.int32)"),
+}
+
+
+@pytest.mark.parametrize(("sent", "received"), MESSAGES.values(), ids=MESSAGES)
+@pytest.mark.parametrize("late", [0, 1], ids=["sender late", "receiver late"])
+def test_a_message_that_does_not_fit_raises_on_both_ends(
+    session: Session, sent: str, received: str, late: int
+) -> None:
+    with pytest.raises(RunError) as caught:
+        session.execute(
+            f"kept = {received}\n"
+            f"import time; time.sleep(0.2 * (rank == {late}))\n"
+            f"if rank == 0: dist.send({sent}, dst=1)\n"
+            "if rank == 1: dist.recv(kept, src=0)"
+        )
+    assert set(caught.value.by_rank) == {0, 1}
+    for error in caught.value.by_rank.values():
+        assert isinstance(error, errors.CollectiveMismatchError)
+        assert "called send" in str(error)
+        assert "called recv" in str(error)
+    assert session.evaluate("bool((kept == 0).all())")[1] is True
+    check(session)
+
+
+def test_models_that_differ_are_told_apart_by_data_parallel(session: Session) -> None:
+    with pytest.raises(RunError):
+        session.execute(
+            "from torch.nn.parallel import DistributedDataParallel\n"
+            "DistributedDataParallel(torch.nn.Linear(4, 4 + odd))"
+        )
+    check(session)
+
+
+def test_buckets_that_differ_raise_in_the_backward(session: Session) -> None:
+    with pytest.raises(RunError) as caught:
+        session.execute(
+            "from torch.nn.parallel import DistributedDataParallel\n"
+            "layer = torch.nn.Linear(4, 4 + odd)\n"
+            "model = DistributedDataParallel(layer, init_sync=False)\n"
+            "model(torch.ones(1, 4)).sum().backward()"
+        )
+    assert any(isinstance(e, errors.CollectiveMismatchError) for e in caught.value.by_rank.values())
+    own = session.evaluate("bool((layer.bias.grad == 1).all())")  # no other rank's is in it
+    assert all(own.values())
+    check(session)
+
+
+def test_groups_of_different_members_raise(session: Session) -> None:
+    with pytest.raises((RunError, errors.CollectiveHangError)):
+        session.execute("dist.new_group([0] if odd else [0, world_size - 1])", timeout=20)
+    check(session)
+
+
+def test_matching_calls_are_left_alone(session: Session) -> None:
+    session.execute(
+        "n = world_size\n"
+        "send = [rank + 1] * n\n"
+        "receive = [r + 1 for r in range(n)]\n"
+        "out = torch.zeros(sum(receive))\n"
+        "dist.all_to_all_single(out, torch.ones(sum(send)) * rank, receive, send)\n"
+        "sent = dist.isend(torch.ones(3), (rank + 1) % n)\n"
+        "dist.irecv(torch.zeros(3), (rank - 1) % n).wait()\n"
+        "sent.wait()\n"
+        "for _ in range(200): dist.all_reduce(torch.ones(1), async_op=True).wait()"
+    )
+    check(session)
+
+
+def test_torchs_own_check_can_be_had_instead() -> None:
+    with Session(2, check="detail") as session:
+        session.execute(SETUP)
+        with pytest.raises(RunError) as caught:
+            session.execute("dist.all_reduce(torch.ones(4 + odd))")
+        assert isinstance(caught.value.first, errors.CollectiveMismatchError)
+        check(session)
