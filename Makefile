@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint notebooks docs bench check clean
+.PHONY: demo test lint notebooks docs bench soak clean
 
 demo: $(STAMP)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
@@ -26,6 +26,9 @@ docs: $(STAMP)  ## build the documentation
 
 bench: $(STAMP)  ## measure this project beside its peers
 	$(BIN)/python -m tests.benchmarks
+
+soak: $(STAMP)  ## a thousand random faults on one session
+	$(BIN)/python -m tests.integration.chaos --faults 1000
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,277 @@
+"""Random faults on a session of four ranks, and what must hold after each.
+
+``python -m tests.integration.chaos --faults 1000`` (``make soak``) runs it for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from distsession import RunError, RunInterrupt, Session, errors
+from tests.integration.conftest import Recorder
+
+RANKS = 4
+LIMIT = 30.0
+"""Seconds after which a fault that has not come to its end counts as a hang."""
+
+SETUP = """
+import ctypes, os, time
+from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
+x = torch.arange(4.0) + 1
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+def backward():
+    model(torch.ones(1, 4)).sum().backward()
+
+def state():
+    momenta = [s["momentum_buffer"].tolist() for s in optim.state.values()]
+    return x.tolist(), [p.tolist() for p in model.parameters()], momenta
+
+for _ in range(3):
+    optim.zero_grad()
+    backward()
+    optim.step()
+"""
+NAMES = ["model", "optim", "x", "backward", "state"]
+
+COLLECTIVES = (
+    "dist.all_reduce(x.clone())",
+    "dist.broadcast(x.clone(), src=0)",
+    "dist.barrier()",
+    "dist.all_gather([torch.zeros(4) for _ in range(world_size)], x)",
+    "dist.all_reduce(x.clone(), async_op=True).wait()",
+    "dist.all_gather_object([None] * world_size, rank)",
+    "backward()",
+)
+MISMATCHES = (
+    "dist.all_reduce(torch.ones(4 + odd))",
+    "dist.all_reduce(torch.ones(4).to(torch.float64 if odd else torch.float32))",
+    "dist.all_reduce(x.clone(), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)",
+    "dist.broadcast(x.clone(), src=int(odd))",
+    "dist.barrier() if odd else dist.all_reduce(x.clone())",
+    "dist.all_reduce(torch.ones(4 + odd), async_op=True).wait()",
+)
+BUSY = ("while True: pass", "time.sleep(60)", "while True: dist.all_reduce(x.clone())")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the kernel and each rank hold."""
+
+    processes: int
+    shared_memory: int
+    kernel: tuple[int, int]
+    ranks: tuple[tuple[int, int], ...]
+
+
+class Violation(AssertionError):
+    """Something that must hold does not."""
+
+
+class Chaos:
+    """A session that is done harm to.
+
+    Args:
+        seed: Decides which faults come, and where.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.done: list[str] = []
+        self.session = Session(RANKS, output=Recorder(), threads=1, hang_grace=0.3)
+        self.session.execute(SETUP)
+        self.state = self.session.evaluate("state()")[0]
+        self.faults: dict[str, Callable[[], None]] = {
+            name.removeprefix("fault_"): getattr(self, name)
+            for name in sorted(vars(Chaos))
+            if name.startswith("fault_")
+        }
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def run(self, code: str, *expected: type[BaseException]) -> None:
+        """Run a cell in a thread, so that one that never ends is noticed."""
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        future = pool.submit(self.session.execute, code, label="In[1]")
+        pool.shutdown(wait=False)
+        try:
+            future.result(LIMIT)
+        except concurrent.futures.TimeoutError:
+            raise Violation(f"hangs:\n{code}\n{self.session.diagnose(stacks=True)!r}") from None
+        except expected:
+            return
+        if expected:
+            raise Violation(f"nothing was raised by:\n{code}")
+
+    @property
+    def victim(self) -> int:
+        return self.random.randrange(RANKS)
+
+    def later(self, seconds: float, action: Callable[[], Any]) -> threading.Timer:
+        timer = threading.Timer(seconds, action)
+        timer.start()
+        return timer
+
+    def fault_kill(self) -> None:
+        victim = self.victim
+        pid = self.session.infos[victim].pid
+        if self.random.random() < 0.5:
+            code = self.random.choice(("os.kill(os.getpid(), 9)", "os._exit(1)"))
+            collective = self.random.choice(COLLECTIVES)
+            self.run(f"if rank == {victim}: {code}\n{collective}", RunError)
+        else:
+            os.kill(pid, signal.SIGKILL)
+            psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+            deadline = time.monotonic() + 5
+            while "dead" not in self.session.status() and time.monotonic() < deadline:
+                time.sleep(0.005)
+        self.session.restart([victim], restore=NAMES)
+        self.session[victim].execute("import ctypes, os, time")
+
+    def fault_stop_and_continue(self) -> None:
+        pid = self.session.infos[self.victim].pid
+        os.kill(pid, signal.SIGSTOP)
+        timer = self.later(self.random.uniform(0.1, 0.8), lambda: os.kill(pid, signal.SIGCONT))
+        try:
+            self.run("for _ in range(5): dist.all_reduce(x.clone())")
+        finally:
+            timer.join()
+
+    def fault_hang(self) -> None:
+        victim, collective = self.victim, self.random.choice(COLLECTIVES)
+        expected = (errors.CollectiveHangError, RunError)
+        self.run(f"if rank != {victim}: {collective}", *expected)
+
+    def fault_stop_a_hang(self) -> None:
+        victim, collective = self.victim, self.random.choice(COLLECTIVES)
+        timer = self.later(self.random.uniform(0.05, 0.4), self.session.interrupt)
+        self.run(f"if rank != {victim}: {collective}\nelse: time.sleep(60)", RunInterrupt)
+        timer.join()
+
+    def fault_mismatch(self) -> None:
+        code = self.random.choice(MISMATCHES)
+        self.run(
+            f"odd = rank == {self.victim}\n{code}".replace("src=int(odd)", "src=rank"), RunError
+        )
+
+    def fault_raise(self) -> None:
+        collective = self.random.choice((*COLLECTIVES, "dist.recv(torch.ones(1), src={victim})"))
+        victim = self.victim
+        code = collective.replace("{victim}", str(victim))
+        self.run(f"if rank == {victim}: raise ValueError(rank)\n{code}", RunError)
+
+    def fault_flood(self) -> None:
+        self.run(
+            f"for i in range(20):\n"
+            f"    if rank == {self.victim}: print('x' * 60 * 1000)\n"
+            "    dist.all_reduce(x.clone())"
+        )
+
+    def fault_interrupt(self) -> None:
+        timer = self.later(self.random.uniform(0.05, 0.4), self.session.interrupt)
+        self.run(self.random.choice(BUSY), RunInterrupt)
+        timer.join()
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The next collective is right on all ranks, and their state is what it was."""
+        self.run("probe = torch.ones(3) * (rank + 1)\ndist.all_reduce(probe)")
+        sums = self.session.evaluate("probe.tolist()")
+        right = [RANKS * (RANKS + 1) / 2] * 3
+        if dict(sums) != dict.fromkeys(range(RANKS), right):
+            raise Violation(f"the next collective is wrong: {dict(sums)}")
+        for rank, state in self.session.evaluate("state()").items():
+            if state != self.state:
+                raise Violation(f"the state of rank {rank} is {state}, it was {self.state}")
+
+    def held(self) -> Held:
+        """Descriptors and threads; old groups may take a moment to go."""
+        kernel = psutil.Process()
+        ranks = [psutil.Process(info.pid) for info in self.session.infos]
+        return Held(
+            processes=len(kernel.children(recursive=True)),
+            shared_memory=len(os.listdir("/dev/shm")),
+            kernel=(kernel.num_fds(), kernel.num_threads()),
+            ranks=tuple((rank.num_fds(), rank.num_threads()) for rank in ranks),
+        )
+
+    def check_held(self, before: Held) -> None:
+        """Nothing has grown since; a rank that is new holds less, never more."""
+        deadline = time.monotonic() + 5
+        while True:
+            now = self.held()
+            most = tuple(max(counts) for counts in zip(*before.ranks, strict=True))
+            grown = [counts for counts in now.ranks if counts[0] > most[0] or counts[1] > most[1]]
+            same = now.processes <= before.processes and now.shared_memory <= before.shared_memory
+            kernel_same = all(n <= b for n, b in zip(now.kernel, before.kernel, strict=True))
+            if not grown and same and kernel_same:
+                return
+            if time.monotonic() > deadline:
+                raise Violation(f"more is held than before:\n{before}\n{now}")
+            time.sleep(0.1)
+
+    def go(self, faults: int, *, say: Callable[[str], None] = lambda _: None) -> None:
+        """Do so many faults, checking after each."""
+        for name, fault in self.faults.items():  # each once, so that all is there that will be
+            self._do(name, fault)
+        time.sleep(0.5)
+        before = self.held()
+        for number in range(faults):
+            name = self.random.choice(list(self.faults))
+            self._do(name, self.faults[name])
+            if number % 25 == 24:
+                self.check_held(before)
+                say(f"{number + 1} faults")
+        self.check_held(before)
+
+    def _do(self, name: str, fault: Callable[[], None]) -> None:
+        self.done.append(name)
+        try:
+            fault()
+            self.check()
+        except BaseException as error:
+            text = f"seed {self.seed}, fault {len(self.done)}: {name}, after {self.done[-6:-1]}"
+            raise Violation(f"{text}: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def main() -> int:
+    """Run it for long."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    chaos = Chaos(arguments.seed)
+    began = time.monotonic()
+    try:
+        chaos.go(arguments.faults, say=lambda text: print(text, flush=True))
+    except Violation as error:
+        print(f"{error}\nfaults: {chaos.done}", file=sys.stderr)
+        return 1
+    finally:
+        chaos.close()
+    counts = {name: chaos.done.count(name) for name in chaos.faults}
+    print(f"seed {arguments.seed}: {counts} in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

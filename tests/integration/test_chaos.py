@@ -1,0 +1,16 @@
+"""A hundred random faults leave a session that works, with its state, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.chaos import Chaos
+
+
+@pytest.mark.timeout(600)
+def test_a_session_survives_a_hundred_random_faults() -> None:
+    chaos = Chaos(seed=20)
+    try:
+        chaos.go(100)
+    finally:
+        chaos.close()
