@@ -19,7 +19,15 @@ from distsession.errors import CollectiveError
 from distsession.messages import ErrorInfo, FrameInfo
 from distsession.serialize import Frames, dump_value
 
-__all__ = ["describe", "innermost", "is_user_code", "pickled", "short_name", "stack"]
+__all__ = [
+    "describe",
+    "forget_frames",
+    "innermost",
+    "is_user_code",
+    "pickled",
+    "short_name",
+    "stack",
+]
 
 T = TypeVar("T")
 
@@ -151,6 +159,18 @@ def _context(
     while lines and not lines[-1][1] and lines[-1][0] != lineno:
         lines.pop()
     return tuple(lines) if any(text for _, text in lines) else ()
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames of an exception and of those before it, and of what they refer to."""
+    todo: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while todo:
+        part = todo.pop()
+        if part is not None and id(part) not in seen:
+            seen.add(id(part))
+            part.__traceback__ = None
+            todo += [part.__cause__, part.__context__]
 
 
 def pickled(error: BaseException) -> Frames:

@@ -349,7 +349,7 @@ class Rank:
         if error is not None:
             info = failure.describe(error)
             payload = failure.pickled(error)
-            error.__traceback__ = None  # it holds the frames, and with them what they refer to
+            failure.forget_frames(error)
         has_output = self._capture.end(request.id)
         self._send(Reply(request.id, self._rank, duration, info, shown, has_output), payload)
 
