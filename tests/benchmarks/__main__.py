@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.benchmarks import calls, check, memory, notebook, output, peers, recovery, starts
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Row, describe
+from tests.benchmarks.markdown import print_markdown
 from tests.benchmarks.processes import own_world
 from tests.benchmarks.table import table, write_json
 
@@ -36,6 +37,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds (5; 2 with --quick)")
     parser.add_argument("--only", action="append", choices=BENCHMARKS, help="may be repeated")
     parser.add_argument("--json", type=Path, default=peers.RESULTS / "latest.json", metavar="PATH")
+    parser.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print the last run's main rows as README.md shows them, and end",
+    )
     parser.add_argument(
         "--install-peers", action="store_true", help="install Ray and nbdistributed aside, and end"
     )
@@ -64,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     if arguments.install_peers:
         return int(not peers.install())
+    if arguments.markdown:
+        if not arguments.json.exists():
+            print(f"{arguments.json} is not there: measure first", file=sys.stderr)
+            return 1
+        print_markdown(arguments.json)
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all of it is ended
     with own_world() as folder:
         repeats = arguments.repeats or (2 if arguments.quick else 5)

@@ -18,7 +18,8 @@ HEAD = ("", "", "median", "min", "max", "", "ratio", "beside", "target", "")
 PACKAGES = ("torch", "ipyparallel", "pyzmq", "cloudpickle", "ipykernel", "IPython")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Three digits or so."""
     if value and abs(value) < 0.01:
         return f"{value:.4f}"
     for limit, places in ((10, 2), (100, 1)):
@@ -31,7 +32,7 @@ def _figure(figure: Figure | None) -> list[str]:
     if figure is None:
         return ["", "", ""]
     facts = figure.as_json()
-    return [_number(facts[name]) for name in ("median", "min", "max")]
+    return [number(facts[name]) for name in ("median", "min", "max")]
 
 
 def _cells(row: Row, before: str) -> list[str]:
@@ -43,7 +44,7 @@ def _cells(row: Row, before: str) -> list[str]:
         row.subject,
         *_figure(row.figure),
         row.unit if row.figure else "",
-        f"{_number(row.ratio.median)}" if row.ratio else "",
+        f"{number(row.ratio.median)}" if row.ratio else "",
         f"x {row.beside}" if row.ratio else "",
         target,
         row.note,
@@ -75,6 +76,7 @@ def write_json(path: Path, rows: Sequence[Row], bench: Bench) -> None:
         "load": os.getloadavg(),
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "repeats": bench.repeats,
+        "quick": bench.quick,
         "left_behind": bench.left,
         "rows": [row.as_json() for row in rows],
     }

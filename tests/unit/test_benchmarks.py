@@ -1,19 +1,27 @@
-"""What the benchmarks say about the ends of what they measure."""
+"""What the benchmarks make of what they measure."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distsession.messages import Text
 from distsession.view import Output
 from tests.benchmarks import bench as bench_module
-from tests.benchmarks import starts
+from tests.benchmarks import recovery, starts
+from tests.benchmarks.__main__ import main
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import NotInstalled, take_turns
+from tests.benchmarks.markdown import BEGIN, END, markdown
 from tests.benchmarks.output import Counter
-from tests.benchmarks.processes import Snapshot
+from tests.benchmarks.processes import Snapshot, program, run_program
 
 
 @pytest.fixture
@@ -61,3 +69,110 @@ def test_a_session_can_write_all_that_it_has_to_say_to_the_counter() -> None:
     counter.notify("rank 1 waits")
     counter.write(Text(0, 0, "stdout", "a\nb\n"))
     assert counter.lines == 2
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def test_a_program_is_over_when_it_ends_whatever_it_has_started() -> None:
+    sleep = "import subprocess; p = subprocess.Popen(['sleep', '30']); print(p.pid)"
+    began = time.monotonic()
+    pid = int(run_program([sys.executable, "-c", sleep]))
+    os.kill(pid, signal.SIGKILL)
+    assert time.monotonic() - began < 20
+
+
+def test_a_program_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"exit code 1: (?s:.)*ZeroDivisionError"):
+        run_program([sys.executable, "-c", "1 / 0"])
+
+
+def test_the_cost_of_recording_is_measured_without_waiting() -> None:
+    [(plain, recorded, compared)] = json.loads(run_program(program("record_cost", 3, 1)))
+    assert 0 < plain < recorded
+    assert 0 < plain < compared
+
+
+# --- what comes of a fault ------------------------------------------------------------------------
+
+
+def test_a_peer_that_does_not_come_back_says_so() -> None:
+    outcomes: list[recovery.Outcome] = [{"ended": 0.5, "again": None}]
+    ended = recovery._peer_row("end", "peer", "ended", outcomes)
+    again = recovery._peer_row("next", "peer", "again", outcomes)
+    assert ended.figure is not None
+    assert (ended.figure.values, ended.note) == ((0.5,), "")
+    assert (again.figure, again.note, again.failed) == (None, "not within 10 s", False)
+
+
+def test_nothing_comes_after_a_cell_that_never_ended() -> None:
+    outcomes: list[recovery.Outcome] = [{"ended": None, "again": None}]
+    again = recovery._peer_row("next", "peer", "again", outcomes)
+    assert again.note == "the cell before never ended"
+
+
+# --- the table of the README ----------------------------------------------------------------------
+
+
+def row(
+    benchmark: str, subject: str, median: float | None, unit: str, **more: Any
+) -> dict[str, Any]:
+    ratio = more.pop("ratio", None)
+    return {
+        "benchmark": benchmark,
+        "subject": subject,
+        "figure": None if median is None else {"median": median},
+        "unit": unit,
+        "ratio": None if ratio is None else {"median": ratio},
+        "note": "",
+        "failed": False,
+        **more,
+    }
+
+
+FACTS = {
+    "cpus": 2,
+    "packages": {"torch": "2.13.0+cpu"},
+    "quick": True,
+    "rows": [
+        row("start to first barrier, N=4", "import torch", 1.28, "s"),
+        row("start to first barrier, N=4", "distsession", 1.4, "s", ratio=1.1),
+        row("start to first barrier, N=4", "torchrun", 3.3, "s", ratio=2.58),
+        row("start to first barrier, N=4", "nbdistributed", None, "s", note="not installed: ..."),
+        row("Stop in a hung collective to ended cell, N=4", "distsession", 0.042, "s"),
+        row("Stop in a hung collective to ended cell, N=4", "peer", None, "", note="not in 10 s"),
+        row("Stop in a hung collective to ended cell, N=4", "odd", None, "", note="x", failed=True),
+        row("left behind 2 s after the end", "distsession", 0, "left", note="in all, after 3 ends"),
+        row("left behind 2 s after the end", "peer", 2, "left", note="in all, after 1 end; sleep"),
+    ],
+}
+
+
+def test_the_table_of_the_readme_has_what_was_measured() -> None:
+    times = "\N{MULTIPLICATION SIGN}"
+    assert markdown(FACTS).splitlines() == [
+        BEGIN,
+        "| | distsession | beside |",
+        "|---|---|---|",
+        f"| start to first barrier, 4 ranks | 1.10 {times} `import torch` | "
+        f"torchrun 2.58 {times} |",
+        "| Stop in a hung collective, to the end of the cell | 42.0 ms | peer not in 10 s |",
+        "| left behind 2 s after the end | 0 processes or folders after 3 ends | "
+        "peer 2 after 1 end |",
+        "",
+        "Medians on 2 cores with torch 2.13.0 for the CPU; one `import torch` takes about 1.3 s "
+        "there.",
+        "`python -m tests.benchmarks --quick` made them.",
+        END,
+    ]
+
+
+def test_the_table_is_printed_without_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "facts.json"
+    assert main(["--markdown", "--json", str(path)]) == 1
+    assert "measure first" in capsys.readouterr().err
+    path.write_text(json.dumps(FACTS))
+    assert main(["--markdown", "--json", str(path)]) == 0
+    assert capsys.readouterr().out == markdown(FACTS) + "\n"

@@ -1,0 +1,145 @@
+"""The main rows of a run, read from its file, as the table that the README shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.figures import OURS
+from tests.benchmarks.table import number
+
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+Rows = Sequence[dict[str, Any]]
+TIMES = "\N{MULTIPLICATION SIGN}"
+UNITS = {"us": "µs"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table.
+
+    Attributes:
+        title: What the reader is told.
+        benchmark: The benchmark's name in the file.
+        ours: How the row of ours begins.
+        shown: ``figure`` or ``ratio``: what of the row is shown.
+    """
+
+    title: str
+    benchmark: str
+    ours: str = OURS
+    shown: str = "figure"
+
+
+LINES = (
+    Line("start to first barrier, 1 rank", "start to first barrier, N=1", shown="ratio"),
+    Line("start to first barrier, 4 ranks", "start to first barrier, N=4", shown="ratio"),
+    Line("start to first barrier, 8 ranks", "start to first barrier, N=8", shown="ratio"),
+    Line("fresh processes for 4 ranks", "warm restart, N=4"),
+    Line("call of an empty function, 4 ranks", "call with no work, N=4"),
+    Line("empty `%%distributed` cell, 4 ranks", "cell with no work in a kernel, N=4"),
+    Line("private memory of an idle CPU rank", "private memory of an idle CPU rank, N=4"),
+    Line("Stop in a hung collective, to the end of the cell",
+         "Stop in a hung collective to ended cell, N=4"),
+    Line("from there to a collective that works", "from there to a collective that works, N=4"),
+    Line("error of a rank, others in a collective, to the end of the cell",
+         "error of a rank, others in a collective, to ended cell, N=4"),
+    Line("from there to a collective that works",
+         "from that error to a collective that works, N=4"),
+    Line("SIGKILL of a rank, others in a collective, to the end of the cell",
+         "SIGKILL of a rank, others in a collective, to ended cell, N=4"),
+    Line("replacing a killed rank, until a collective works",
+         "restart([1]) of a killed rank to a collective that works, N=4"),
+    Line("recording and comparing a collective, Python alone, 4 ranks",
+         "Python of an all_reduce with nobody to wait for, N=4", ours=f"{OURS}, both"),
+)  # fmt: skip
+
+
+def markdown(facts: dict[str, Any]) -> str:
+    """The table between its marks, and a line on how it came about.
+
+    Args:
+        facts: What a run has written; lines that it did not measure are left out.
+    """
+    lines = [BEGIN, f"| | {OURS} | beside |", "|---|---|---|"]
+    rows: Rows = facts["rows"]
+    unit = " `import torch`"  # of the first ratio; the others are understood
+    for line in LINES:
+        theirs = [row for row in rows if row["benchmark"] == line.benchmark]
+        ours = next((row for row in theirs if row["subject"].startswith(line.ours)), None)
+        if ours is None:
+            continue
+        mine = _figure(ours)
+        if line.shown == "ratio":
+            mine, unit = _ratio(ours, unit), ""
+        beside = [_beside(row, line) for row in theirs if not row["subject"].startswith(OURS)]
+        cells = (line.title, mine, ", ".join(filter(None, beside)))
+        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
+    lines += [*_left_behind(rows), "", _origin(facts), END]
+    return "\n".join(lines)
+
+
+def _ratio(row: dict[str, Any], unit: str = "") -> str:
+    ratio, note = row["ratio"], row["note"]
+    return f"{number(ratio['median'])} {TIMES}{unit}" if ratio else f"{note}"
+
+
+def _figure(row: dict[str, Any]) -> str:
+    figure = row["figure"]
+    if not figure:
+        note: str = row["note"]
+        return note
+    median, unit = figure["median"], row["unit"]
+    if unit == "s" and median < 0.1:
+        median, unit = 1e3 * median, "ms"
+    elif unit == "ms" and median < 0.01:
+        median, unit = 1e3 * median, "us"
+    return f"{number(median)} {UNITS.get(unit, unit)}"
+
+
+def _beside(row: dict[str, Any], line: Line) -> str:
+    """A peer's part; nothing where it is not here, or failed, or is the unit of the ratio."""
+    if row["failed"] or row["note"].startswith("not installed"):
+        return ""
+    if line.shown == "ratio":
+        return f"{row['subject']} {_ratio(row)}" if row["ratio"] else ""
+    return f"{row['subject']} {_figure(row)}"
+
+
+def _left_behind(rows: Rows) -> list[str]:
+    found = [row for row in rows if row["benchmark"].startswith("left behind")]
+    mine = [row for row in found if row["subject"] == OURS]
+    if not mine:
+        return []
+    others = [
+        f"{row['subject']} {row['figure']['median']:g} {_ends(row)}"
+        for row in found
+        if row["subject"] != OURS
+    ]
+    count = f"{mine[0]['figure']['median']:g} processes or folders {_ends(mine[0])}"
+    return [f"| {mine[0]['benchmark']} | {count} | {', '.join(others)} |"]
+
+
+def _ends(row: dict[str, Any]) -> str:
+    words: str = row["note"].partition(";")[0]
+    return words.removeprefix("in all, ")
+
+
+def _origin(facts: dict[str, Any]) -> str:
+    version, _, build = facts["packages"]["torch"].partition("+")
+    kind = " for the CPU" if build == "cpu" else ""
+    text = f"Medians on {facts['cpus']} cores with torch {version}{kind}"
+    unit = [row["figure"] for row in facts["rows"] if row["subject"] == "import torch"]
+    if unit and unit[0]:
+        text += f"; one `import torch` takes about {unit[0]['median']:.1f} s there"
+    command = "python -m tests.benchmarks --quick" if facts.get("quick") else "make bench"
+    return f"{text}.\n`{command}` made them."
+
+
+def print_markdown(path: Path) -> None:
+    """Print the table of the run that wrote this file."""
+    print(markdown(json.loads(path.read_text())))
