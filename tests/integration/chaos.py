@@ -136,7 +136,6 @@ class Chaos:
             self.run(f"if rank == {victim}: {code}\n{collective}", RunError)
         else:
             os.kill(pid, signal.SIGKILL)
-            psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
             deadline = time.monotonic() + 5
             while "dead" not in self.session.status() and time.monotonic() < deadline:
                 time.sleep(0.005)
