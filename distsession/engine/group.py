@@ -25,7 +25,7 @@ import torch.distributed as dist
 from distsession.engine import internals
 from distsession.engine.collectives import Collectives
 from distsession.engine.recorder import Recorder, Stream
-from distsession.engine.works import AnySource, IssuedWork
+from distsession.engine.works import AnySource, IssuedWork, await_collective
 from distsession.errors import CollectiveError
 from distsession.ranks import format_ranks
 
@@ -258,7 +258,7 @@ class SwappableGroup(Collectives):
             recorder.block(at)
             work = call(self.inner)
             if work is not None:
-                work.wait()
+                await_collective(work, recorder)
         except BaseException as error:
             stream.withdraw(at)
             raise recorder.explain(error) from None
@@ -267,11 +267,13 @@ class SwappableGroup(Collectives):
         stream.end(at)
         return work
 
-    def _issue(self, call: Callable[[Any], Any], stream: Stream, at: int) -> Any:
+    def _issue(
+        self, call: Callable[[Any], Any], stream: Stream, at: int, *, is_message: bool = False
+    ) -> Any:
         """Begin an operation without waiting for it."""
         try:
             stream.look(at)
-            return IssuedWork(call(self.inner), stream, at)
+            return IssuedWork(call(self.inner), stream, at, is_message=is_message)
         except BaseException as error:
             stream.withdraw(at)
             raise self._recorder.explain(error) from None
@@ -282,7 +284,7 @@ class SwappableGroup(Collectives):
         if self._lost:
             raise CollectiveError(self._lost)
         stream = self._pair_stream(source, target, tag)
-        return self._issue(call, stream, stream.post(key))
+        return self._issue(call, stream, stream.post(key), is_message=True)
 
     def _any_source(self, tensors: Any, tag: int) -> Any:
         self.check_alive()

@@ -6,15 +6,19 @@ Runs in: an engine.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from distsession.engine.recorder import Stream
+from distsession.engine.recorder import Recorder, Stream
 
-__all__ = ["AnySource", "IssuedWork"]
+__all__ = ["AnySource", "IssuedWork", "await_collective"]
 
+STEP = timedelta(seconds=0.3)
+"""How long a wait within torch lasts before it is seen whether the group has been given up: gloo
+(torch 2.13) now and then loses an operation that is under way when its connections are shut."""
 FIRST_PAUSE = 2e-5
 LONGEST_PAUSE = 2e-3
 """Seconds between two looks at whether somebody has begun to send."""
@@ -23,8 +27,9 @@ LONGEST_PAUSE = 2e-3
 class IssuedWork(dist.Work):
     """A handle that marks its rank as waiting while it waits."""
 
-    def __init__(self, inner: Any, stream: Stream, at: int):
+    def __init__(self, inner: Any, stream: Stream, at: int, *, is_message: bool = False):
         super().__init__()
+        self._is_message = is_message
         self._inner = inner
         self._stream = stream
         self._at = at
@@ -33,7 +38,9 @@ class IssuedWork(dist.Work):
         recorder = self._stream.recorder
         recorder.block(self._at)
         try:
-            return bool(self._inner.wait(*args, **kwargs))
+            if args or kwargs or self._is_message:  # a message's wait must not end too early
+                return bool(self._inner.wait(*args, **kwargs))
+            return await_collective(self._inner, recorder)
         except RuntimeError as error:
             raise recorder.explain(error) from None
         finally:
@@ -72,6 +79,19 @@ class IssuedWork(dist.Work):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def await_collective(work: Any, recorder: Recorder) -> bool:
+    """Wait for a collective, for as long as its group is not given up."""
+    while True:
+        was_given_up = recorder.abort is not None
+        try:
+            return bool(work.wait(STEP))
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error):
+                raise
+            if was_given_up:
+                raise recorder.error() from None
 
 
 class _Receiver(Protocol):
