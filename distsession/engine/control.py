@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 AGAIN = 0.3
 """Seconds after which an interrupt that had no effect is repeated, once."""
+ENDING = 0.06
+"""Seconds for which operations that are under way may still end by themselves: gloo (torch 2.13)
+now and then loses one when its connections are shut in the midst of it."""
 FREED = 0.1
 """Seconds that a main thread which waited in a collective has to come back by itself."""
 
@@ -53,12 +56,10 @@ class Interruptor:
         """From another thread: this request is to be interrupted, once."""
         self._wanted = request
 
-    def interrupt(self) -> bool:
-        """From another thread: interrupt what is wanted. Whether that is still to come."""
+    def interrupt(self) -> None:
+        """From another thread: interrupt what is wanted, if it still has to be."""
         if self._wanted and self._running == self._wanted and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
-            return True
-        return False
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._running and self._running == self._wanted:
@@ -72,8 +73,9 @@ class Control:
     Args:
         socket: Connected to the kernel's control socket. Used by this thread alone.
         interruptor: Reaches the main thread.
-        obey: Called with every other message; for an ``Abort``, before the interrupt.
+        obey: Called with every message; for an ``Abort``, before the interrupt.
         is_blocked: Whether the main thread waits in a collective, which the abort will free.
+        free: Called with an ``Abort`` once operations under way have had time to end.
     """
 
     def __init__(
@@ -82,11 +84,14 @@ class Control:
         interruptor: Interruptor,
         obey: Callable[[Any], None],
         is_blocked: Callable[[], bool],
+        free: Callable[[Abort], None],
     ):
         self._socket = socket
         self._interruptor = interruptor
         self._obey = obey
         self._is_blocked = is_blocked
+        self._free = free
+        self._timers: list[tuple[float, Callable[[], object]]] = []
         self.malformed = 0
         self._thread = threading.Thread(target=self._serve, name="distsession-control", daemon=True)
 
@@ -94,34 +99,46 @@ class Control:
         self._thread.start()
 
     def _serve(self) -> None:
-        due: list[float] = []
         while True:
-            if self._socket.poll(20 if due else None):
+            if self._socket.poll(10 if self._timers else None):
                 try:
                     message, _ = decode(self._socket.recv_multipart())
                 except MalformedMessage as error:
                     self.malformed += 1
                     log.warning("dropped a malformed message: %s", error)
                     continue
-                try:
-                    if isinstance(message, Abort) and message.interrupt:
-                        due = self._interrupt(message)
-                    else:
-                        self._obey(message)
-                except Exception:
-                    log.exception("could not obey %r", message)
-            if due and time.monotonic() > due[0]:
-                due.pop(0)
-                if not self._interruptor.interrupt():
-                    due.clear()
+                self._safely(self._hear, message)
+            now = time.monotonic()
+            due = [action for at, action in self._timers if at <= now]
+            self._timers = [(at, action) for at, action in self._timers if at > now]
+            for action in due:
+                self._safely(action)
 
-    def _interrupt(self, message: Abort) -> list[float]:
-        """Gives when the main thread is to be interrupted, if it is not back by then."""
+    @staticmethod
+    def _safely(action: Callable[..., object], *args: Any) -> None:
+        """This thread must go on, whatever happens."""
+        try:
+            action(*args)
+        except Exception:
+            log.exception("could not do what was asked: %r", args)
+
+    def _hear(self, message: Any) -> None:
+        if not isinstance(message, Abort):
+            self._obey(message)
+            return
         blocked = self._is_blocked()
-        self._interruptor.want(message.interrupt)
+        if message.interrupt:
+            self._interruptor.want(message.interrupt)
         self._obey(message)
-        now = time.monotonic()
-        if blocked:  # it is free within some milliseconds; a signal then would be one too many
-            return [now + FREED, now + FREED + AGAIN]
-        self._interruptor.interrupt()
-        return [now + AGAIN]
+        self._after(ENDING, lambda: self._free(message))
+        if not message.interrupt:
+            return
+        if blocked:  # it will be free in a moment; a signal then would be one too many
+            self._after(ENDING + FREED, self._interruptor.interrupt)
+            self._after(ENDING + FREED + AGAIN, self._interruptor.interrupt)
+        else:
+            self._interruptor.interrupt()
+            self._after(AGAIN, self._interruptor.interrupt)
+
+    def _after(self, seconds: float, action: Callable[[], object]) -> None:
+        self._timers.append((time.monotonic() + seconds, action))

@@ -121,7 +121,11 @@ class Rank:
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
         self._interruptor = Interruptor()
         self._control = Control(
-            control, self._interruptor, self._obey, lambda: self._recorder.is_blocked
+            control,
+            self._interruptor,
+            self._obey,
+            lambda: self._recorder.is_blocked,
+            self._free,
         )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -313,12 +317,17 @@ class Rank:
         self._announce()
 
     def _abort(self, message: Abort) -> None:
-        """From the control thread: free the main thread from whatever collective it waits in."""
+        """From the control thread: no operation of this generation is to begin any more."""
         self._refused.update(message.refuse)
         with self._group_lock:
-            if message.generation < self._generation:
+            if message.generation >= self._generation:
+                self._recorder.abort = message
+
+    def _free(self, message: Abort) -> None:
+        """From the control thread: free the main thread from whatever it waits in."""
+        with self._group_lock:
+            if message.generation < self._generation:  # it has been connected anew already
                 return
-            self._recorder.abort = message
             if self._groups is None:
                 join.abort()
             else:
