@@ -26,6 +26,12 @@ from torch._C._distributed_c10d import (
 
 __all__ = ["Collectives"]
 
+_OPS = {
+    hash(getattr(dist.ReduceOp, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+"""torch (2.13) hashes a reduce op to its number."""
+
 
 class Collectives(dist.ProcessGroup):
     """Describes every operation and hands it to the group that is derived from it."""
@@ -65,12 +71,12 @@ class Collectives(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = AllreduceOptions() if opts is None else opts
         tensor = tensors[0]
-        key = ("all_reduce", tensor.dtype, tensor.shape, opts.reduceOp)
+        key = ("all_reduce", tensor.dtype, tensor.shape, _op(opts))
         return self._collective(lambda g: g.allreduce(tensors, opts), key, _is_async(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = AllreduceCoalescedOptions() if opts is None else opts
-        key = ("all_reduce_coalesced", *_kinds(tensors), opts.reduceOp)
+        key = ("all_reduce_coalesced", *_kinds(tensors), _op(opts))
         return self._collective(
             lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts)
         )
@@ -82,7 +88,7 @@ class Collectives(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         tensor = tensors[0]
-        key = ("reduce", tensor.dtype, tensor.shape, opts.reduceOp, self._root(opts))
+        key = ("reduce", tensor.dtype, tensor.shape, _op(opts), self._root(opts))
         return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -125,14 +131,14 @@ class Collectives(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
-        key = ("reduce_scatter", outputs[0].dtype, outputs[0].shape, opts.reduceOp)
+        key = ("reduce_scatter", outputs[0].dtype, outputs[0].shape, _op(opts))
         return self._collective(
             lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts)
         )
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
-        key = ("reduce_scatter_tensor", output.dtype, output.shape, opts.reduceOp)
+        key = ("reduce_scatter_tensor", output.dtype, output.shape, _op(opts))
         return self._collective(
             lambda g: g._reduce_scatter_base(output, tensor, opts), key, _is_async(opts)
         )
@@ -141,7 +147,7 @@ class Collectives(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
-        key = ("reduce_scatter_tensor", *_kinds(outputs), opts.reduceOp)
+        key = ("reduce_scatter_tensor", *_kinds(outputs), _op(opts))
         return self._collective(
             lambda g: g.reduce_scatter_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
         )
@@ -201,6 +207,12 @@ class Collectives(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         return self._any_source(tensors, tag)
+
+
+def _op(opts: Any) -> str:
+    """The reduce op's name. Comparing torch's own objects would cost over a microsecond."""
+    op = opts.reduceOp
+    return _OPS.get(hash(op)) or str(op)
 
 
 def _is_async(opts: Any) -> bool:

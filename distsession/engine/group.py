@@ -149,6 +149,7 @@ class SwappableGroup(Collectives):
         self._recorder = groups.recorder
         self._my_rank = rank
         self._limit = timeout
+        self._seconds = timeout.total_seconds()
         self._name = name
         self._description = "undefined"
         self._title = WORLD if is_world else f"group {name} (ranks {format_ranks(members)})"
@@ -213,7 +214,7 @@ class SwappableGroup(Collectives):
         at = stream.post(key)
         try:
             if meets and self._recorder.check:
-                stream.meet(at, self._limit.total_seconds())
+                stream.meet(at, self._seconds)
             self._recorder.block(at)
             yield
         except BaseException as error:
@@ -248,7 +249,7 @@ class SwappableGroup(Collectives):
         if is_async:
             return self._issue(call, stream, at)
         try:
-            stream.meet(at, self._limit.total_seconds())
+            stream.meet(at, self._seconds)
             if sizes is not None:
                 stream.compare_sizes(at, *sizes)
         except BaseException:

@@ -404,4 +404,4 @@ def _part(part: Any) -> str:
         return ""
     if isinstance(part, tuple):
         return ", ".join(map(_part, part))
-    return str(getattr(part, "op", part)).rpartition(".")[2].lower()  # a reduce op
+    return str(part)
