@@ -144,6 +144,8 @@ def is_user_code(filename: str) -> bool:
 
 def short_name(filename: str) -> str:
     """A cell's label, or a file's name without its folder."""
+    if "ipykernel_" in filename:  # a function of the notebook; its file has a number for a name
+        return "notebook cell"
     return filename if filename.startswith("In[") else os.path.basename(filename)
 
 

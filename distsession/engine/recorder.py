@@ -161,7 +161,8 @@ class Recorder:
         text = str(error)
         if text.startswith("Detected mismatch between collectives"):  # check="detail"
             return CollectiveMismatchError(text)
-        if "gloo" not in text and self.abort is None:
+        is_within = "gloo" in text or "timed out" in text  # otherwise it was refused at the door
+        if not is_within and self.abort is None:
             return error
         # A peer may have closed its end of a connection a moment before we are told why.
         deadline = time.monotonic() + WHY

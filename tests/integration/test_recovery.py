@@ -485,6 +485,29 @@ def test_groups_and_meshes_live_on_after_a_rebuild(cluster: Cluster) -> None:
     cluster.check()
 
 
+def test_sharded_parameters_live_on_after_a_rebuild(cluster: Cluster) -> None:
+    session = cluster.session
+    session.execute(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "torch.manual_seed(1)\n"
+        "sharded_model = fully_shard(torch.nn.Linear(8, 8))\n"
+        "adam = torch.optim.Adam(sharded_model.parameters())\n"
+        "def sharded_step():\n"
+        "    adam.zero_grad()\n"
+        "    total = sharded_model(torch.ones(2, 8)).sum()\n"
+        "    total.backward()\n"
+        "    adam.step()\n"
+        "    return total.item()"
+    )
+    first = session.evaluate("sharded_step()")[0]
+    with pytest.raises(RunError, match="waited in all_gather"):
+        session.execute("if rank == 1: raise ValueError\nsharded_step()")
+    second = session.evaluate("sharded_step()")
+    assert len(set(second.values())) == 1
+    assert second[0] < first
+    cluster.check()
+
+
 def test_a_group_that_a_replaced_rank_does_not_know_says_so(cluster: Cluster) -> None:
     session = cluster.session
     session.execute("pair = dist.new_group([0, 1])")

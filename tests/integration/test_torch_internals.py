@@ -1,0 +1,115 @@
+"""What of torch is not public and we rely on; a torch that changes it fails here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from distsession import RunError, Session
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(2, threads=1) as session:
+        yield session
+
+
+def test_every_group_is_made_by_the_function_that_we_stand_before() -> None:
+    parameters = inspect.signature(c10d._new_process_group_helper).parameters
+    assert "backend" in parameters
+    for maker in (c10d.init_process_group, c10d._new_group_with_tag):
+        assert "_new_process_group_helper" in inspect.getsource(maker)
+
+
+@pytest.mark.parametrize("name", ["pg_map", "pg_backend_config", "group_count"])
+def test_the_world_has_its_tables(name: str) -> None:
+    assert hasattr(c10d._world, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper"],
+)
+def test_data_parallel_can_be_given_a_new_reducer(name: str) -> None:
+    assert callable(getattr(torch.nn.parallel.DistributedDataParallel, name))
+
+
+def test_communicators_can_be_aborted() -> None:
+    assert callable(c10d._abort_process_group)
+
+
+def test_options_say_whether_the_caller_waits() -> None:
+    assert dist.AllreduceOptions().asyncOp is True
+    assert dist.BroadcastOptions().asyncOp is True
+
+
+def test_reduce_ops_are_told_apart_by_their_hashes() -> None:
+    ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
+    options = dist.AllreduceOptions()
+    for op in ops:
+        options.reduceOp = op
+        assert hash(options.reduceOp) == hash(op)
+    assert len({hash(op) for op in ops}) == len(ops)
+
+
+def test_a_wait_with_a_limit_says_so_when_it_is_over(session: Session) -> None:
+    with pytest.raises(RunError, match="Operation timed out"):
+        session.execute(
+            "import datetime\n"
+            "if rank == 0:\n"
+            "    work = dist.all_reduce(torch.ones(1), async_op=True)\n"
+            "    work.wait(datetime.timedelta(seconds=0.2))"
+        )
+    session.execute("dist.barrier()")  # the group has been connected anew
+
+
+def test_groups_are_ours_whoever_asks_for_them_and_say_gloo(session: Session) -> None:
+    kinds = session.execute(
+        "pair = dist.new_group([0, 1])\n"
+        "mine = [type(g).__name__ for g in (dist.group.WORLD, pair)]\n"
+        "mine + [dist.get_backend(), dist.get_backend(pair)]",
+        fetch=True,
+    )
+    assert kinds is not None
+    assert kinds[0] == ["SwappableGroup", "SwappableGroup", "gloo", "gloo"]
+
+
+def test_the_sockets_of_gloo_and_of_the_store_are_found(session: Session) -> None:
+    shut = session.execute(
+        "import os\n"
+        "from distsession.engine import rescue\n"
+        "dist.barrier()\n"
+        "rescue.shut_gloo(), rescue.shut_store(int(os.environ['MASTER_PORT']))",
+        fetch=True,
+    )
+    assert shut is not None
+    for gloo, store in shut.values():
+        assert gloo >= 1
+        assert store == 1
+    session.restart()
+    session.execute("dist.barrier()")
+
+
+def test_a_fresh_reducer_gives_the_right_gradients(session: Session) -> None:
+    same = session.execute(
+        "from distsession.engine import internals\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 2))\n"
+        "def gradient():\n"
+        "    model.zero_grad()\n"
+        "    (model(torch.ones(1, 4)) * (rank + 1)).sum().backward()\n"
+        "    return model.module.bias.grad.tolist()\n"
+        "before = [gradient() for _ in range(3)]\n"
+        "assert model in list(internals.data_parallel_modules())\n"
+        "internals.refresh_data_parallel(model)\n"
+        "after = [gradient() for _ in range(3)]\n"
+        "before == after, after[0]",
+        fetch=True,
+    )
+    assert same is not None
+    assert dict(same) == dict.fromkeys((0, 1), (True, [1.5, 1.5]))
