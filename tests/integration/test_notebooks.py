@@ -63,6 +63,24 @@ def test_a_notebook_runs_through(path, this_python):
         assert "ranks 1,3" in error.evalue
         assert "ranks 1,3" in error.traceback[0]
         assert re.search(r"----> +3 torch\.ones", "\n".join(error.traceback))
+    if path.stem == "02_when_a_rank_fails":
+        errors = [error for cell in cells for error in outputs(cell, "error")]
+        assert [error.ename for error in errors] == [
+            "RunInterrupt",
+            "RunError",
+            "CollectiveHangError",
+            "RunError",
+            "CollectiveMismatchError",
+            "RunError",
+            "RunError",
+        ]
+        texts = ["\n".join(error.traceback) for error in errors]
+        assert all("rank 1" in text for text in (*texts[:4], *texts[5:]))
+        assert "for rank 1, which runs In[" in texts[0]
+        assert texts[1].startswith("ValueError on rank 1")
+        assert texts[3].startswith("CollectiveMismatchError on ranks 0-3")
+        assert "was killed by SIGKILL" in texts[5]
+        assert "dist.new_group([0, 1, 2, 3])" in texts[6]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
