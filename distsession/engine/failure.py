@@ -56,7 +56,7 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
         cause = error.__context__
     nothing: tuple[str, ...] = ()
     notes = _safely(lambda: tuple(str(note) for note in getattr(error, "__notes__", ())), nothing)
-    evalue = _message(error)
+    evalue = message_of(error)
     if isinstance(error, BaseExceptionGroup) and depth < _MAX_CHAIN:
         inner = [describe(part, depth + 1) for part in error.exceptions[:10]]
         notes += tuple(f"contains {part.ename}: {part.evalue}" for part in inner)
@@ -70,7 +70,8 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
     )
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """What an error says; never raises."""
     if isinstance(error, SyntaxError):  # its own formatting shows the line with a caret
         return _safely(
             lambda: (

@@ -262,7 +262,7 @@ class Rank:
             raise
         except BaseException as raised:
             error = raised
-            if "/gloo/" in str(raised):  # C++ waited, as in a backward
+            if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
                 error = self._recorder.explain(raised)
         duration = time.perf_counter() - began
         self._front.request(0)
