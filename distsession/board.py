@@ -38,7 +38,7 @@ REGION = HEADER + STREAMS * STREAM + TEXTS * TEXT_BYTES // 8
 """Words of one rank's region, 270 kB; only what is used of it takes memory."""
 
 # Words of a header.
-STREAM_COUNT, REQUEST, SINCE, TEXT_COUNT, BLOCKED_IN, IS_DAMAGED = range(6)
+STREAM_COUNT, REQUEST, SINCE, TEXT_COUNT, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
 # Words of a stream's head.
 KEY, NAME, MEMBERS, COUNT = range(4)
 # Words of a slot.
@@ -178,6 +178,11 @@ class Region:
         """Since when it runs, or is idle."""
         since = self._words[self.start + SINCE]
         return max(0.0, (time.monotonic_ns() - since) / 1e9) if since else 0.0
+
+    @property
+    def transfer(self) -> tuple[int, int]:
+        """Bytes written of a large result, and of how many; zeros where there is none."""
+        return self._words[self.start + WRITTEN], self._words[self.start + TO_WRITE]
 
     @property
     def is_damaged(self) -> bool:

@@ -23,20 +23,22 @@ __all__ = [
     "AgentFailed",
     "AgentReady",
     "AskStack",
+    "AssignRequest",
     "CallRequest",
     "CellRequest",
     "ClearOutput",
     "ControllerInfo",
-    "CopyRequest",
     "Display",
     "EngineRegistered",
     "ErrorInfo",
+    "FillRequest",
     "FrameInfo",
     "MalformedMessage",
     "Operation",
     "OutputEnd",
-    "PasteRequest",
     "PrepareAgent",
+    "PullRequest",
+    "PushRequest",
     "RankExited",
     "RankFailed",
     "RankReady",
@@ -44,6 +46,8 @@ __all__ = [
     "RejoinRequest",
     "Reply",
     "Request",
+    "ShardsRequest",
+    "Shared",
     "StackReply",
     "StartRanks",
     "StopRanks",
@@ -61,17 +65,19 @@ class MalformedMessage(ValueError):
     """Frames that are no message of ours."""
 
 
-def encode(message: Any, payload: Sequence[Any] = ()) -> list[Any]:
-    """The frames of a message and its payload: one, if the payload is small."""
-    inline: tuple[bytes, ...] | None = None
-    if sum(map(len, payload)) <= INLINE:
+def encode(message: Any, payload: Sequence[Any] | Shared = ()) -> list[Any]:
+    """The frames of a message and its payload: one, if the payload is small or elsewhere."""
+    inline: tuple[bytes, ...] | Shared | None = None
+    if isinstance(payload, Shared):
+        return [MAGIC + pickle.dumps((message, payload), protocol=5)]
+    if sum(memoryview(frame).nbytes for frame in payload) <= INLINE:
         inline = tuple(map(bytes, payload))
     head = MAGIC + pickle.dumps((message, inline), protocol=5)
     return [head] if inline is not None else [head, *payload]
 
 
-def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """The message in some frames, and its payload.
+def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any] | Shared]:
+    """The message in some frames, and its payload, or where that is.
 
     Raises:
         MalformedMessage: The frames are not ours, or damaged.
@@ -95,6 +101,24 @@ class _Message:
     def __reduce__(self) -> tuple[Any, ...]:
         """As a call with all fields: a third of the time of what dataclasses do by themselves."""
         return type(self), tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
+
+
+# --- payloads -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared(_Message):
+    """A payload that is not with its message, but in memory of which a descriptor was sent.
+
+    Attributes:
+        sender: Whose link it was sent on, or the receiver's where the kernel sends.
+        number: Which of the descriptors of that link.
+        sizes: Bytes of each frame.
+    """
+
+    sender: str
+    number: int
+    sizes: tuple[int, ...]
 
 
 # --- kernel to rank, on the request socket --------------------------------------------------------
@@ -134,21 +158,70 @@ class RejoinRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CopyRequest(_Message):
-    """Send the values of these names, in one payload, so that what they share stays shared."""
+class PullRequest(_Message):
+    """Send the values of these names, in one payload, so that what they share stays shared.
+
+    Attributes:
+        names: Names, also of parts, such as ``"model.weight"`` or ``"losses[0]"``.
+    """
 
     id: int
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PasteRequest(_Message):
-    """Set names to values. Payload: what a ``CopyRequest`` sent."""
+class PushRequest(_Message):
+    """Rebuild values and keep them aside. Payload: a dict by name, such as a pull has brought.
+
+    They are assigned by an ``AssignRequest`` once all ranks have them, so a failure on one rank
+    leaves the names as they were on all.
+    """
 
     id: int
 
 
-Request = CallRequest | CellRequest | RejoinRequest | CopyRequest | PasteRequest
+@dataclass(frozen=True, slots=True)
+class AssignRequest(_Message):
+    """Set names to the values that were pushed, or drop these values."""
+
+    id: int
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsRequest(_Message):
+    """Say which part of the whole this rank holds under a name."""
+
+    id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FillRequest(_Message):
+    """Write this rank's parts into the whole. Payload: the whole, shared by all ranks.
+
+    Attributes:
+        shape: Of the whole.
+        at: Where the part of this rank begins in each dimension, by rank; a sharded tensor knows
+            that itself.
+    """
+
+    id: int
+    name: str
+    shape: tuple[int, ...]
+    at: dict[int, tuple[int, ...]]
+
+
+Request = (
+    CallRequest
+    | CellRequest
+    | RejoinRequest
+    | PullRequest
+    | PushRequest
+    | AssignRequest
+    | ShardsRequest
+    | FillRequest
+)
 
 
 # --- rank to kernel, on the reply socket ----------------------------------------------------------

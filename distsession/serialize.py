@@ -4,32 +4,46 @@ Runs in: both.
 
 A payload is a list of frames. The first is a pickle (protocol 5) made by cloudpickle, so that
 lambdas, closures and classes of a notebook travel by value; the rest are the buffers that it
-refers to (numpy arrays, mainly), which are sent as they lie in memory.
+refers to (tensors, arrays), which are sent as they lie in memory.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
 from distsession.errors import SerializationError
 
-__all__ = ["Frames", "Reducer", "dump_call", "dump_value", "load"]
+__all__ = ["Frames", "Reducer", "dump_call", "dump_value", "load", "use_reducer"]
 
 Frames = list[Any]
 """The frames of one payload: bytes-like objects."""
 
-Reducer = Callable[[Any], Any]
-"""Gives another way to pickle an object, or NotImplemented to leave it to cloudpickle."""
+
+class Reducer(Protocol):
+    """How objects of one payload are pickled that cloudpickle would copy."""
+
+    def __call__(self, obj: Any) -> Any:
+        """What ``__reduce_ex__`` would give; NotImplemented leaves the object to cloudpickle."""
+
+    def finish(self, buffers: Sequence[pickle.PickleBuffer]) -> list[Any]:
+        """The memory of all buffers of the payload, once everything has been pickled."""
+
+
+class _Chunks(list[Any]):
+    """A file to write to. The pickler hands large ``bytes`` over as they are; none is copied."""
+
+    def write(self, data: Any) -> int:
+        self.append(data)
+        return len(data)
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, buffers: list[Any], reducer: Reducer | None):
+    def __init__(self, file: Any, buffers: list[Any], reducer: Reducer | None):
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._reducer = reducer
 
@@ -41,33 +55,51 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _dump(obj: Any, reducer: Reducer | None = None) -> Frames:
-    file = io.BytesIO()
-    buffers: list[Any] = []
-    _Pickler(file, buffers, reducer).dump(obj)
-    return [file.getbuffer(), *(buffer.raw() for buffer in buffers)]
+def _dump(obj: Any) -> Frames:
+    chunks, buffers = _Chunks(), list[Any]()
+    reducer = _reducer()
+    _Pickler(chunks, buffers, reducer).dump(obj)
+    memory = [b.raw() for b in buffers] if reducer is None else reducer.finish(buffers)
+    return [chunks[0] if len(chunks) == 1 else b"".join(chunks), *memory]
+
+
+def _reducer() -> Reducer | None:
+    """One for tensors, in a process that knows any."""
+    return None if _make_reducer is None or "torch" not in sys.modules else _make_reducer()
+
+
+_make_reducer: Callable[[], Reducer] | None = None
+
+
+def use_reducer(make: Callable[[], Reducer]) -> None:
+    """Have this process pickle with a reducer, a new one for each payload, once it knows torch."""
+    global _make_reducer
+    _make_reducer = make
 
 
 def load(frames: Sequence[Any]) -> Any:
     """Rebuild the object of a payload. Runs whatever code its pickle names."""
-    return pickle.loads(frames[0], buffers=frames[1:])
+    # What is rebuilt over a buffer can be written to only if the buffer can.
+    buffers = (bytearray(f) if memoryview(f).readonly else f for f in frames[1:])
+    return pickle.loads(frames[0], buffers=buffers)
 
 
-def dump_value(value: Any, *, what: str, reducer: Reducer | None = None) -> Frames:
+def dump_value(value: Any, *, what: str, path: str = "") -> Frames:
     """Pickle one value.
 
     Args:
         value: Any object.
         what: How the error message calls it, such as ``"the result"``.
-        reducer: Asked first how to pickle each object.
+        path: Its name, if it has one: the message then calls the part at fault by its path, such
+            as ``cfg.hooks[2]``.
 
     Raises:
         SerializationError: The value cannot be pickled; the message names the part at fault.
     """
     try:
-        return _dump(value, reducer)
+        return _dump(value)
     except Exception as error:
-        raise SerializationError(_explain(value, what, error)) from None
+        raise SerializationError(_explain(value, what, error, path)) from None
 
 
 def dump_call(
@@ -93,9 +125,11 @@ def dump_call(
         raise SerializationError(_explain(function, f"the call of {name}", whole)) from None
 
 
-def _explain(obj: Any, what: str, error: Exception) -> str:
+def _explain(obj: Any, what: str, error: Exception, name: str = "") -> str:
     path, culprit = _find_culprit(obj)
     where = f" (at {path})" if path else ""
+    if name:
+        what, where = f"{name}{path}", ""
     reason = str(error).strip() or type(error).__name__
     return (
         f"{what} cannot be sent: {_kind(culprit)}{where}, {_size(culprit):,} bytes: {reason}. "

@@ -10,7 +10,7 @@ import concurrent.futures
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distsession import render
@@ -20,6 +20,7 @@ from distsession.options import SessionOptions, resolve_options
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
 from distsession.results import RankResults
+from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Session:
         self._closed = False
         self._owner = os.getpid()
         self._lifecycle = threading.RLock()
+        prepare()
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
         self._world_size = len(self._launcher.start())
@@ -122,6 +124,24 @@ class Session:
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of an expression on all ranks; see :meth:`RankView.evaluate`."""
         return self._everyone.evaluate(expression, timeout=timeout)
+
+    def push(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Set variables on all ranks; see :meth:`RankView.push`."""
+        self._everyone.push(values, **named)
+
+    def pull(self, *names: str) -> RankResults[Any]:
+        """The values of variables on all ranks; see :meth:`RankView.pull`."""
+        return self._everyone.pull(*names)
+
+    def scatter(
+        self, name: str, value: Any, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> None:
+        """Split a value over all ranks; see :meth:`RankView.scatter`."""
+        self._everyone.scatter(name, value, dim, sizes=sizes)
+
+    def gather(self, name: str, dim: int = 0) -> Any:
+        """Join what all ranks hold under a name; see :meth:`RankView.gather`."""
+        return self._everyone.gather(name, dim)
 
     def interrupt(self) -> bool:
         """Raise KeyboardInterrupt in whatever runs on the ranks, from any thread.

@@ -9,12 +9,12 @@ import concurrent.futures
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from distsession import render, serialize
-from distsession.cluster.base import OutputMessage, Pending
+from distsession import render, serialize, transfer
+from distsession.cluster.base import OutputMessage, Payload, Pending
 from distsession.errors import (
     EngineDiedError,
     OptionsError,
@@ -22,16 +22,11 @@ from distsession.errors import (
     RunTimeoutError,
     SessionStateError,
 )
-from distsession.messages import (
-    CallRequest,
-    CellRequest,
-    CopyRequest,
-    PasteRequest,
-    Request,
-)
+from distsession.messages import CallRequest, CellRequest, PullRequest, Request
 from distsession.outcome import collect, hang_error, mended_text, run_error
 from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
+from distsession.transfer import Progress
 
 if TYPE_CHECKING:
     from distsession.session import Session
@@ -114,9 +109,11 @@ class RankView:
             RunInterrupt: Ctrl-C or Jupyter's Stop.
         """
         began = time.perf_counter()
-        pending = self._call(function, args, kwargs)
+        output = self._session.output()
+        progress = Progress(output.notify, "sending")
+        pending = self._call(function, args, kwargs, progress)
         pending.is_sole = threading.current_thread() is threading.main_thread()
-        results: RankResults[T] = self._finish(pending, self._session.output(), None, began)
+        results: RankResults[T] = self._finish(pending, output, None, began)
         return results
 
     def submit(
@@ -124,8 +121,8 @@ class RankView:
     ) -> concurrent.futures.Future[RankResults[T]]:
         """Like :meth:`run`, without waiting: a future of what it would return or raise."""
         began = time.perf_counter()
-        pending = self._call(function, args, kwargs)
         output = self._session.output()
+        pending = self._call(function, args, kwargs, Progress(output.notify, "sending"))
         future: concurrent.futures.Future[RankResults[T]] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         context = contextvars.copy_context()  # output goes to the cell that made the call
@@ -178,10 +175,149 @@ class RankView:
         assert results is not None
         return results
 
+    # --- moving data ------------------------------------------------------------------------------
+
+    def push(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Set variables on every rank of the view.
+
+        On one host a large value is written once, to shared memory. Each rank maps it
+        copy-on-write: what one changes, no other sees.
+
+        Args:
+            values: By name, such as ``{"x": tensor}``.
+            **named: More of them: ``push(x=tensor, cfg=cfg)``.
+
+        Raises:
+            SerializationError: One cannot be pickled; the message gives the path to what is at
+                fault. Or it does not fit into memory. Nothing has changed on any rank then.
+            RunError: A rank cannot rebuild it. Nothing has changed on any rank then, either.
+        """
+        self._session.check_open()
+        transfer.push(self, {**(values or {}), **named})
+
+    def pull(self, *names: str) -> RankResults[Any]:
+        """The values of variables on every rank of the view.
+
+        Tensors of a GPU arrive on the CPU.
+
+        Args:
+            *names: Of variables or of their parts: ``pull("x")``, ``pull("model.weight")``,
+                ``pull("losses[-1]")``.
+
+        Returns:
+            Each rank's value; with several names, each rank's dict of values by name.
+
+        Raises:
+            RunError: A rank has no such variable, or it cannot be pickled.
+        """
+        self._session.check_open()
+        return transfer.pull(self, names)
+
+    def scatter(
+        self, name: str, value: Any, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> None:
+        """Split a tensor, array or list over the ranks of the view, which get their part as a
+        variable.
+
+        Args:
+            name: Of the variable.
+            value: A torch tensor, a numpy array, a list or a tuple.
+            dim: The dimension along which to split.
+            sizes: How much each rank gets. Default: evenly; if it does not come out even, the
+                first ranks get one more, as with ``torch.tensor_split``.
+
+        Raises:
+            OptionsError: There is no such dimension, or the sizes do not fit.
+        """
+        self._session.check_open()
+        transfer.scatter(self, name, value, dim, sizes)
+
+    def gather(self, name: str, dim: int = 0) -> Any:
+        """Join what the ranks of the view hold under a name to one tensor, array or list.
+
+        The ranks write their parts into the same memory, so there is never a second copy. Of a
+        sharded tensor (``DTensor``, also as a parameter) it gives the full one, and no rank
+        holds more than its share; only for partial sums, and where one dimension is sharded
+        twice, each rank has to make the full tensor.
+
+        Args:
+            name: Of the variable, or of a part, such as ``"model.weight"``.
+            dim: The dimension along which to join; of no meaning for a sharded tensor.
+
+        Returns:
+            A tensor on the CPU without a gradient, a numpy array, or a list.
+
+        Raises:
+            SessionStateError: The ranks hold what cannot be joined.
+            RunError: A rank has no such variable.
+        """
+        self._session.check_open()
+        return transfer.gather(self, name, dim)
+
+    def copy_to(self, ranks: Sequence[int], names: Sequence[str]) -> None:
+        """Give other ranks these variables of this view's only rank, all in one payload.
+
+        What they share (an optimizer the parameters of its model) stays shared. The values pass
+        through the kernel as they are, without being rebuilt there.
+
+        Raises:
+            RunError: A name is not there, or its value cannot be pickled or rebuilt.
+        """
+        pending = self._submit(lambda number: PullRequest(number, tuple(names)), [])
+        try:
+            pending.wait(lambda _: None)
+            results, failed = collect(pending, 0.0, load=False)
+        finally:
+            self._session.channel.forget(pending)
+        if failed:
+            raise run_error(failed, results, self._session.infos)
+        payload = pending.replies[self._ranks[0]][1]
+        transfer.push_frames(RankView(self._session, ranks), payload)
+
+    # --- for transfers ----------------------------------------------------------------------------
+
+    def ask(
+        self,
+        make: Callable[[int], Request],
+        payload: Payload,
+        *,
+        verb: str = "",
+        steady: bool = False,
+    ) -> RankResults[Any]:
+        """Have the ranks do something of the session's own; each one's answer.
+
+        Args:
+            make: Makes the request from its number.
+            payload: What goes with it.
+            verb: What is shown if it takes long: ``"sending"`` or ``"bringing"``.
+            steady: A stop comes too late for it and is only told afterwards.
+        """
+        began = time.perf_counter()
+        output = self._session.output()
+        progress = Progress(output.notify, verb) if verb else None
+        try:
+            pending = self._submit(make, payload, progress)
+        except BaseException:
+            output.close()
+            raise
+        pending.is_sole = threading.current_thread() is threading.main_thread()
+        bringing = progress if verb == "bringing" else None
+        return self._finish(pending, output, None, began, progress=bringing, steady=steady)
+
+    def post(self, make: Callable[[int], Request]) -> None:
+        """Send something to those ranks that can take it, and wait for no answer."""
+        dead = self._session.recovery.launcher.dead_ranks()
+        ranks = [rank for rank in self._ranks if rank not in dead]
+        self._session.channel.forget(self._session.channel.submit(ranks, make, []))
+
     # --- inside -----------------------------------------------------------------------------------
 
     def _call(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        progress: Progress,
     ) -> Pending:
         self._session.check_open()
         if not callable(function):
@@ -191,7 +327,7 @@ class RankView:
             )
         name = getattr(function, "__qualname__", type(function).__name__)
         payload = serialize.dump_call(function, args, kwargs)
-        return self._submit(lambda number: CallRequest(number, name), payload)
+        return self._submit(lambda number: CallRequest(number, name), payload, progress)
 
     def _execute(
         self,
@@ -218,41 +354,36 @@ class RankView:
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
         return results if fetch else None
 
-    def copy_to(self, ranks: Sequence[int], names: Sequence[str]) -> None:
-        """Give other ranks these variables of this view's only rank, all in one payload.
-
-        What they share (an optimizer the parameters of its model) stays shared. The values pass
-        through the kernel as they are, without being rebuilt there.
-
-        Raises:
-            RunError: A name is not there, or its value cannot be pickled or rebuilt.
-        """
-        began = time.perf_counter()
-        pending = self._submit(lambda number: CopyRequest(number, tuple(names)), [])
-        try:
-            pending.wait(lambda _: None)
-            results, failed = collect(pending, 0.0, load=False)
-        finally:
-            self._session.channel.forget(pending)
-        if failed:
-            raise run_error(failed, results, self._session.infos)
-        payload = pending.replies[self._ranks[0]][1]
-        target = RankView(self._session, ranks)
-        given = target._submit(PasteRequest, payload)
-        target._finish(given, self._session.output(), None, began)
-
-    def _submit(self, make: Callable[[int], Request], payload: serialize.Frames) -> Pending:
+    def _submit(
+        self,
+        make: Callable[[int], Request],
+        payload: Payload,
+        progress: Progress | None = None,
+    ) -> Pending:
         self._session.recovery.mend()
-        return self._session.channel.submit(self._ranks, make, payload)
+        try:
+            return self._session.channel.submit(self._ranks, make, payload, progress)
+        except KeyboardInterrupt:
+            raise RunInterrupt(
+                "this was stopped while its data were written to shared memory: nothing was sent."
+            ) from None
 
     def _finish(
-        self, pending: Pending, output: Output, timeout: float | None, began: float
+        self,
+        pending: Pending,
+        output: Output,
+        timeout: float | None,
+        began: float,
+        *,
+        progress: Progress | None = None,
+        steady: bool = False,
     ) -> RankResults[Any]:
         """Wait for a request, handing on its output; make results or an error of its answers."""
         recovery = self._session.recovery
         watch = Watch(recovery, pending, output.notify)
+        is_late = False
         try:
-            self._wait(pending, output, timeout, watch)
+            is_late = self._wait(pending, output, timeout, watch, progress, steady)
             results, failed = collect(pending, time.perf_counter() - began)
             shown = {
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
@@ -273,17 +404,51 @@ class RankView:
         if failed:
             freed = watch.waited if verdict is not None else {}
             raise run_error(failed, results, self._session.infos, freed, problem)
+        if is_late:
+            raise RunInterrupt("this was stopped when it was done already: the variables are set.")
         return results
 
-    def _wait(self, pending: Pending, output: Output, timeout: float | None, watch: Watch) -> None:
-        """Stop, or the end of the time, reaches the ranks before it reaches the caller."""
+    def _wait(
+        self,
+        pending: Pending,
+        output: Output,
+        timeout: float | None,
+        watch: Watch,
+        progress: Progress | None,
+        steady: bool,
+    ) -> bool:
+        """Stop, or the end of the time, reaches the ranks before it reaches the caller.
+
+        Returns:
+            Whether a stop came too late for a steady request.
+        """
+
+        def look() -> None:
+            watch.look()
+            if progress is not None:
+                self._show_transfer(pending, progress)
+
         try:
-            pending.wait(output.write, timeout, watch.look)
+            pending.wait(output.write, timeout, look)
         except KeyboardInterrupt:
+            if steady:
+                with suppress(RunTimeoutError):
+                    pending.wait(output.write, BACK)
+                    return True
             raise RunInterrupt(self._stop(pending, output)) from None
         except RunTimeoutError as error:
             text = self._stop(pending, output)
             raise RunTimeoutError(f"{error} {text[:1].upper()}{text[1:]}") from None
+        return False
+
+    def _show_transfer(self, pending: Pending, progress: Progress) -> None:
+        board = self._session.recovery.launcher.board
+        if board is None:
+            return
+        for rank in pending.ranks:
+            done, total = board.regions[rank].transfer
+            if total:
+                progress(done, total, rank)
 
     def _stop(self, pending: Pending, output: Output) -> str:
         """Interrupt a request and wait a moment for its ranks; gives how that went."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distsession.board import Board
@@ -26,6 +26,7 @@ from distsession.messages import (
     Text,
 )
 from distsession.ranks import RankInfo, ranks_text
+from distsession.segment import Progress, Segment
 from distsession.serialize import Frames
 
 __all__ = [
@@ -33,11 +34,16 @@ __all__ = [
     "Channel",
     "Launcher",
     "OutputMessage",
+    "Payload",
     "Pending",
     "python_command",
 ]
 
 OutputMessage = Text | Display | ClearOutput
+
+Payload = Frames | Mapping[int, Callable[[], Frames]] | Segment
+"""What goes with a request: the same frames for all ranks; for each rank its own, made when it is
+their turn; or memory that all of them share."""
 
 
 LOOK = 0.05
@@ -195,14 +201,22 @@ class Channel(ABC):
 
     @abstractmethod
     def submit(
-        self, ranks: Sequence[int], make: Callable[[int], Request], payload: Frames
+        self,
+        ranks: Sequence[int],
+        make: Callable[[int], Request],
+        payload: Payload,
+        progress: Progress | None = None,
     ) -> Pending:
         """Send a request to some ranks.
 
         Args:
             ranks: Who gets it.
             make: Makes the request from its number.
-            payload: The frames that go with it, the same for all.
+            payload: What goes with it.
+            progress: Is told how much of the payload has been written.
+
+        Raises:
+            SerializationError: The payload does not fit into memory.
         """
 
     @abstractmethod

@@ -15,13 +15,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import zmq
 
-from distsession.cluster.base import Budget, Channel, Pending
+from distsession import segment
+from distsession.cluster.base import Budget, Channel, Payload, Pending
 from distsession.errors import EngineDiedError, SessionStateError
 from distsession.messages import (
     AskStack,
@@ -29,11 +30,12 @@ from distsession.messages import (
     OutputEnd,
     Reply,
     Request,
+    Shared,
     StackReply,
     decode,
     encode,
 )
-from distsession.serialize import Frames
+from distsession.segment import LinkListener, Segment
 
 __all__ = ["SocketChannel"]
 
@@ -79,6 +81,7 @@ class SocketChannel(Channel):
         self._asked = 0
         self._answered = threading.Condition()
         self._agent: Connection | None = None
+        self._links = LinkListener(os.path.join(folder, "memory.sock"))
         self._listener = Listener(os.path.join(folder, "agent.sock"), family="AF_UNIX")
         self._wake_reader, self._wake_writer = os.pipe()
         self._closed = False
@@ -130,27 +133,59 @@ class SocketChannel(Channel):
     def set_identity(self, rank: int, generation: int) -> None:
         """Requests for a rank go to its process of this generation from here on."""
         with self._lock:
+            before = self._identities.get(rank)
+            if before is not None:
+                self._links.drop(before.decode())
             self._identities[rank] = f"{generation}.{rank}".encode()
             self._dead.pop(rank, None)
             self._busy[rank] = set()
 
+    def link(self, ranks: Sequence[int]) -> None:
+        """Take the connections of ranks that have just become ready."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):  # it has died: that is told elsewhere
+                self._links.link(self._identities[rank].decode())
+
     def submit(
-        self, ranks: Sequence[int], make: Callable[[int], Request], payload: Frames
+        self,
+        ranks: Sequence[int],
+        make: Callable[[int], Request],
+        payload: Payload,
+        progress: segment.Progress | None = None,
     ) -> Pending:
-        with self._lock:
-            self._check_open()
-            for rank in ranks:
-                if rank in self._dead:
-                    raise copy.copy(self._dead[rank])  # it may be given notes
-            request = make(next(self._numbers))
-            pending = Pending(request.id, ranks, self.budget)
-            self._pending[request.id] = pending
-            frames = encode(request, payload)
-            is_small = len(frames) == 1
-            for rank in ranks:
-                self._busy[rank].add(request.id)
-                self._route(self._requests, self._identities[rank], frames, is_small=is_small)
+        with contextlib.ExitStack() as stack:
+            # Written before the lock is taken: it may take long, and a stop must not wait for it.
+            parts = _prepare(ranks, payload, progress, stack)
+            with self._lock:
+                self._check_open()
+                for rank in ranks:
+                    if rank in self._dead:
+                        raise copy.copy(self._dead[rank])  # it may be given notes
+                request = make(next(self._numbers))
+                pending = Pending(request.id, ranks, self.budget)
+                self._pending[request.id] = pending
+                encoded: dict[int, list[Any]] = {}
+                for rank in ranks:
+                    part = parts[rank]
+                    if isinstance(part, Segment):
+                        frames = self._hand_over(rank, request, part)
+                    else:
+                        if id(part) not in encoded:
+                            encoded[id(part)] = encode(request, part)
+                        frames = encoded[id(part)]
+                    self._busy[rank].add(request.id)
+                    identity, is_small = self._identities[rank], len(frames) == 1
+                    self._route(self._requests, identity, frames, is_small=is_small)
         return pending
+
+    def _hand_over(self, rank: int, request: Request, part: Segment) -> list[Any]:
+        """Give a rank a segment; gives the frames that tell it so."""
+        try:
+            link = self._links.link(self._identities[rank].decode())
+            return encode(request, link.send(part))
+        except OSError as error:  # if the rank has died, that is told elsewhere
+            log.warning("rank %d does not take shared memory: %s", rank, error)
+            return encode(request, segment.map_private(part.descriptor, part.sizes))
 
     def send_control(self, rank: int, message: Any) -> None:
         with self._lock:
@@ -238,6 +273,8 @@ class SocketChannel(Channel):
                 return
             try:
                 message, payload = decode(frames)
+                if isinstance(payload, Shared):
+                    payload = self._open(payload)
                 self._take(message, payload)
             except MalformedMessage as error:
                 self.malformed += 1
@@ -245,6 +282,12 @@ class SocketChannel(Channel):
             except Exception:
                 self.malformed += 1
                 log.exception("dropped a message that could not be handled")
+
+    def _open(self, shared: Shared) -> Sequence[Any]:
+        # Whoever sends has connected before; if it has been replaced since, nobody waits.
+        link = self._links.link(shared.sender, patience=0.2)
+        with link.receive(shared) as descriptor:
+            return segment.map_private(descriptor, shared.sizes)
 
     def _take(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):
@@ -312,6 +355,26 @@ class SocketChannel(Channel):
                 socket.close(0)
         with contextlib.suppress(FileNotFoundError):  # the agent may have removed the folder
             self._listener.close()
+        self._links.close()
         self._context.destroy(0)
         os.close(self._wake_reader)
         os.close(self._wake_writer)
+
+
+def _prepare(
+    ranks: Sequence[int],
+    payload: Payload,
+    progress: segment.Progress | None,
+    stack: contextlib.ExitStack,
+) -> dict[int, Any]:
+    """What goes to each rank: frames, or a segment, which the stack closes."""
+
+    def prepared(frames: Any) -> Any:
+        offered = segment.offer(frames, progress)
+        return frames if offered is None else stack.enter_context(offered)
+
+    if isinstance(payload, Segment):
+        return dict.fromkeys(ranks, payload)
+    if isinstance(payload, Mapping):
+        return {rank: prepared(payload[rank]()) for rank in ranks}
+    return dict.fromkeys(ranks, prepared(payload))

@@ -15,12 +15,12 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from distsession import serialize
-from distsession.cluster.base import Channel, Launcher, Pending
+from distsession import segment, serialize
+from distsession.cluster.base import Channel, Launcher, Payload, Pending
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -28,7 +28,17 @@ from distsession.errors import (
     SerializationError,
     SessionStateError,
 )
-from distsession.messages import CallRequest, CellRequest, Reply, Request
+from distsession.messages import (
+    AssignRequest,
+    CallRequest,
+    CellRequest,
+    FillRequest,
+    PullRequest,
+    PushRequest,
+    Reply,
+    Request,
+    ShardsRequest,
+)
 from distsession.options import SessionOptions
 from distsession.ranks import RankInfo
 from distsession.serialize import Frames
@@ -42,11 +52,18 @@ class InlineChannel(Channel):
     runs_in_caller = True
 
     def __init__(self, namespace: dict[str, Any]):
+        from distsession.engine.transfer import Transfers
+
         self._numbers = itertools.count(1)
         self._namespace = namespace
+        self._transfers = Transfers(namespace, 0)
 
     def submit(
-        self, ranks: Sequence[int], make: Callable[[int], Request], payload: Frames
+        self,
+        ranks: Sequence[int],
+        make: Callable[[int], Request],
+        payload: Payload,
+        progress: segment.Progress | None = None,
     ) -> Pending:
         from distsession.engine import failure
         from distsession.engine.execute import NOTHING
@@ -57,9 +74,9 @@ class InlineChannel(Channel):
         info = shown = None
         answer: Frames = []
         try:
-            value, shown = self._perform(request, payload)
+            value, shown = self._perform(request, _frames(payload))
             if value is not NOTHING:
-                answer = serialize.dump_value(value, what="the result of rank 0")
+                answer = _copies(serialize.dump_value(value, what="the result of rank 0"))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -71,27 +88,57 @@ class InlineChannel(Channel):
     def _perform(self, request: Request, payload: Frames) -> tuple[Any, Any]:
         from distsession.engine.execute import NOTHING, PlainFront, run_call, run_cell
 
-        if isinstance(request, CellRequest):
-            front = PlainFront()
-            value, show = run_cell(
-                request.source, request.label, self._namespace, front, expression=request.expression
-            )
-            shown = front.render(value) if show and not request.expression else None
-            return (value if request.fetch else NOTHING), shown
-        assert isinstance(request, CallRequest)
-        try:
-            function, args, kwargs = serialize.load(payload)
-        except Exception as error:
-            raise SerializationError(
-                f"the function or its arguments cannot be rebuilt: {error}"
-            ) from error
-        return run_call(function, args, kwargs, self._namespace), None
+        value: Any = NOTHING
+        match request:
+            case CellRequest():
+                front = PlainFront()
+                value, show = run_cell(
+                    request.source,
+                    request.label,
+                    self._namespace,
+                    front,
+                    expression=request.expression,
+                )
+                shown = front.render(value) if show and not request.expression else None
+                return (value if request.fetch else NOTHING), shown
+            case CallRequest():
+                try:
+                    function, args, kwargs = serialize.load(_copies(payload))
+                except Exception as error:
+                    raise SerializationError(
+                        f"the function or its arguments cannot be rebuilt: {error}"
+                    ) from error
+                value = run_call(function, args, kwargs, self._namespace)
+            case PullRequest():
+                value = self._transfers.pull(request.names)
+            case PushRequest():
+                self._transfers.put_aside(_copies(payload))
+            case AssignRequest():
+                self._transfers.assign(request.keep)
+            case ShardsRequest():
+                value = self._transfers.shards(request.name)
+            case FillRequest():
+                (whole,) = payload
+                self._transfers.fill(request.name, request.shape, request.at.get(0), whole)
+        return value, None
 
     def pending(self) -> list[Pending]:
         return []
 
     def forget(self, pending: Pending) -> None:
         pass
+
+
+def _frames(payload: Payload) -> Frames:
+    """The frames for rank 0."""
+    if isinstance(payload, segment.Segment):
+        return segment.map_shared(payload.descriptor, payload.sizes)
+    return payload[0]() if isinstance(payload, Mapping) else payload
+
+
+def _copies(frames: Frames) -> Frames:
+    """As if they had been sent: what is rebuilt from them shares no memory with the original."""
+    return [bytearray(frame) for frame in frames]
 
 
 class InlineLauncher(Launcher):

@@ -206,6 +206,7 @@ class LocalLauncher(Launcher):
         finally:
             if pending is not None:
                 self.channel.forget(pending)
+        self.channel.link(ranks)
         self.is_broken = False
         return self.infos
 

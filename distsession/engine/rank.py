@@ -18,21 +18,21 @@ import signal
 import sys
 import threading
 import time
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import zmq
 
-from distsession import serialize
+from distsession import board as layout
+from distsession import segment, serialize
 from distsession.board import Board
 from distsession.engine import failure, join, rescue, tensors
 from distsession.engine.agent import log_path
 from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
 from distsession.engine.entry import ShellFront, make_shell, register
-from distsession.engine.execute import NOTHING, rebound, run_call, run_cell
+from distsession.engine.execute import NOTHING, run_call, run_cell
 from distsession.engine.group import Groups
 from distsession.engine.process import (
     die_with_parent,
@@ -40,22 +40,27 @@ from distsession.engine.process import (
     redirect_standard_streams,
 )
 from distsession.engine.recorder import Recorder
+from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError, SessionStateError
 from distsession.messages import (
     Abort,
     AskStack,
+    AssignRequest,
     CallRequest,
     CellRequest,
     ControllerInfo,
-    CopyRequest,
     EngineRegistered,
+    FillRequest,
     MalformedMessage,
-    PasteRequest,
+    PullRequest,
+    PushRequest,
     RankFailed,
     RankReady,
     RejoinRequest,
     Reply,
     Request,
+    ShardsRequest,
+    Shared,
     StackReply,
     StartRanks,
     decode,
@@ -112,6 +117,7 @@ class Rank:
         self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
         self._replies = _connect(context, zmq.PUSH, start.folder, "replies")
         self._reply_lock = threading.Lock()
+        self._link = segment.Link.connect(f"{start.folder}/memory.sock", identity.decode())
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
         self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         self._is_leaving = False
@@ -130,7 +136,10 @@ class Rank:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
+        self._transfers = Transfers(self._namespace, rank)
         self._front: ShellFront | None = None
+        serialize.use_reducer(tensors.Tensors)
+        tensors.set_home(self._place.device)
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_terminate)
@@ -180,7 +189,7 @@ class Rank:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def _send(self, message: Any, payload: serialize.Frames | None = None) -> None:
+    def _send(self, message: Any, payload: serialize.Frames | Shared | None = None) -> None:
         frames = encode(message, payload or ())
         with self._reply_lock:
             self._replies.send_multipart(frames, copy=len(frames) == 1)
@@ -235,7 +244,7 @@ class Rank:
     def _handle(self, received: tuple[Request, Any]) -> None:
         request, payload = received
         if request.id in self._refused:
-            self._refuse(request)
+            self._refuse(request, payload)
             return
         self._capture.begin(request.id)
         assert self._front is not None
@@ -243,35 +252,96 @@ class Rank:
         self._recorder.request(request.id)
         self._recorder.forget_stop()
         began = time.perf_counter()
-        value: Any = NOTHING
+        answer: serialize.Frames | Shared | None = None
         shown = error = None
         try:
             with self._interruptor.user_code(request.id):
-                match request:
-                    case CallRequest():
-                        value = self._call(payload)
-                    case CellRequest():
-                        value, shown = self._cell(request)
-                    case RejoinRequest():
-                        self._rejoin(request.generation)
-                    case CopyRequest():
-                        value = self._copy(request.names)
-                    case PasteRequest():
-                        self._paste(serialize.load(payload))
+                value, shown = self._perform(request, payload)
+                del payload
+                duration = time.perf_counter() - began
+                # None, which most functions return, needs no frames.
+                if value is not NOTHING and value is not None:
+                    answer = self._pack(value)
         except _Stop:
             raise
         except BaseException as raised:
-            error = raised
+            error, shown = raised, None
+            duration = time.perf_counter() - began
             if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
                 error = self._recorder.explain(raised)
-        duration = time.perf_counter() - began
         self._front.request(0)
         self._recorder.request(0)
-        self._reply(request, duration, value, shown, error)
+        info = None
+        if error is not None:
+            info = failure.describe(error)
+            answer = failure.pickled(error)
+            failure.forget_frames(error)
+        has_output = self._capture.end(request.id)
+        self._send(Reply(request.id, self._rank, duration, info, shown, has_output), answer)
 
-    def _call(self, payload: Any) -> Any:
+    def _perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
+        """The value of a request, and what of it is to be shown."""
+        shown = None
+        value: Any = NOTHING
+        match request:
+            case CallRequest():
+                value = self._call(self._frames(payload))
+            case CellRequest():
+                value, shown = self._cell(request)
+            case RejoinRequest():
+                self._rejoin(request.generation)
+            case PullRequest():
+                value = self._transfers.pull(request.names)
+            case PushRequest():
+                self._transfers.put_aside(self._frames(payload))
+            case AssignRequest():
+                self._transfers.assign(request.keep)
+            case ShardsRequest():
+                value = self._transfers.shards(request.name)
+            case FillRequest():
+                self._fill(request, payload)
+        return value, shown
+
+    def _fill(self, request: FillRequest, payload: Any) -> None:
+        with self._link.receive(payload) as descriptor:
+            (whole,) = segment.map_shared(descriptor, payload.sizes)
+        self._transfers.fill(request.name, request.shape, request.at.get(self._rank), whole)
+
+    # --- payloads ---------------------------------------------------------------------------------
+
+    def _frames(self, payload: Any) -> Any:
+        """The frames of a request, wherever they are."""
+        if not isinstance(payload, Shared):
+            return payload
+        with self._link.receive(payload) as descriptor:
+            return segment.map_private(descriptor, payload.sizes)
+
+    def _pack(self, value: Any) -> serialize.Frames | Shared:
+        """A value as frames, or in shared memory if it is large."""
+        frames = serialize.dump_value(value, what=f"the result of rank {self._rank}")
         try:
-            function, args, kwargs = serialize.load(payload)
+            offered = segment.offer(frames, self._note_progress)
+            if offered is None:
+                return frames
+            with offered:
+                return self._link.send(offered)
+        except OSError as error:
+            log.warning("a result is sent through a socket: %s", error)
+            return frames
+        finally:
+            self._note_progress(0, 0)
+
+    def _note_progress(self, done: int, total: int) -> None:
+        """Where the kernel sees how much of a large result has been written."""
+        start = self._recorder.region.start
+        self._recorder.words[start + layout.WRITTEN] = done
+        self._recorder.words[start + layout.TO_WRITE] = total
+
+    # --- requests, one by one ---------------------------------------------------------------------
+
+    def _call(self, frames: Any) -> Any:
+        try:
+            function, args, kwargs = serialize.load(frames)
         except Exception as error:
             raise SerializationError(
                 f"the function or its arguments cannot be rebuilt on rank {self._rank}: "
@@ -291,21 +361,6 @@ class Rank:
         )
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
-
-    def _copy(self, names: tuple[str, ...]) -> dict[str, Any]:
-        missing = [name for name in names if name not in self._namespace]
-        if missing:
-            raise NameError(f"rank {self._rank} has no {', '.join(missing)}")
-        return {name: self._namespace[name] for name in names}
-
-    def _paste(self, values: dict[str, Any]) -> None:
-        """Set names. A function of a cell gets this rank's variables for its globals again."""
-        for name, value in values.items():
-            if isinstance(value, FunctionType) and value.__module__ == "__main__":
-                for known, used in value.__globals__.items():
-                    self._namespace.setdefault(known, used)
-                values[name] = rebound(value, self._namespace)
-        self._namespace.update(values)
 
     # --- the process group ------------------------------------------------------------------------
 
@@ -334,8 +389,10 @@ class Rank:
                 rescue.shut_gloo()
             rescue.shut_store(self._place.store_port)
 
-    def _refuse(self, request: Request) -> None:
+    def _refuse(self, request: Request, payload: Any) -> None:
         self._refused.discard(request.id)
+        if isinstance(payload, Shared):
+            self._link.discard(payload)
         error = SessionStateError(
             "this was not run: it waited behind a run that was stopped, or was stopped itself "
             "before it began. Run it again if it is still wanted."
@@ -343,24 +400,6 @@ class Rank:
         self._send(
             Reply(request.id, self._rank, 0.0, failure.describe(error)), failure.pickled(error)
         )
-
-    def _reply(
-        self, request: Request, duration: float, value: Any, shown: Any, error: BaseException | None
-    ) -> None:
-        payload: serialize.Frames = []  # None, which most functions return, needs none
-        if error is None and value is not NOTHING and value is not None:
-            try:
-                what = f"the result of rank {self._rank}"
-                payload = serialize.dump_value(value, what=what, reducer=tensors.for_kernel)
-            except SerializationError as refused:
-                error, shown = refused, None
-        info = None
-        if error is not None:
-            info = failure.describe(error)
-            payload = failure.pickled(error)
-            failure.forget_frames(error)
-        has_output = self._capture.end(request.id)
-        self._send(Reply(request.id, self._rank, duration, info, shown, has_output), payload)
 
     # --- the control thread -----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import distsession
 
 PACKAGE = Path(distsession.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-KERNEL = ("session.py", "view.py", "results.py", "recovery.py", "outcome.py")
+KERNEL = ("session.py", "view.py", "results.py", "recovery.py", "outcome.py", "transfer.py")
 HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
 
 

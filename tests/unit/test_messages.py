@@ -18,26 +18,30 @@ from distsession.messages import (
     AgentFailed,
     AgentReady,
     AskStack,
+    AssignRequest,
     CallRequest,
     CellRequest,
     ClearOutput,
     ControllerInfo,
-    CopyRequest,
     Display,
     EngineRegistered,
     ErrorInfo,
+    FillRequest,
     FrameInfo,
     MalformedMessage,
     Operation,
     OutputEnd,
-    PasteRequest,
     PrepareAgent,
+    PullRequest,
+    PushRequest,
     RankExited,
     RankFailed,
     RankReady,
     RankReport,
     RejoinRequest,
     Reply,
+    ShardsRequest,
+    Shared,
     StackReply,
     StartRanks,
     StopRanks,
@@ -71,9 +75,13 @@ START = StartRanks(
 EXAMPLES: list[Any] = [
     AgentFailed("no such module"),
     AskStack(4),
-    CopyRequest(4, ("model", "optim")),
+    AssignRequest(4, keep=True),
+    FillRequest(4, "x", (4, 3), {0: (0, 0), 1: (2, 0)}),
+    PullRequest(4, ("model", "optim")),
+    Shared("0.1", 3, (10, 2000)),
+    ShardsRequest(4, "x"),
     Operation("all_reduce", "world", (0, 1), 3, "float32 [4], sum", "In[2] line 1", 1.5),
-    PasteRequest(5),
+    PushRequest(5),
     RankReport(0, "running", 2.0, 7, "In[2] line 1", sequences={"world": 3}, stack=(FRAME,)),
     StackReply(1, 4, (FRAME,), "In[3] line 2"),
     AgentReady(HOST),
@@ -125,6 +133,11 @@ def test_a_payload_arrives_frame_by_frame(payload: list[bytes]) -> None:
     message, arrived = decode(encode(CallRequest(1, "f"), payload))
     assert message == CallRequest(1, "f")
     assert list(arrived) == payload
+
+
+def test_a_message_can_say_where_its_payload_is() -> None:
+    shared = Shared("0.1", 3, (10, 2000))
+    assert decode(encode(CallRequest(1, "f"), shared)) == (CallRequest(1, "f"), shared)
 
 
 @given(st.text(), st.integers(0, 2**40), st.text())

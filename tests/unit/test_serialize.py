@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from dataclasses import dataclass
+from pickle import PickleBuffer
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession import serialize
 from distsession.errors import SerializationError
 from distsession.serialize import dump_call, dump_value, load
 
@@ -112,18 +115,23 @@ def test_a_shared_object_is_still_shared() -> None:
     assert first is second
 
 
-def test_a_reducer_is_asked_first() -> None:
+def test_a_reducer_is_asked_first_and_gives_the_memory_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Tensor:
         pass
 
-    def as_text(obj: Any) -> Any:
-        return (str, ("a tensor",)) if isinstance(obj, Tensor) else NotImplemented
+    class AsText:
+        def __call__(self, obj: Any) -> Any:
+            return (str, ("a tensor",)) if isinstance(obj, Tensor) else NotImplemented
 
-    frames = dump_value({"w": Tensor(), "n": 1}, what="the result", reducer=as_text)
-    assert load(frames) == {"w": "a tensor", "n": 1}
+        def finish(self, buffers: Any) -> list[Any]:
+            return [bytes(buffer.raw()).upper() for buffer in buffers]
 
-
-# --- what cannot be sent --------------------------------------------------------------------------
+    monkeypatch.setattr(serialize, "_make_reducer", AsText)
+    monkeypatch.setitem(sys.modules, "torch", sys)  # only asked if there are tensors at all
+    frames = dump_value({"w": Tensor(), "n": 1, "b": PickleBuffer(b"abc")}, what="the result")
+    assert load(frames) == {"w": "a tensor", "n": 1, "b": b"ABC"}
 
 
 def refusal(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -197,3 +205,22 @@ def test_data_nested_too_deeply_is_refused_and_not_fatal() -> None:
         deep = [deep]
     with pytest.raises(SerializationError, match="the list cannot be sent"):
         dump_value(deep, what="the list")
+
+
+def test_an_array_that_arrived_can_be_changed() -> None:
+    arrived = there(np.zeros(10))
+    arrived += 1
+    assert arrived.sum() == 10
+
+
+def test_the_part_at_fault_is_named_by_its_path() -> None:
+    cfg = Config([1, {}, threading.Lock()])
+    with pytest.raises(
+        SerializationError, match=r"^cfg\.hooks\[2\] cannot be sent: a _thread.lock"
+    ):
+        dump_value(cfg, what="cfg", path="cfg")
+
+
+@dataclass
+class Config:
+    hooks: list[Any]

@@ -1,0 +1,169 @@
+"""A rank's side of push, pull, scatter and gather.
+
+Runs in: an engine.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from distsession import serialize
+from distsession.engine.execute import rebound
+from distsession.errors import SerializationError
+
+__all__ = ["Shards", "Transfers"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What a rank holds of something that is spread over the ranks.
+
+    Attributes:
+        kind: ``"tensor"``, ``"array"``, ``"list"`` or ``"sharded"``; anything else is the name of
+            a type that cannot be put together.
+        dtype: torch's or numpy's.
+        shape: Of this rank's part; of the whole, if ``kind`` is ``"sharded"``.
+        elements: How many of the whole this rank writes.
+    """
+
+    kind: str
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+    elements: int = 0
+
+
+class Transfers:
+    """Moves values in and out of a namespace.
+
+    Args:
+        namespace: The variables of a rank.
+        rank: Its number.
+    """
+
+    def __init__(self, namespace: dict[str, Any], rank: int):
+        self._namespace = namespace
+        self._rank = rank
+        self._aside: dict[str, Any] = {}
+
+    # --- pull -------------------------------------------------------------------------------------
+
+    def pull(self, names: Sequence[str]) -> dict[str, Any]:
+        """The values of names, which may be those of parts (``"model.weight"``)."""
+        return {name: self.find(name) for name in names}
+
+    def find(self, name: str) -> Any:
+        """What a name stands for. Nothing is called or computed.
+
+        Raises:
+            NameError: There is no such variable.
+            ValueError: It is no name.
+        """
+        try:
+            node = ast.parse(name.strip(), mode="eval").body
+        except SyntaxError:
+            node = ast.Constant(0)
+        return self._value(node, name)
+
+    def _value(self, node: ast.AST, name: str) -> Any:
+        match node:
+            case ast.Name(id=variable):
+                if variable not in self._namespace:
+                    raise NameError(f"name {variable!r} is not defined")
+                return self._namespace[variable]
+            case ast.Attribute(value=inner, attr=attribute):
+                return getattr(self._value(inner, name), attribute)
+            case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
+                return self._value(inner, name)[key]
+            case ast.Subscript(
+                value=inner, slice=ast.UnaryOp(ast.USub(), ast.Constant(value=int(key)))
+            ):
+                return self._value(inner, name)[-key]
+        raise ValueError(
+            f"{name!r} is no name of a variable or of a part of one, such as model.weight or "
+            "losses[-1]: an expression goes to session.evaluate() or %distributed."
+        )
+
+    # --- push -------------------------------------------------------------------------------------
+
+    def put_aside(self, payload: Sequence[Any]) -> None:
+        """Rebuild values, to be assigned or dropped later."""
+        self._aside = {}
+        try:
+            self._aside = serialize.load(payload)
+        except Exception as error:
+            raise SerializationError(
+                f"what was pushed cannot be rebuilt: {type(error).__name__}: {error}. A module "
+                "that only the notebook has must be on sys.path of the ranks, too."
+            ) from error
+
+    def assign(self, keep: bool) -> None:
+        """Set the names to what was put aside, or forget it.
+
+        A function of a cell gets this rank's variables for its globals again.
+        """
+        values, self._aside = self._aside, {}
+        if not keep:
+            return
+        for name, value in values.items():
+            if isinstance(value, FunctionType) and value.__module__ == "__main__":
+                for known, used in value.__globals__.items():
+                    self._namespace.setdefault(known, used)
+                values[name] = rebound(value, self._namespace)
+        self._namespace.update(values)
+
+    # --- gather -----------------------------------------------------------------------------------
+
+    def shards(self, name: str) -> Shards:
+        """Which part of the whole this rank has."""
+        value = self.find(name)
+        torch = sys.modules.get("torch")
+        numpy = sys.modules.get("numpy")
+        if torch is not None and isinstance(value, torch.Tensor):
+            if hasattr(value, "full_tensor"):
+                from distsession.engine.sharded import elements
+
+                return Shards("sharded", value.dtype, tuple(value.shape), elements(value))
+            if value.layout != torch.strided or value.is_quantized or value.is_nested:
+                return Shards(f"{type(value).__name__} that is quantized, nested or sparse")
+            return Shards("tensor", value.dtype, tuple(value.shape), value.numel())
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            if value.dtype.hasobject:
+                return Shards("numpy array of Python objects")
+            return Shards("array", value.dtype, value.shape, value.size)
+        if isinstance(value, list):
+            return Shards("list", None, (len(value),), len(value))
+        return Shards(type(value).__name__)
+
+    def fill(self, name: str, shape: Sequence[int], at: Sequence[int] | None, whole: Any) -> None:
+        """Write this rank's part into the whole.
+
+        Args:
+            name: Of the part.
+            shape: Of the whole.
+            at: Where the part begins; None for a sharded tensor, which knows.
+            whole: Memory for all of it.
+        """
+        value = self.find(name)
+        if at is None:
+            from distsession.engine.sharded import write
+
+            write(value, _tensor_over(whole, value.dtype, shape))
+            return
+        window = tuple(slice(a, a + n) for a, n in zip(at, value.shape, strict=True))
+        if type(value).__module__.partition(".")[0] == "numpy":
+            import numpy
+
+            numpy.frombuffer(whole, value.dtype).reshape(shape)[window] = value
+        else:
+            _tensor_over(whole, value.dtype, shape)[window].copy_(value.detach())
+
+
+def _tensor_over(memory: Any, dtype: Any, shape: Sequence[int]) -> Any:
+    from distsession.engine.tensors import over
+
+    return over(memory, dtype, shape)

@@ -1,0 +1,327 @@
+"""Payloads in memory that the processes of one host share.
+
+Runs in: both.
+
+A segment is memory without a name (memfd_create(2)). Its sender writes every byte once and hands
+the descriptor over through a unix socket; each receiver maps it copy-on-write, so that what one
+changes nobody else sees. The system frees it with the last descriptor or mapping, whoever was
+killed before. Nobody else can open it, and the size of /dev/shm does not matter to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from distsession.errors import SerializationError
+from distsession.messages import Shared
+
+__all__ = [
+    "THRESHOLD",
+    "Link",
+    "LinkListener",
+    "Segment",
+    "map_private",
+    "map_shared",
+    "nbytes",
+    "offer",
+]
+
+log = logging.getLogger(__name__)
+
+THRESHOLD = 64 << 10
+"""Bytes of a payload from which it goes through a segment. Below, copying it into messages to four
+ranks is faster than what a segment costs by itself, about 0.1 ms (``make bench``, row moving)."""
+
+CHUNK = 16 << 20
+"""Bytes that are written between two looks at whether to stop."""
+
+ASK_MEMORY = 64 << 20
+"""Bytes of a payload from which it is first asked whether there is room for it."""
+
+PATIENCE = 5.0
+"""Seconds that the other end of a link may take to do its part."""
+
+_ALIGN = 64
+_HEAD = struct.Struct("<q")
+_has_warned = False
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of how many have been written."""
+
+
+def nbytes(frames: Sequence[Any]) -> int:
+    """Bytes of some frames together."""
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
+def _offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each frame begins and ends; a tensor's memory has to be aligned."""
+    at = 0
+    for size in sizes:
+        yield at, at + size
+        at += -(-size // _ALIGN) * _ALIGN
+
+
+def _length(sizes: Sequence[int]) -> int:
+    return max((end for _, end in _offsets(sizes)), default=0)
+
+
+class Segment:
+    """Memory that can be handed to other processes, as long as its descriptor is open.
+
+    Args:
+        sizes: Bytes of each of its frames.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = tuple(sizes)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.descriptor = os.memfd_create("distsession", flags)
+        try:
+            os.ftruncate(self.descriptor, _length(sizes))
+            # A receiver could otherwise be killed by SIGBUS where the memory has become shorter.
+            self._seal(fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        except BaseException:
+            self.close()
+            raise
+
+    def _seal(self, seals: int) -> None:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+
+    def write(self, frames: Sequence[Any], progress: Progress | None = None) -> None:
+        """Write all frames; nothing can change them from then on."""
+        total, done = nbytes(frames), 0
+        for frame, (at, _) in zip(frames, _offsets(self.sizes), strict=True):
+            rest = memoryview(frame).cast("B") if memoryview(frame).nbytes else memoryview(b"")
+            while rest:
+                written = os.pwrite(self.descriptor, rest[:CHUNK], at)
+                rest, at, done = rest[written:], at + written, done + written
+                if progress is not None:
+                    progress(done, total)
+        self._seal(fcntl.F_SEAL_WRITE)
+
+    def close(self) -> None:
+        """Let go of it; who has mapped it keeps it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def offer(frames: Sequence[Any], progress: Progress | None = None) -> Segment | None:
+    """A segment with these frames; None where they are better sent through a socket.
+
+    Raises:
+        SerializationError: They do not fit into the memory of this machine.
+    """
+    total = nbytes(frames)
+    if total < THRESHOLD:
+        return None
+    if total >= ASK_MEMORY:
+        room = available_memory()
+        if total > room:
+            raise SerializationError(
+                f"{_size(total)} cannot be sent: only {_size(room)} of memory are free on this "
+                "machine. Send it in parts, or have each rank load or make its own."
+            )
+    segment = None
+    try:
+        segment = Segment([memoryview(frame).nbytes for frame in frames])
+        segment.write(frames, progress)
+    except OSError as error:
+        if segment is not None:
+            segment.close()
+        _warn(error)
+        return None
+    except BaseException:
+        if segment is not None:
+            segment.close()
+        raise
+    return segment
+
+
+def _warn(error: OSError) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        log.warning(
+            "shared memory cannot be had (%s): tensors are sent through sockets, which is slower. "
+            "`distsession doctor` says what this machine lacks.",
+            error,
+        )
+
+
+def available_memory() -> int:
+    """Bytes that can be taken before this machine, or its container, is out of memory."""
+    room = sys.maxsize
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                room = int(line.split()[1]) << 10
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int(_read(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+        room = min(room, limit - used)
+    return max(0, room)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _size(count: float) -> str:
+    units = ["B", "kB", "MB", "GB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.3g} {units[0]}"
+
+
+def map_private(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
+    """The frames of a segment, to read and to change, seen by this process alone."""
+    return _map(descriptor, sizes, mmap.MAP_PRIVATE)
+
+
+def map_shared(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
+    """The frames of a segment; what is written to them all others see."""
+    return _map(descriptor, sizes, mmap.MAP_SHARED)
+
+
+def _map(descriptor: int, sizes: Sequence[int], flags: int) -> list[memoryview]:
+    length = _length(sizes)
+    if not length:
+        return [memoryview(b"") for _ in sizes]
+    # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
+    extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    whole = memoryview(mmap.mmap(descriptor, length, flags=flags, **extra))
+    return [whole[begin:end] for begin, end in _offsets(sizes)]
+
+
+class Link:
+    """Carries descriptors to one process, each with a number by which a message refers to it.
+
+    A receiver may skip numbers (of a message that was never sent, or is of no interest): the
+    memory of those is let go.
+    """
+
+    def __init__(self, connection: socket.socket, sender: str):
+        connection.settimeout(PATIENCE)
+        self._socket = connection
+        self._sender = sender
+        self._numbers = itertools.count(1)
+        self._last = 0
+
+    @classmethod
+    def connect(cls, path: str, sender: str) -> Link:
+        """Open the link of a rank to the kernel.
+
+        Args:
+            path: Where a :class:`LinkListener` listens.
+            sender: Name of this process.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(path)
+            connection.send(sender.encode())
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, sender)
+
+    def send(self, segment: Segment) -> Shared:
+        """Hand a segment over; gives what a message says of it.
+
+        Raises:
+            OSError: The other end is gone, or does not read.
+        """
+        number = next(self._numbers)
+        socket.send_fds(self._socket, [_HEAD.pack(number)], [segment.descriptor])
+        return Shared(self._sender, number, segment.sizes)
+
+    @contextlib.contextmanager
+    def receive(self, shared: Shared) -> Iterator[int]:
+        """The descriptor of what a message refers to, while the context lasts.
+
+        Raises:
+            OSError: It has not come.
+        """
+        while self._last < shared.number:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
+            if not data or not descriptors:
+                raise ConnectionError("the link for shared memory was closed")
+            (self._last,) = _HEAD.unpack(data)
+            try:
+                if self._last == shared.number:
+                    yield descriptors[0]
+                    return
+            finally:
+                os.close(descriptors[0])
+        raise ConnectionError("the link for shared memory has nothing of that number")
+
+    def discard(self, shared: Shared) -> None:
+        """Let go of what a message refers to that nobody wants."""
+        with contextlib.suppress(OSError), self.receive(shared):
+            pass
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class LinkListener:
+    """The kernel's end of the links of all ranks.
+
+    Args:
+        path: Of a socket in a folder that only this user can open.
+    """
+
+    def __init__(self, path: str):
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(path)
+        self._listener.listen(4096)
+        self._links: dict[str, Link] = {}
+        self._lock = threading.Lock()
+
+    def link(self, sender: str, patience: float = PATIENCE) -> Link:
+        """The link of a process that has connected, or does so within ``patience`` seconds.
+
+        Raises:
+            OSError: It has not.
+        """
+        deadline = time.monotonic() + patience
+        with self._lock:
+            while sender not in self._links:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                connection, _ = self._listener.accept()
+                connection.settimeout(PATIENCE)
+                name = connection.recv(100).decode()
+                self._links[name] = Link(connection, name)
+            return self._links[sender]
+
+    def drop(self, sender: str) -> None:
+        """A process is gone."""
+        link = self._links.pop(sender, None)
+        if link is not None:
+            link.close()
+
+    def close(self) -> None:
+        for sender in list(self._links):
+            self.drop(sender)
+        self._listener.close()
