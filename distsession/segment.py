@@ -208,7 +208,7 @@ def map_shared(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
 def _map(descriptor: int, sizes: Sequence[int], flags: int) -> list[memoryview]:
     length = _length(sizes)
     if not length:
-        return [memoryview(b"") for _ in sizes]
+        return [memoryview(bytearray()) for _ in sizes]
     # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
     extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     whole = memoryview(mmap.mmap(descriptor, length, flags=flags, **extra))

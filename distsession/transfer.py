@@ -13,7 +13,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from distsession import serialize
-from distsession.errors import DistsessionError, OptionsError, SerializationError, SessionStateError
+from distsession.errors import (
+    DistsessionError,
+    OptionsError,
+    RunError,
+    SerializationError,
+    SessionStateError,
+)
 from distsession.messages import (
     AssignRequest,
     FillRequest,
@@ -133,12 +139,21 @@ def pull(view: RankView, names: Sequence[str]) -> RankResults[Any]:
             raise OptionsError(f'pull() takes names, such as pull("x"), not {name!r}.')
     if not names:
         raise OptionsError('pull() takes at least one name, such as pull("x").')
-    results = view.ask(lambda number: PullRequest(number, tuple(names)), [], verb="bringing")
+    try:
+        results = view.ask(lambda number: PullRequest(number, tuple(names)), [], verb="bringing")
+    except RunError as error:
+        error.results = _values(names, error.results)
+        raise
+    return _values(names, results)
+
+
+def _values(names: Sequence[str], results: Mapping[int, Any]) -> RankResults[Any]:
+    """What the ranks answered; of a single name its values alone."""
+    assert isinstance(results, RankResults)
     if len(names) > 1:
         return results
-    (name,) = names
     return RankResults(
-        {rank: values[name] for rank, values in results.items()},
+        {rank: values[names[0]] for rank, values in results.items()},
         duration=results.duration,
         durations=results.durations,
     )

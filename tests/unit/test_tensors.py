@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,8 @@ DTYPES = [
 
 
 @pytest.fixture(autouse=True)
-def _reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _reducer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serialize, "_make_reducer", Tensors)
-    yield
 
 
 def frames_of(value: Any) -> list[Any]:
@@ -45,8 +43,9 @@ def sent(value: Any) -> int:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Its elements as bytes, so that NaN and float8 can be compared."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).tolist()) if len(flat) else b""
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    flat.view(tensor.shape).copy_(tensor.detach())
+    return bytes(flat.view(torch.uint8).tolist())
 
 
 @st.composite

@@ -1,0 +1,477 @@
+"""Moving tensors between the notebook and the ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distsession import RunError, Session, segment, transfer
+from distsession.errors import (
+    OptionsError,
+    RunInterrupt,
+    SerializationError,
+    SessionStateError,
+)
+from tests.integration.conftest import Recorder
+from tests.unit.test_tensors import nested, same
+
+LARGE = 300_000  # elements, well above what goes with a message
+
+
+@pytest.fixture(scope="module")
+def four() -> Any:
+    with Session(4) as session:
+        yield session
+
+
+def segments(pid: int | str = "self") -> int:
+    """Mappings of shared payloads in a process."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:distsession (")
+
+
+# --- push and pull --------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(nested, st.booleans())
+def test_what_arrives_equals_what_was_sent_on_every_rank_and_back(
+    four: Session, value: Any, is_large: bool
+) -> None:
+    if is_large:
+        value = {"value": value, "ballast": torch.arange(LARGE)}
+    four.push(sent=value)
+    back = four.pull("sent")
+    assert back.ranks == (0, 1, 2, 3)
+    for arrived in back.values():
+        assert same(arrived, value)
+    (fold,) = set(four.evaluate("str(sent)").values())
+    assert fold == str(value)
+
+
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_a_change_on_one_rank_changes_nothing_elsewhere(session: Session, size: int) -> None:
+    here = torch.ones(size)
+    session.push(x=here)
+    session.execute("x += rank + 1")
+    here[0] = 77.0
+    back = session.pull("x")
+    assert [float(back[rank][0]) for rank in (0, 1)] == [2.0, 3.0]
+    back[0][0] = 5.0
+    assert float(session[0].pull("x")[0][0]) == 2.0
+
+
+def test_names_are_set_by_keyword_and_by_dict_and_on_some_ranks(session: Session) -> None:
+    session.push({"a": 1, "self": 2}, b=3)
+    assert session.pull("a", "self", "b")[1] == {"a": 1, "self": 2, "b": 3}
+    session[1].push(a=10)
+    assert dict(session.pull("a")) == {0: 1, 1: 10}
+
+
+def test_parts_are_pulled_by_their_path(session: Session) -> None:
+    session.execute("model = torch.nn.Linear(2, 2); losses = [1.5, 2.5]; by = {'k': {-1: 4}}")
+    weight = session.pull("model.weight")
+    assert isinstance(weight[0], torch.nn.Parameter)
+    assert session.pull("losses[-1]").values()
+    assert list(session.pull("losses[-1]").values()) == [2.5, 2.5]
+    assert session.pull("by['k'][-1]")[0] == 4
+
+
+def test_what_values_share_is_shared_there(session: Session) -> None:
+    model = torch.nn.Linear(300, 300)
+    session.push(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+    session.execute(
+        "model(torch.ones(1, 300)).sum().backward(); before = model.weight.clone(); "
+        "optimizer.step(); moved = (before - model.weight).abs().min().item()"
+    )
+    assert session.pull("moved")[0] == pytest.approx(0.5)
+
+
+def test_arguments_and_results_take_the_same_road(session: Session) -> None:
+    x = torch.arange(LARGE)
+
+    def double(t: torch.Tensor) -> torch.Tensor:
+        with open("/proc/self/maps") as maps:
+            assert "memfd:distsession (" in maps.read()
+        return t * 2
+
+    results = session.run(double, x)
+    assert torch.equal(results[1], x * 2)
+    assert segments() == 2
+    del results
+    gc.collect()
+    assert segments() == 0
+
+
+def test_numpy_arrays_and_tables_travel_too(session: Session) -> None:
+    frame = pandas.DataFrame({"a": np.arange(LARGE), "b": np.ones(LARGE), "c": ["x"] * LARGE})
+    table = pyarrow.table({"n": list(range(1000))})
+    arrays = [np.arange(LARGE), np.arange(12).reshape(3, 4)[:, ::2], np.array(["a", None])]
+    session.push(frame=frame, table=table, arrays=arrays)
+    assert session.pull("frame")[1].equals(frame)
+    assert session.pull("table")[0].equals(table)
+    for arrived, sent in zip(session.pull("arrays")[1], arrays, strict=True):
+        np.testing.assert_array_equal(arrived, sent)
+    arrived = session.pull("arrays")[0][0]
+    arrived += 1
+    assert arrived[0] == 1
+
+
+def test_memory_is_given_back_with_the_last_holder(session: Session) -> None:
+    pids = [info.pid for info in session.infos]
+    session.execute("import gc; gc.collect()")
+    before = [segments(pid) for pid in pids], segments()
+    opened = len(os.listdir("/proc/self/fd"))
+    session.push(held=torch.zeros(LARGE))
+    back = session.pull("held")
+    assert [segments(pid) for pid in pids] == [count + 1 for count in before[0]]
+    del back
+    session.execute("del held")
+    gc.collect()
+    assert ([segments(pid) for pid in pids], segments()) == before
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_killed_rank_leaves_nothing(start: Callable[..., Session]) -> None:
+    def shared_kb() -> int:
+        with open("/proc/meminfo") as meminfo:
+            return next(int(line.split()[1]) for line in meminfo if line.startswith("Shmem:"))
+
+    session = start(2)
+    before = shared_kb()
+    session.push(x=torch.zeros(25_000_000))
+    assert shared_kb() > before + 90_000
+    for info in session.infos:
+        os.kill(info.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while shared_kb() > before + 30_000 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert shared_kb() < before + 30_000
+    session.restart()
+    session.push(x=torch.ones(LARGE))
+    assert session.pull("x")[1].sum() == LARGE
+
+
+def test_the_kernel_holds_one_copy_of_what_it_sends(session: Session) -> None:
+    code = """
+import resource, torch
+from distsession import Session
+x = torch.ones(50_000_000)
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+with Session(2) as session:
+    session.push(y=torch.ones(100_000))
+    session.pull("y")
+    before = anonymous()
+    session.push(x=x)
+    results = session.pull("x")
+    print((anonymous() - before) // 1000)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert int(done.stdout) < 20  # of 200 MB
+
+
+# --- scatter and gather ---------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    data=st.data(),
+    is_array=st.booleans(),
+)
+def test_what_is_scattered_is_gathered_again(
+    four: Session, shape: list[int], data: st.DataObject, is_array: bool
+) -> None:
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    whole: Any = torch.arange(int(np.prod(shape))).reshape(shape)
+    whole = whole.numpy() if is_array else whole
+    four.scatter("part", whole, dim)
+    parts = four.pull("part")
+    sizes = [part.shape[dim] for part in parts.values()]
+    assert sum(sizes) == shape[dim]
+    assert max(sizes) - min(sizes) <= 1
+    back = four.gather("part", dim)
+    assert type(back) is type(whole)
+    assert back.dtype == whole.dtype
+    assert back.tolist() == whole.tolist()
+    assert back.shape == whole.shape
+
+
+def test_a_large_tensor_is_scattered_and_gathered(four: Session) -> None:
+    whole = torch.randn(1001, 503, dtype=torch.float64)
+    for dim in (0, 1):
+        four.scatter("part", whole, dim=dim)
+        assert torch.equal(four.gather("part", dim=dim), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+def test_any_dtype_is_gathered(session: Session, dtype: torch.dtype) -> None:
+    whole = torch.tensor([0.0, 1.0, 1.0]).to(dtype)
+    session.scatter("part", whole)
+    back = session.gather("part")
+    assert back.dtype == dtype
+    assert back.float().tolist() == [0.0, 1.0, 1.0]
+
+
+def test_sizes_can_be_given(four: Session) -> None:
+    four.scatter("part", torch.arange(6), sizes=[0, 1, 5, 0])
+    assert [len(part) for part in four.pull("part").values()] == [0, 1, 5, 0]
+    assert four.gather("part").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_lists_are_scattered_and_gathered(four: Session) -> None:
+    four.scatter("names", ["a", "b", "c", "d", "e"])
+    assert four.pull("names")[0] == ["a", "b"]
+    assert four.gather("names") == ["a", "b", "c", "d", "e"]
+
+
+def test_a_parameter_is_gathered_without_its_gradient(session: Session) -> None:
+    session.execute("model = torch.nn.Linear(2, 2).requires_grad_()")
+    back = session.gather("model.weight")
+    assert back.shape == (4, 2)
+    assert not back.requires_grad
+
+
+SHARDED = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+whole = torch.arange(35.).reshape(7, 5)
+flat = init_device_mesh("cpu", (4,))
+square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+rows = distribute_tensor(whole, flat, [Shard(0)])
+columns = distribute_tensor(whole, flat, [Shard(1)])
+copies = distribute_tensor(whole, flat, [Replicate()])
+both = distribute_tensor(whole, square, [Shard(0), Shard(1)])
+hybrid = distribute_tensor(whole, square, [Replicate(), Shard(0)])
+twice = distribute_tensor(whole, square, [Shard(0), Shard(0)])
+sums = DTensor.from_local(whole / 4, flat, [Partial()])
+"""
+
+
+def test_a_sharded_tensor_is_gathered_in_full(four: Session) -> None:
+    four.execute(SHARDED)
+    whole = torch.arange(35.0).reshape(7, 5)
+    for name in ("rows", "columns", "copies", "both", "hybrid", "twice", "sums"):
+        back = four.gather(name)
+        assert type(back) is torch.Tensor
+        assert torch.equal(back, whole), name
+
+
+def test_the_parameters_of_a_sharded_model_are_gathered(four: Session) -> None:
+    four.execute(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Linear(10, 9)\n"
+        "reference = model.weight.detach().clone()\n"
+        "fully_shard(model)"
+    )
+    assert torch.equal(four.gather("model.weight"), four.pull("reference")[0])
+    # Nobody has ever had more than its part: 3 of 9 rows at most.
+    assert max(four.evaluate("len(model.weight.to_local())").values()) == 3
+
+
+def test_a_sharded_tensor_needs_all_ranks_of_its_mesh(four: Session) -> None:
+    four.execute(SHARDED)
+    with pytest.raises(SessionStateError, match=r"ranks 0-1 hold 20 of its 35 elements"):
+        four[:2].gather("rows")
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_not_there_is_said_with_the_ranks(session: Session) -> None:
+    session[0].push(only_there=1)
+    with pytest.raises(RunError, match=r"NameError on rank 1: name 'only_there' is not defined"):
+        session.pull("only_there")
+    with pytest.raises(RunError, match=r"on ranks 0-1: name 'nowhere' is not defined"):
+        session.gather("nowhere")
+
+
+@pytest.mark.parametrize("name", ["1 + 1", "f()", "x; y", "import os", "", "a[b]"])
+def test_pull_computes_nothing(session: Session, name: str) -> None:
+    session.execute("a = b = f = 1")
+    with pytest.raises(RunError, match=r"is no name of a variable"):
+        session.pull(name)
+
+
+@pytest.mark.parametrize("names", [{"a.b": 1}, {"1a": 1}, {3: 1}])
+def test_push_takes_names_of_variables(session: Session, names: Any) -> None:
+    with pytest.raises(OptionsError, match=r"is no name of one"):
+        session.push(names)
+
+
+def test_what_cannot_be_pickled_is_named_by_its_path_and_nothing_changes(session: Session) -> None:
+    session.push(a=1, cfg=1)
+    with pytest.raises(SerializationError, match=r"^cfg\['hooks'\]\[2\] cannot be sent: a _thread"):
+        session.push(a=2, cfg={"hooks": [1, 2, threading.Lock()]})
+    assert session.pull("a", "cfg")[0] == {"a": 1, "cfg": 1}
+
+
+def test_what_one_rank_cannot_rebuild_changes_nothing_on_any(session: Session) -> None:
+    class Fragile:
+        def __reduce__(self) -> Any:
+            return _on_rank_zero_only, ()
+
+    session.push(a=1)
+    with pytest.raises(RunError, match=r"what was pushed cannot be rebuilt: RuntimeError: not on"):
+        session.push(a=Fragile(), other=2)
+    assert session.pull("a").values()
+    assert dict(session.pull("a")) == {0: 1, 1: 1}
+    assert session.evaluate("'other' in globals()")[0] is False
+
+
+def test_what_a_rank_cannot_pickle_is_an_error_of_that_rank(session: Session) -> None:
+    session.execute("import threading; held = [1, threading.Lock()] if rank else [1]")
+    with pytest.raises(RunError, match=r"on rank 1.*cannot be sent") as caught:
+        session.pull("held")
+    assert caught.value.results[0] == [1]
+
+
+@pytest.mark.parametrize(
+    ("value", "dim", "message"),
+    [
+        (torch.ones(3), 1, r"it has 1 dimensions, of shape \[3\]"),
+        (torch.tensor(3.0), 0, r"it has 0 dimensions"),
+        ([1, 2], 1, r"a list has dimension 0 alone"),
+        ({"a": 1}, 0, r"splits a tensor, a numpy array, a list or a tuple, not a dict"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    session: Session, value: Any, dim: int, message: str
+) -> None:
+    with pytest.raises(OptionsError, match=message):
+        session.scatter("x", value, dim)
+
+
+def test_sizes_that_do_not_fit_are_refused(session: Session) -> None:
+    with pytest.raises(OptionsError, match=r"sizes=\[1, 1\] gives 2 to 2 ranks, and there are 2"):
+        session.scatter("x", torch.ones(3), sizes=[1, 1])
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = torch.ones(rank + 1, rank + 1)", r"only the sizes along dim 0 may differ \(rank 0"),
+        ("x = torch.ones(2).to([torch.int8, torch.int16][rank])", r"the dtypes differ"),
+        ("x = torch.ones(2) if rank else [1]", r"the ranks hold different things"),
+        ("x = {'a': 1}", r"joins tensors, numpy arrays or lists, not what the ranks hold \(a dict"),
+        ("x = torch.ones(3).to_sparse()", r"quantized, nested or sparse"),
+    ],
+)
+def test_what_does_not_fit_together_is_not_joined(
+    session: Session, code: str, message: str
+) -> None:
+    session.execute(code)
+    with pytest.raises(SessionStateError, match=message):
+        session.gather("x")
+
+
+def test_a_dimension_that_is_not_there_is_refused(session: Session) -> None:
+    session.push(x=torch.ones(2))
+    with pytest.raises(OptionsError, match=r"gather\('x', dim=1\): on rank 0 it has 1 dimensions"):
+        session.gather("x", dim=1)
+
+
+def test_a_payload_beyond_all_memory_is_refused_and_nothing_changes(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.push(x=1)
+    monkeypatch.setattr(segment, "ASK_MEMORY", 1000)
+    monkeypatch.setattr(segment, "available_memory", lambda: 1000)
+    with pytest.raises(SerializationError, match=r"only 1 kB of memory are free"):
+        session.push(x=torch.ones(LARGE))
+    assert session.pull("x")[0] == 1
+
+
+def test_without_shared_memory_everything_works_all_the_same(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "offer", lambda *_: None)
+    session.execute("from distsession import segment; segment.offer = lambda *_: None")
+    try:
+        x = torch.arange(LARGE)
+        session.push(x=x)
+        back = session.pull("x")[1]
+        assert segments() == 0
+        assert torch.equal(back, x)
+        back += 1
+    finally:
+        session.restart()
+
+
+def test_a_stop_before_anything_is_sent_leaves_the_names(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.push(x=1)
+
+    class Impatient(transfer.Progress):
+        def __call__(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("distsession.view.Progress", Impatient)
+    with pytest.raises(RunInterrupt, match="nothing was sent"):
+        session.push(x=torch.ones(LARGE))
+    assert session.pull("x")[1] == 1
+
+
+def test_a_stop_while_ranks_answer_leaves_the_session_usable(session: Session) -> None:
+    session.execute(
+        "import time\nclass Slow:\n    def __reduce__(self):\n        time.sleep(30)\nslow = Slow()"
+    )
+    threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(RunInterrupt):
+        session.pull("slow")
+    assert time.monotonic() - began < 10
+    session.push(x=3)
+    assert session.pull("x")[0] == 3
+
+
+def test_a_long_transfer_shows_how_far_it_is(
+    session: Session, output: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "SHOW_AFTER", 0.0)
+    monkeypatch.setattr(transfer, "SHOW_EVERY", 0.0)
+    monkeypatch.setattr(segment, "CHUNK", 1 << 20)
+    session.push(x=torch.ones(LARGE * 10))
+    shown = [text for text in output.notices if text.startswith("sending")]
+    assert len(shown) > 5
+    assert "[########################] 12 of 12 MB" in shown[-1]
+
+
+def test_a_session_in_this_process_moves_tensors_too(start: Callable[..., Session]) -> None:
+    session = start(launcher="inline")
+    x = torch.arange(12.0).reshape(3, 4)
+    session.push(x=x, cfg={"a": [x]})
+    session.execute("x += 1")
+    assert x[0, 0] == 0
+    assert session.pull("x")[0][0, 0] == 1
+    session.scatter("y", x, dim=1)
+    assert torch.equal(session.gather("y", dim=1), x)
+    with pytest.raises(RunError, match="NameError"):
+        session.pull("z")
+
+
+def _on_rank_zero_only() -> int:
+    if os.environ.get("RANK") != "0":
+        raise RuntimeError("not on this rank")
+    return 5
