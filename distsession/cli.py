@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distsession import render
+from distsession import render, segment
 from distsession.errors import DistsessionError
 from distsession.options import add_arguments
 from distsession.ranks import RankInfo
@@ -71,6 +71,7 @@ def _doctor(options: dict[str, object]) -> int:
     checks: list[Callable[[], Iterator[Finding]]] = [
         _versions,
         _memory,
+        _shared_memory,
         _limits,
         _interfaces,
         _folder,
@@ -122,6 +123,25 @@ def _memory() -> Iterator[Finding]:
     elif free < SHM_ENOUGH // 10:
         mend = "it is full: remove what other programs have left in it (ls -l /dev/shm)"
     yield Finding("/dev/shm", f"{free / 2**20:,.0f} of {size / 2**20:,.0f} MiB free", mend)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    data = bytes(segment.THRESHOLD)
+    try:
+        with segment.Segment([len(data)]) as made:
+            made.write([data])
+            arrived = bytes(segment.map_private(made.descriptor, made.sizes)[0]) == data
+    except (OSError, AttributeError) as error:
+        yield Finding(
+            "shared memory",
+            f"cannot be had: {error}",
+            "tensors go through sockets, which is slower; memfd_create(2) must be allowed (in a "
+            "container: by its seccomp profile)",
+        )
+        return
+    mend = "" if arrived else "what was read is not what was written: use another kernel"
+    room = segment.available_memory() / 2**30
+    yield Finding("shared memory", f"{room:.1f} GiB free", mend, fatal=not arrived)
 
 
 def _limits() -> Iterator[Finding]:

@@ -6,6 +6,11 @@ A segment is memory without a name (memfd_create(2)). Its sender writes every by
 the descriptor over through a unix socket; each receiver maps it copy-on-write, so that what one
 changes nobody else sees. The system frees it with the last descriptor or mapping, whoever was
 killed before. Nobody else can open it, and the size of /dev/shm does not matter to it.
+
+To have the system find new memory takes several times as long as to write to memory that is
+there. So a sender keeps a segment for a second, and writes the next payload to it if nobody holds
+it any more. Whether somebody does, a forked child of a receiver perhaps, the system knows: it
+grants a lease for writing (fcntl(2), F_SETLEASE) only on what nobody else has opened or mapped.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ __all__ = [
     "THRESHOLD",
     "Link",
     "LinkListener",
+    "Pool",
     "Segment",
     "map_private",
     "map_shared",
@@ -49,6 +55,9 @@ CHUNK = 16 << 20
 
 ASK_MEMORY = 64 << 20
 """Bytes of a payload from which it is first asked whether there is room for it."""
+
+KEEP, KEPT = 1.0, 4
+"""Seconds for which a segment is kept to be written to again, and how many are kept at most."""
 
 PATIENCE = 5.0
 """Seconds that the other end of a link may take to do its part."""
@@ -87,34 +96,53 @@ class Segment:
 
     def __init__(self, sizes: Sequence[int]):
         self.sizes = tuple(sizes)
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self.descriptor = os.memfd_create("distsession", flags)
+        self.capacity = _length(sizes)
+        first = os.memfd_create("distsession", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.descriptor, _length(sizes))
+            os.ftruncate(first, self.capacity)
             # A receiver could otherwise be killed by SIGBUS where the memory has become shorter.
-            self._seal(fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        except BaseException:
-            self.close()
-            raise
+            fcntl.fcntl(first, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+            # A descriptor that was opened counts for leases; the one of memfd_create does not.
+            self.descriptor = os.open(f"/proc/self/fd/{first}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(first)
+        self._is_written = False
+        self._memory: memoryview | None = None
 
-    def _seal(self, seals: int) -> None:
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+    @property
+    def is_free(self) -> bool:
+        """Whether no process has it open or mapped but this one, through this descriptor."""
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
 
     def write(self, frames: Sequence[Any], progress: Progress | None = None) -> None:
-        """Write all frames; nothing can change them from then on."""
+        """Write all frames."""
         total, done = nbytes(frames), 0
         for frame, (at, _) in zip(frames, _offsets(self.sizes), strict=True):
             rest = memoryview(frame).cast("B") if memoryview(frame).nbytes else memoryview(b"")
             while rest:
-                written = os.pwrite(self.descriptor, rest[:CHUNK], at)
+                written = self._write(rest[:CHUNK], at)
                 rest, at, done = rest[written:], at + written, done + written
                 if progress is not None:
                     progress(done, total)
-        self._seal(fcntl.F_SEAL_WRITE)
+        self._is_written = True
+
+    def _write(self, data: memoryview, at: int) -> int:
+        """The system finds memory faster for a write; memory that is there is faster mapped."""
+        if not self._is_written:
+            return os.pwrite(self.descriptor, data, at)
+        if self._memory is None:
+            (self._memory,) = map_shared(self.descriptor, [self.capacity])
+        self._memory[at : at + len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         """Let go of it; who has mapped it keeps it."""
+        self._memory = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -126,8 +154,68 @@ class Segment:
         self.close()
 
 
-def offer(frames: Sequence[Any], progress: Progress | None = None) -> Segment | None:
+class Pool:
+    """Segments that were just sent, to be written to again once nobody holds them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[float, Segment]] = []
+        self._timer: threading.Timer | None = None
+
+    def take(self, sizes: Sequence[int]) -> Segment | None:
+        """A segment of about the right size that is free."""
+        length = _length(sizes)
+        with self._lock:
+            for entry in self._kept:
+                segment = entry[1]
+                if length <= segment.capacity <= 2 * length and segment.is_free:
+                    self._kept.remove(entry)
+                    segment.sizes = tuple(sizes)
+                    return segment
+        return None
+
+    def keep(self, segment: Segment) -> None:
+        """Take a segment over whose receivers have all mapped it, to be closed soon."""
+        with self._lock:
+            self._kept.append((time.monotonic() + KEEP, segment))
+            while len(self._kept) > KEPT:
+                self._kept.pop(0)[1].close()
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._kept:
+            delay = max(0.01, self._kept[0][0] - time.monotonic())
+            self._timer = threading.Timer(delay, self._close_old)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _close_old(self) -> None:
+        with self._lock:
+            self._timer = None
+            while self._kept and self._kept[0][0] <= time.monotonic():
+                self._kept.pop(0)[1].close()
+            self._set_timer()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            for _, segment in self._kept:
+                segment.close()
+            self._kept.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+
+def offer(
+    frames: Sequence[Any], progress: Progress | None = None, pool: Pool | None = None
+) -> Segment | None:
     """A segment with these frames; None where they are better sent through a socket.
+
+    Args:
+        frames: What to write.
+        progress: Is told how far it is.
+        pool: Where there may be a segment already.
 
     Raises:
         SerializationError: They do not fit into the memory of this machine.
@@ -142,9 +230,10 @@ def offer(frames: Sequence[Any], progress: Progress | None = None) -> Segment | 
                 f"{_size(total)} cannot be sent: only {_size(room)} of memory are free on this "
                 "machine. Send it in parts, or have each rank load or make its own."
             )
+    sizes = [memoryview(frame).nbytes for frame in frames]
     segment = None
     try:
-        segment = Segment([memoryview(frame).nbytes for frame in frames])
+        segment = (pool and pool.take(sizes)) or Segment(sizes)
         segment.write(frames, progress)
     except OSError as error:
         if segment is not None:
@@ -197,7 +286,12 @@ def _size(count: float) -> str:
 
 def map_private(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
     """The frames of a segment, to read and to change, seen by this process alone."""
-    return _map(descriptor, sizes, mmap.MAP_PRIVATE)
+    # Opened anew, so that the sender can tell by a lease whether it is still mapped.
+    own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _map(own, sizes, mmap.MAP_PRIVATE)
+    finally:
+        os.close(own)
 
 
 def map_shared(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
@@ -211,7 +305,8 @@ def _map(descriptor: int, sizes: Sequence[int], flags: int) -> list[memoryview]:
         return [memoryview(bytearray()) for _ in sizes]
     # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
     extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    whole = memoryview(mmap.mmap(descriptor, length, flags=flags, **extra))
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    whole = memoryview(mmap.mmap(descriptor, length, flags=flags, prot=access, **extra))
     return [whole[begin:end] for begin, end in _offsets(sizes)]
 
 

@@ -81,6 +81,8 @@ class SocketChannel(Channel):
         self._asked = 0
         self._answered = threading.Condition()
         self._agent: Connection | None = None
+        self._pool = segment.Pool()
+        self._sent: dict[int, list[Segment]] = {}
         self._links = LinkListener(os.path.join(folder, "memory.sock"))
         self._listener = Listener(os.path.join(folder, "agent.sock"), family="AF_UNIX")
         self._wake_reader, self._wake_writer = os.pipe()
@@ -155,7 +157,7 @@ class SocketChannel(Channel):
     ) -> Pending:
         with contextlib.ExitStack() as stack:
             # Written before the lock is taken: it may take long, and a stop must not wait for it.
-            parts = _prepare(ranks, payload, progress, stack)
+            parts = self._prepare(ranks, payload, progress, stack)
             with self._lock:
                 self._check_open()
                 for rank in ranks:
@@ -176,7 +178,30 @@ class SocketChannel(Channel):
                     self._busy[rank].add(request.id)
                     identity, is_small = self._identities[rank], len(frames) == 1
                     self._route(self._requests, identity, frames, is_small=is_small)
+                made = [] if isinstance(payload, Segment) else _segments(parts)
+                if made:
+                    self._sent[request.id] = made
+                    stack.pop_all()
         return pending
+
+    def _prepare(
+        self,
+        ranks: Sequence[int],
+        payload: Payload,
+        progress: segment.Progress | None,
+        stack: contextlib.ExitStack,
+    ) -> dict[int, Any]:
+        """What goes to each rank: frames, or a segment, which the stack closes."""
+
+        def prepared(frames: Any) -> Any:
+            offered = segment.offer(frames, progress, self._pool)
+            return frames if offered is None else stack.enter_context(offered)
+
+        if isinstance(payload, Segment):
+            return dict.fromkeys(ranks, payload)
+        if isinstance(payload, Mapping):
+            return {rank: prepared(payload[rank]()) for rank in ranks}
+        return dict.fromkeys(ranks, prepared(payload))
 
     def _hand_over(self, rank: int, request: Request, part: Segment) -> list[Any]:
         """Give a rank a segment; gives the frames that tell it so."""
@@ -314,6 +339,12 @@ class SocketChannel(Channel):
     def forget(self, pending: Pending) -> None:
         with self._lock:
             self._pending.pop(pending.request, None)
+            sent = self._sent.pop(pending.request, [])
+        for made in sent:
+            if pending.missing:  # a rank that has not come to it yet cannot be seen to want it
+                made.close()
+            else:
+                self._pool.keep(made)
 
     def _hear_agent(self) -> bool:
         assert self._agent is not None
@@ -356,25 +387,14 @@ class SocketChannel(Channel):
         with contextlib.suppress(FileNotFoundError):  # the agent may have removed the folder
             self._listener.close()
         self._links.close()
+        self._pool.close()
+        for made in itertools.chain(*self._sent.values()):
+            made.close()
         self._context.destroy(0)
         os.close(self._wake_reader)
         os.close(self._wake_writer)
 
 
-def _prepare(
-    ranks: Sequence[int],
-    payload: Payload,
-    progress: segment.Progress | None,
-    stack: contextlib.ExitStack,
-) -> dict[int, Any]:
-    """What goes to each rank: frames, or a segment, which the stack closes."""
-
-    def prepared(frames: Any) -> Any:
-        offered = segment.offer(frames, progress)
-        return frames if offered is None else stack.enter_context(offered)
-
-    if isinstance(payload, Segment):
-        return dict.fromkeys(ranks, payload)
-    if isinstance(payload, Mapping):
-        return {rank: prepared(payload[rank]()) for rank in ranks}
-    return dict.fromkeys(ranks, prepared(payload))
+def _segments(parts: Mapping[int, Any]) -> list[Segment]:
+    """The segments among what goes to ranks, each once."""
+    return list({id(p): p for p in parts.values() if isinstance(p, Segment)}.values())

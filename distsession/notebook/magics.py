@@ -63,6 +63,12 @@ def _cell_parser() -> _Parser:
     parser.add_argument("ranks", nargs="?", help="such as 0 or 1-3; all by default")
     parser.add_argument("--out", metavar="NAME", help="keep the last expression's values as NAME")
     parser.add_argument(
+        "--push", metavar="A,B", default="", help="variables of the notebook to set there first"
+    )
+    parser.add_argument(
+        "--pull", metavar="A,B", default="", help="variables to bring back, as RankResults"
+    )
+    parser.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which the cell is stopped"
     )
     return parser
@@ -159,8 +165,12 @@ class Magics:
             return
         if arguments.out is not None and not arguments.out.isidentifier():
             raise OptionsError(f"--out takes the name of a variable, not {arguments.out!r}.")
+        pushed = self._to_push(arguments.push)
+        pulled = _names("--pull", arguments.pull)
         session = current_session()
         view = _view(session, arguments.ranks)
+        if pushed:
+            view.push(pushed)
         # The magic's own line stays as a comment, so that line numbers are those of the cell that
         # the user sees. A cell magic below it must come first to be one.
         source = cell if cell.lstrip().startswith("%%") else f"# %%distributed {line}\n{cell}"
@@ -172,6 +182,20 @@ class Magics:
         )
         if arguments.out is not None:
             self._keep(arguments.out, results)
+        if pulled:
+            brought = view.pull(*pulled)
+            for name in pulled:
+                values = {r: v[name] for r, v in brought.items()} if len(pulled) > 1 else brought
+                self._keep(name, RankResults(values, duration=brought.duration))
+
+    def _to_push(self, text: str) -> dict[str, Any]:
+        names = _names("--push", text)
+        missing = [name for name in names if name not in self._shell.user_ns]
+        if missing:
+            raise OptionsError(
+                f"--push {text}: the notebook has no {', '.join(missing)}. Nothing was run."
+            )
+        return {name: self._shell.user_ns[name] for name in names}
 
     def _keep(self, name: str, results: RankResults[Any] | None) -> None:
         self._shell.user_ns[name] = results
@@ -187,6 +211,14 @@ class Magics:
 
 def _view(session: Session, ranks: str | None) -> RankView:
     return session[:] if ranks is None else session[parse_ranks(ranks, session.world_size)]
+
+
+def _names(flag: str, text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if not name.isidentifier():
+            raise OptionsError(f"{flag} takes names of variables, such as x,y, not {name!r}.")
+    return names
 
 
 def _line(text: str) -> Table:

@@ -96,13 +96,19 @@ class RawFloor:
         self._context.destroy(0)
 
 
-class RayCalls:
-    """Ray's actors in an interpreter that has it, driven by lines."""
+class RayActors:
+    """Ray's actors in an interpreter that has it, driven by lines.
 
-    def __init__(self, bench: Bench, actors: int):
+    Args:
+        bench: Where it may write.
+        actors: How many.
+        name: Of the program that has them do something.
+    """
+
+    def __init__(self, bench: Bench, actors: int, name: str = "calls_ray"):
         python = peers.python_with("ray")
         self._process = subprocess.Popen(
-            program("calls_ray", actors, bench.folder / "ray", python=python),
+            program(name, actors, bench.folder / "ray", python=python),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -114,9 +120,10 @@ class RayCalls:
             self.close()
             raise
 
-    def time(self, count: int) -> list[float]:
+    def time(self, line: object) -> list[float]:
+        """Send a line; gives the numbers that come back."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -174,7 +181,7 @@ def _beside_ray(
     """Ray for itself, for its own processes keep a small machine busy."""
     before = snapshot()
     try:
-        ray = RayCalls(bench, RANKS)
+        ray = RayActors(bench, RANKS)
     except NotInstalled as missing:
         yield Row(name, "ray", note=str(missing))
         return

@@ -54,6 +54,9 @@ LINES = (
          "SIGKILL of a rank, others in a collective, to ended cell, N=4"),
     Line("replacing a killed rank, until a collective works",
          "restart([1]) of a killed rank to a collective that works, N=4"),
+    Line("256 MB to 4 ranks, beside one memcpy of it", "send 256 MB of torch, N=4", shown="ratio"),
+    Line("256 MB from each of 4 ranks, beside one memcpy of 1 GB",
+         "bring 4 x 256 MB of torch", shown="ratio"),
     Line("recording and comparing a collective, Python alone, 4 ranks",
          "Python of an all_reduce with nobody to wait for, N=4", ours=f"{OURS}, both"),
 )  # fmt: skip

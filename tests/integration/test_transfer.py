@@ -405,7 +405,7 @@ def test_a_payload_beyond_all_memory_is_refused_and_nothing_changes(
 def test_without_shared_memory_everything_works_all_the_same(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment, "offer", lambda *_: None)
+    monkeypatch.setattr(segment, "offer", lambda *_, **__: None)
     session.execute("from distsession import segment; segment.offer = lambda *_: None")
     try:
         x = torch.arange(LARGE)

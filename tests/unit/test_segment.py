@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,83 @@ def test_what_a_receiver_changes_nobody_else_sees() -> None:
         assert (bytes(one), bytes(other)) == (b"xbc", b"abc")
 
 
-def test_what_has_been_written_cannot_be_changed_by_its_sender() -> None:
+def test_its_size_can_never_change() -> None:
     with written([b"abc"]) as made:
-        with pytest.raises(PermissionError):
-            os.pwrite(made.descriptor, b"x", 0)
-        with pytest.raises(PermissionError):
-            os.ftruncate(made.descriptor, 0)
-        with pytest.raises(PermissionError):
-            map_shared(made.descriptor, made.sizes)
+        for size in (0, 100):
+            with pytest.raises(PermissionError):
+                os.ftruncate(made.descriptor, size)
+
+
+def test_it_is_free_once_nobody_has_it_mapped_also_no_forked_child() -> None:
+    with written([b"abc"]) as made:
+        assert made.is_free
+        views = map_private(made.descriptor, made.sizes)
+        views[0][0] = 1
+        assert not made.is_free
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        os.close(reader)
+        del views
+        gc.collect()
+        assert not made.is_free
+        os.close(writer)
+        os.waitpid(child, 0)
+        assert made.is_free
+
+
+# --- written to again -----------------------------------------------------------------------------
+
+
+def test_a_segment_that_nobody_holds_is_written_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "KEEP", 60.0)
+    pool = segment.Pool()
+    first = offer([b"a" * 100_000], pool=pool)
+    assert first is not None
+    views = map_private(first.descriptor, first.sizes)
+    pool.keep(first)
+    second = offer([b"b" * 90_000], pool=pool)
+    assert second is not None
+    assert second is not first
+    assert bytes(views[0]) == b"a" * 100_000
+    del views
+    third = offer([b"c" * 90_000], pool=pool)
+    assert third is first
+    assert bytes(map_private(third.descriptor, third.sizes)[0]) == b"c" * 90_000
+    for made in (second, third):
+        pool.keep(made)
+    pool.close()
+
+
+def test_a_much_larger_one_is_left_alone() -> None:
+    pool = segment.Pool()
+    large = offer([b"a" * 1_000_000], pool=pool)
+    assert large is not None
+    pool.keep(large)
+    small = offer([b"b" * 100_000], pool=pool)
+    assert small is not None
+    assert small is not large
+    small.close()
+    pool.close()
+
+
+def test_what_is_kept_is_let_go_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "KEEP", 0.05)
+    before = descriptors()
+    pool = segment.Pool()
+    for _ in range(segment.KEPT + 2):
+        made = offer([b"a" * 100_000])
+        assert made is not None
+        pool.keep(made)
+    assert descriptors() == before + segment.KEPT
+    deadline = time.monotonic() + 5
+    while descriptors() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert descriptors() == before
+    pool.close()
 
 
 def test_several_processes_can_write_into_one_that_is_shared() -> None:
