@@ -163,7 +163,9 @@ def _memory(session: Any, ranks: int) -> Iterator[Row]:
     size = SIZES["256 MB"]
     value = _make("torch", size)
     session.execute("x = None")
+    time.sleep(2)  # until nothing is kept for another transfer
     yield _peak(f"memory taken to send 256 MB, N={ranks}", size, lambda: session.push(x=value))
+    time.sleep(2)
     yield _peak(f"memory taken to bring {ranks} x 256 MB", size * ranks, lambda: session.pull("x"))
     session.execute("x = None")
 

@@ -42,6 +42,16 @@ def test_ranks_out_and_timeout(notebook: Notebook) -> None:
     assert "did not finish within 0.3 s" in shown.error
 
 
+def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -> None:
+    notebook.run("import torch\nt = torch.arange(3.)\ncfg = {'k': 2}")
+    notebook.run("%%distributed --push t,cfg --pull total,k\ntotal = t.sum() + rank\nk = cfg['k']")
+    assert notebook.run("[float(v) for v in total.values()], dict(k)").result == (
+        "([3.0, 4.0], {0: 2, 1: 2})"
+    )
+    notebook.run("%%distributed 1 --pull total\ntotal = 7")
+    assert notebook.run("dict(total)").result == "{1: 7}"
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -49,6 +59,9 @@ def test_ranks_out_and_timeout(notebook: Notebook) -> None:
         ("%%distributed first\n1", "does not name ranks"),
         ("%%distributed --nonsense\n1", "--nonsense"),
         ("%%distributed --out 1x\n1", "name of a variable"),
+        ("%%distributed --push not_here,1x\n1", "names of variables"),
+        ("%%distributed --push not_here\n1", "the notebook has no not_here. Nothing was run"),
+        ("%%distributed --pull a.b\n1", "names of variables"),
         ("%distributed", "takes an expression"),
         ("%session nonsense", "See %session --help"),
         ("%session restart 9", "ranks 0 to 1"),
