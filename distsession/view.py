@@ -116,7 +116,9 @@ class RankView:
         began = time.perf_counter()
         pending = self._call(function, args, kwargs)
         pending.is_sole = threading.current_thread() is threading.main_thread()
+        entry = self._session.history.call(self._ranks, function, args, kwargs)
         results: RankResults[T] = self._finish(pending, self._session.output(), None, began)
+        self._session.history.keep(entry)
         return results
 
     def submit(
@@ -129,10 +131,13 @@ class RankView:
         future: concurrent.futures.Future[RankResults[T]] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         context = contextvars.copy_context()  # output goes to the cell that made the call
+        entry = self._session.history.call(self._ranks, function, args, kwargs)
 
         def wait() -> None:
             try:
-                future.set_result(context.run(self._finish, pending, output, None, began))
+                results = context.run(self._finish, pending, output, None, began)
+                self._session.history.keep(entry)
+                future.set_result(results)
             except BaseException as error:
                 future.set_exception(error)
 
@@ -201,6 +206,7 @@ class RankView:
         timeout: float | None = None,
         label: str | None = None,
         expression: bool = False,
+        record: bool = True,
     ) -> RankResults[Any] | None:
         began = time.perf_counter()
         self._session.check_open()
@@ -215,7 +221,11 @@ class RankView:
 
         pending = self._submit(make, [])
         pending.is_sole = threading.current_thread() is threading.main_thread()
+        name = f"%distributed {code.strip()}" if expression else label or f"In[{pending.request}]"
+        entry = self._session.history.cell(self._ranks, code, name) if record else None
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
+        if entry is not None:
+            self._session.history.keep(entry)
         return results if fetch else None
 
     def copy_to(self, ranks: Sequence[int], names: Sequence[str]) -> None:

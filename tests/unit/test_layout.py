@@ -13,7 +13,18 @@ import distsession
 
 PACKAGE = Path(distsession.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-KERNEL = ("session.py", "view.py", "results.py", "recovery.py", "outcome.py")
+KERNEL = (
+    "export.py",
+    "history.py",
+    "launching.py",
+    "outcome.py",
+    "recovery.py",
+    "results.py",
+    "script.py",
+    "session.py",
+    "translate.py",
+    "view.py",
+)
 HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
 
 
