@@ -6,12 +6,9 @@ Runs in: the kernel.
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import re
-import sys
 import tempfile
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from distsession import templates
 from distsession.engine.script import run_script
 from distsession.errors import DistsessionError, ExportError
-from distsession.history import Call, Cell, Entry, Need, need, stored_names
+from distsession.history import Call, Cell, Entry
 from distsession.ranks import ranks_text
+from distsession.sources import call_to_python
 from distsession.translate import Plain, indented, to_python
 from distsession.view import Silent
 
@@ -175,7 +173,7 @@ def _section(entry: Entry, number: int) -> Plain:
     if isinstance(entry, Cell):
         return to_python(entry.source)
     assert isinstance(entry, Call)
-    return _call_section(entry, number)
+    return call_to_python(entry, number)
 
 
 def _on_ranks(code: str, ranks: Sequence[int], world_size: int) -> str:
@@ -186,101 +184,6 @@ def _on_ranks(code: str, ranks: Sequence[int], world_size: int) -> str:
     if not ast.parse(code).body:
         body += "\n    pass"
     return f"if rank {which}:\n{body}"
-
-
-def _call_section(call: Call, number: int) -> Plain:
-    """A function around what the notebook had: its names do not mix with those of the ranks.
-
-    Names that the notebook does not have are the script's, as they are the ranks' in a session.
-    """
-    plain = Plain("")
-    lines: list[str] = []
-    needs = dict(call.needs)
-    title = next(iter(needs))
-    todo = list(needs)
-    sources: list[str] = []
-    while todo:
-        name = todo.pop(0)
-        each = needs[name]
-        if each.problem:
-            plain.problems.append(f"{each.problem}, which cannot be written")
-        elif each.source_of is None:
-            lines += each.text.split("\n")
-        else:
-            source = _source(each.source_of, plain)
-            sources.append(source)
-            for more in _outside(each.source_of, source, needs):
-                needs[more.name] = more.need
-                todo.append(more.name)
-    both = [
-        name
-        for each in needs.values()
-        if inspect.isfunction(each.source_of)
-        for name in stored_names(each.source_of.__code__)
-        if name in needs
-    ]
-    if both:
-        plain.problems.append(f"it stores the global {both[0]}, which the notebook has, too")
-    begin = f"_call_{number}"
-    body = "\n".join([*lines, *reversed(sources), f"{title}({call.arguments})"])
-    if plain.problems:
-        return plain
-    plain.code = f"def {begin}():\n{indented(body)}\n\n\n"
-    if call.times > 1:
-        plain.code += f"for _ in range({call.times}):\n    {begin}()"
-    else:
-        plain.code += f"{begin}()"
-    return plain
-
-
-class _Named:
-    def __init__(self, name: str, need: Need):
-        self.name, self.need = name, need
-
-
-def _outside(item: Any, source: str, known: dict[str, Need]) -> list[_Named]:
-    """What the definition itself uses of the notebook: decorators, defaults, annotations."""
-    if not source:
-        return []
-    values = getattr(item, "__globals__", None) or vars(sys.modules["__main__"])
-    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    inside = set(item.__code__.co_varnames) if inspect.isfunction(item) else set()
-    return [
-        _Named(name, need(name, values[name]))
-        for name in sorted(names - inside)
-        if name in values and name not in known and not name.startswith("__")
-    ]
-
-
-def _source(item: Any, plain: Plain) -> str:
-    try:
-        source = inspect.getsource(item) if inspect.isfunction(item) else _class_source(item)
-        source = textwrap.dedent(source).strip("\n")
-        ast.parse(source)
-    except (OSError, TypeError, SyntaxError):
-        plain.problems.append(f"the source of {item.__qualname__} is not known")
-        return ""
-    return source
-
-
-def _class_source(item: type) -> str:
-    """The source of a class; ``inspect`` does not find that of a class of a notebook.
-
-    Raises:
-        OSError: It is not to be found.
-    """
-    for method in vars(item).values():
-        if not inspect.isfunction(method):
-            continue
-        lines, _ = inspect.findsource(method)
-        first = method.__code__.co_firstlineno
-        for node in ast.walk(ast.parse("".join(lines))):
-            last = getattr(node, "end_lineno", 0)
-            if isinstance(node, ast.ClassDef) and node.name == item.__name__:
-                begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                if begin <= first <= last:
-                    return "".join(lines[begin - 1 : last])
-    raise OSError(item.__qualname__)
 
 
 # --- the check ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ KERNEL = (
     "results.py",
     "script.py",
     "session.py",
+    "sources.py",
     "translate.py",
     "view.py",
 )
