@@ -59,8 +59,17 @@ def launch(
             "script on each host with start_training(function, LaunchOptions(world_size=..., "
             "first_rank=..., host=...)), or under torchrun."
         )
+    if nproc_per_node is not None and not _is_count(nproc_per_node):
+        raise OptionsError(
+            f"nproc_per_node={nproc_per_node!r} is not possible: it takes a whole number of at "
+            "least 1."
+        )
     with Session(nproc_per_node, backend=backend) as session:
         return session.run(function, *args, **kwargs)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def start_training(
