@@ -192,7 +192,7 @@ class Magics:
             source,
             fetch=arguments.out is not None,
             timeout=arguments.timeout,
-            label=f"In[{self._shell.execution_count}]",
+            label=f"In[{_cell_number(self._shell)}]",
         )
         if arguments.out is not None:
             self._keep(arguments.out, results)
@@ -207,6 +207,15 @@ class Magics:
         from distsession.cluster.controller import px_magic
 
         return px_magic(self._shell, current_session().client, line, cell)
+
+
+def _cell_number(shell: Any) -> int:
+    """The number that the notebook shows for the cell that runs.
+
+    Its input is stored before it runs. Whether ``execution_count`` is one further by then differs
+    between versions of IPython.
+    """
+    return len(shell.history_manager.input_hist_parsed) - 1
 
 
 def _view(session: Session, ranks: str | None) -> RankView:

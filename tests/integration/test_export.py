@@ -167,12 +167,12 @@ def test_a_notebook_writes_its_cells(tmp_path):
         notebook.run("%%distributed\n%pip --version")
         shown = notebook.run("%session export train.py")
         assert shown.ename == "ExportError"
-        assert "In[8]: %pip --version is not translated." in shown.error
-        assert notebook.run("%session export train.py --cells 4,train").error == ""
+        assert "In[7]: %pip --version is not translated." in shown.error
+        assert notebook.run("%session export train.py --cells 3,train").error == ""
     finally:
         notebook.run("%session close")
         notebook.close()
     text = (tmp_path / "train.py").read_text()
-    assert "# %% In[4]\nx = torch.rand(2)\nsubprocess.run('true', shell=True, check=False)" in text
+    assert "# %% In[3]\nx = torch.rand(2)\nsubprocess.run('true', shell=True, check=False)" in text
     assert "def _call_2():\n    scale = 3\n" in text
     assert "%distributed" not in text
