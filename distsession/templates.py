@@ -5,6 +5,7 @@ Runs in: both.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 __all__ = ["MARK", "TAIL", "batch", "head"]
@@ -72,14 +73,15 @@ def head(
         lines.append(f"torch.set_num_threads({threads})")
     if seed is not None:
         value = f"{seed} + rank" if seed_per_rank else str(seed)
+        numpy_seed = f"({value}) % 2**32" if seed_per_rank else str(seed % 2**32)
         lines += [
             f"random.seed({value})",
             f"torch.manual_seed({value})",
             'if "numpy" in sys.modules:',
-            f'    sys.modules["numpy"].random.seed(({value}) % 2**32)',
+            f'    sys.modules["numpy"].random.seed({numpy_seed})',
         ]
     limit = "" if timeout is None else f", timeout=timedelta(seconds={timeout:g})"
-    chosen = repr(backend) if backend else '"nccl" if device.type == "cuda" else "gloo"'
+    chosen = json.dumps(backend) if backend else '"nccl" if device.type == "cuda" else "gloo"'
     lines += [
         "_made_group = not dist.is_initialized()",
         "if _made_group:",

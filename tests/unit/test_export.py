@@ -214,7 +214,7 @@ def test_options_of_the_session_are_in_the_head(rank_info):
     assert 'device = torch.device("cpu")' in text
     assert "torch.set_num_threads(1)" in text
     assert "torch.manual_seed(7 + rank)" in text
-    assert "'gloo', timeout=timedelta(seconds=30)" in text
+    assert '"gloo", timeout=timedelta(seconds=30)' in text
     assert executed(text)["x"] == executed(text)["x"]
 
 
