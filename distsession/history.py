@@ -109,7 +109,12 @@ class History:
         kwargs: Mapping[str, Any],
     ) -> Entry:
         """A call begins."""
-        return self._add(_call(tuple(ranks), function, args, kwargs))
+        try:
+            entry: Entry = _call(tuple(ranks), function, args, kwargs)
+        except Exception as error:  # of an object's own methods: no reason not to run
+            reason = f"looking at it raises {type(error).__name__}"
+            entry = Entry(tuple(ranks), "session.run(...)", reason)
+        return self._add(entry)
 
     def other(self, ranks: Sequence[int], name: str, problem: str) -> Entry:
         """Something begins that cannot be written as part of a script, such as a transfer.

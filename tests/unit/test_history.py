@@ -144,6 +144,19 @@ def test_too_many_are_forgotten_and_counted(monkeypatch):
     assert (known.entries, known.forgotten) == ((), 0)
 
 
+def test_an_object_that_cannot_be_looked_at_does_no_harm():
+    class Odd:
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+        def __call__(self):
+            pass
+
+    entry = History().call([0], Odd(), [], {})
+
+    assert entry.problem == "looking at it raises RuntimeError"
+
+
 def test_what_is_large_is_not_kept():
     assert recorded(len, "x" * 10_000).problem == "its argument 0 is of type str"
     assert recorded(len, list(range(10_000))).problem == "its argument 0 is of type list"
