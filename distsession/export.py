@@ -169,7 +169,7 @@ def _heading(entry: Entry) -> str:
 
 def _section(entry: Entry, number: int) -> Plain:
     if entry.problem:
-        return Plain("", problems=[f"{entry.problem}, which cannot be written"])
+        return Plain("", problems=[f"it cannot be written, since {entry.problem}"])
     if isinstance(entry, Cell):
         return to_python(entry.source)
     assert isinstance(entry, Call)

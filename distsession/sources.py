@@ -34,7 +34,7 @@ def call_to_python(call: Call, number: int) -> Plain:
         name = todo.pop(0)
         each = needs[name]
         if each.problem:
-            plain.problems.append(f"{each.problem}, which cannot be written")
+            plain.problems.append(f"it cannot be written, since {each.problem}")
         elif each.source_of is None:
             lines += each.text.split("\n")
         else:

@@ -127,8 +127,8 @@ def test_everything_that_cannot_be_written_is_named(session):
     message = str(error.value)
     assert "In[1]: %pip install x is not translated." in message
     assert "In[3]: it awaits outside a function" in message
-    assert "<lambda> was made within another function, which cannot be written." in message
-    assert "session.push(a=...): a is a Net, which cannot be written." in message
+    assert "it cannot be written, since test_everything_that_cannot_be_written_is_named" in message
+    assert "session.push(a=...): it cannot be written, since a is a Net." in message
     assert "In[2]" not in message
 
 

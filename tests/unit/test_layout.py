@@ -59,7 +59,13 @@ def test_a_module_says_in_which_process_it_runs(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import distsession", "from distsession import Session, current_session"]
+    "statement",
+    [
+        "import distsession",
+        "from distsession import Session, current_session",
+        "from distsession import launch, LaunchOptions, start_training",
+        "import distsession.cli",
+    ],
 )
 def test_importing_the_package_loads_nothing_heavy(statement: str) -> None:
     code = f"import sys\n{statement}\nprint(*[m for m in {HEAVY} if m in sys.modules])"
