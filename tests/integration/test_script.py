@@ -30,7 +30,9 @@ DDP = """
         loss = model(torch.ones(4, 2) * (rank + 1) * SCALE).sum()
         loss.backward()
         gradient = model.module.weight.grad.flatten().tolist()
-        print("gradient", gradient, sys.argv[1:], __name__, os.path.basename(__file__), flush=True)
+        name = os.path.basename(__file__)
+        sys.stdout.write(f"gradient {gradient} {sys.argv[1:]} {__name__} {name}\\n")  # in one piece
+        sys.stdout.flush()
         dist.destroy_process_group()
 
     if __name__ == "__main__":
