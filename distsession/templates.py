@@ -15,6 +15,7 @@ MARK = "Written by distsession"
 
 TAIL = """# %% the end
 if _made_group and dist.is_initialized():
+    dist.barrier()  # a rank that leaves early cuts off others that are still connecting
     dist.destroy_process_group()
 """
 

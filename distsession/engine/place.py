@@ -73,7 +73,12 @@ def run_in_world(
             "device": device,
         }
         try:
-            return run_call(*call, namespace)
+            # torch does not wait until all are connected, and rank 0 has the store: nobody may
+            # leave before all others have come, and have ended.
+            dist.barrier()
+            value = run_call(*call, namespace)
+            dist.barrier()
+            return value
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
