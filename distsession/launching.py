@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distsession.engine.place import run_in_world
-from distsession.errors import OptionsError
+from distsession.errors import CollectiveError, OptionsError
 from distsession.launch_options import LaunchOptions
 from distsession.results import RankResults
 from distsession.session import Session
@@ -96,7 +96,8 @@ def start_training(
     Raises:
         OptionsError: An option that cannot work here.
         LaunchError: The ranks did not start.
-        RunError: The function raised on a rank.
+        RunError: The function raised on a rank of this host, which the message counts from 0.
+        CollectiveError: It failed on another host.
     """
     options = LaunchOptions.from_environment() if options is None else options
     if not options.distributed:
@@ -114,8 +115,13 @@ def start_training(
             first_rank=options.first_rank,
             world_size=options.world_size,
         )
+        if not all(is_complete for _, is_complete in results.values()):
+            raise CollectiveError(
+                "the function ended on all ranks of this host, but not on those of another host: "
+                "the message there says why."
+            )
         return RankResults(
-            {options.rank_of(process): value for process, value in results.items()},
+            {options.rank_of(process): value for process, (value, _) in results.items()},
             duration=results.duration,
             durations={options.rank_of(p): s for p, s in results.durations.items()},
         )

@@ -31,7 +31,7 @@ def run_in_world(
     port: int,
     first_rank: int,
     world_size: int,
-) -> Any:
+) -> tuple[Any, bool]:
     """Call a function as a rank of a world of several hosts.
 
     The group is torch's own: what ours adds needs memory that all ranks share.
@@ -44,6 +44,9 @@ def run_in_world(
         port: The same, for the environment.
         first_rank: The world's rank of this session's rank 0.
         world_size: Of the world.
+
+    Returns:
+        The function's value, and whether all ranks of the world came to the end.
     """
     import torch
     import torch.distributed as dist
@@ -77,8 +80,11 @@ def run_in_world(
             # leave before all others have come, and have ended.
             dist.barrier()
             value = run_call(*call, namespace)
-            dist.barrier()
-            return value
+            try:
+                dist.barrier()
+            except RuntimeError:  # another rank failed, and says so itself
+                return value, False
+            return value, True
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
