@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from distsession import errors
 
 if TYPE_CHECKING:
+    from distsession.launch_options import LaunchOptions
+    from distsession.launching import launch, start_training
     from distsession.options import SessionOptions
     from distsession.results import RankResults
     from distsession.session import Session, current_session
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LaunchOptions",
     "RankResults",
     "Session",
     "SessionOptions",
     "current_session",
     "errors",
+    "launch",
     "load_ipython_extension",
+    "start_training",
     "unload_ipython_extension",
 ]
 
@@ -34,6 +39,9 @@ _HOMES = {
     "current_session": "distsession.session",
     "RankResults": "distsession.results",
     "SessionOptions": "distsession.options",
+    "LaunchOptions": "distsession.launch_options",
+    "launch": "distsession.launching",
+    "start_training": "distsession.launching",
 }
 
 

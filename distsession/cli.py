@@ -1,4 +1,4 @@
-"""The command line: ``distsession doctor``.
+"""The command line: ``distsession doctor`` and ``distsession run``.
 
 Runs in: both.
 """
@@ -22,6 +22,7 @@ from distsession import render, segment
 from distsession.errors import DistsessionError
 from distsession.options import add_arguments
 from distsession.ranks import RankInfo
+from distsession.script import add_run_arguments, run
 
 __all__ = ["main"]
 
@@ -63,8 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor", help="say what this machine has, what would go wrong, and the mend"
     )
     add_arguments(doctor)
-    given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if k != "command"}
-    return _doctor({k: v for k, v in given.items() if v is not None})
+    runner = commands.add_parser("run", help="run a script on ranks of this machine")
+    add_run_arguments(runner)
+    given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
+    if given.pop("command") == "doctor":
+        return _doctor(given)
+    script, rest, plain = (given.pop(name) for name in ("script", "arguments", "plain"))
+    return run(script, rest, given, plain=plain)
 
 
 def _doctor(options: dict[str, object]) -> int:

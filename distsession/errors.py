@@ -16,6 +16,7 @@ Runs in: both.
     │  ├─ CollectiveMismatchError
     │  └─ CollectiveHangError
     ├─ RunTimeoutError(TimeoutError)
+    ├─ ExportError(ValueError)
     ├─ RemoteError
     └─ RunError(RuntimeError)
 
@@ -36,6 +37,7 @@ __all__ = [
     "CollectiveMismatchError",
     "DistsessionError",
     "EngineDiedError",
+    "ExportError",
     "LaunchError",
     "LaunchTimeoutError",
     "OptionsError",
@@ -131,6 +133,10 @@ class CollectiveHangError(CollectiveError):
 
 class RunTimeoutError(DistsessionError, TimeoutError):
     """A run did not end within the time that its caller gave."""
+
+
+class ExportError(DistsessionError, ValueError):
+    """What ran cannot be written as a script, or the script gives other results."""
 
 
 class RemoteError(DistsessionError):

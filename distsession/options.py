@@ -13,7 +13,7 @@ import argparse
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -179,11 +179,15 @@ def resolve_options(
     return SessionOptions(**values)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser one flag for each option; ``ranks`` is positional."""
+def add_arguments(parser: argparse.ArgumentParser, *, ranks_flags: Sequence[str] = ()) -> None:
+    """Give a parser one flag for each option; ``ranks`` is positional unless it gets flags."""
     for option in fields(SessionOptions):
         help_text, read = option.metadata["help"], option.metadata["read"]
-        if option.name == "ranks":
+        if option.name == "ranks" and ranks_flags:
+            parser.add_argument(
+                *ranks_flags, dest="ranks", type=read, metavar="RANKS", help=help_text
+            )
+        elif option.name == "ranks":
             parser.add_argument("ranks", nargs="?", type=read, help=help_text)
         elif read is _read_bool:
             flag = "--" + option.name.replace("_", "-")

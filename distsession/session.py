@@ -10,12 +10,14 @@ import concurrent.futures
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distsession import render
+from distsession import export, render
 from distsession.diagnosis import diagnose
 from distsession.errors import OptionsError, SessionStateError
+from distsession.history import History
 from distsession.options import SessionOptions, resolve_options
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
@@ -89,6 +91,7 @@ class Session:
         self._owner = os.getpid()
         self._lifecycle = threading.RLock()
         prepare()
+        self.history = History()
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
         self._world_size = len(self._launcher.start())
@@ -154,6 +157,66 @@ class Session:
         for pending in waiting:
             self.recovery.stop(pending)
         return bool(waiting)
+
+    # --- from notebook to job ---------------------------------------------------------------------
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        cells: Iterable[int | str] | None = None,
+        *,
+        slurm: bool = False,
+        check: str | Sequence[str] = (),
+        tolerance: float = 0.0,
+    ) -> Path:
+        """Write what ran on the ranks as a script for ``torchrun`` or ``distsession run``.
+
+        Cells and calls of :meth:`run` that succeeded are written in the order in which they ran.
+        Magics and ``!`` are translated; what cannot be written is an error that names it.
+
+        Args:
+            path: The script, such as ``"train.py"``. A file that no export wrote is left alone.
+            cells: Which: numbers of cells, and names of functions for their calls. Default: all.
+            slurm: Write a Slurm batch file beside it, too.
+            check: Names of variables for :meth:`check_export`, which is called with these.
+            tolerance: For the same.
+
+        Returns:
+            The script's path.
+
+        Raises:
+            ExportError: Something cannot be written, or the check fails.
+        """
+        self.check_open()
+        script = export.write_script(self, path, cells, slurm=slurm)
+        if check:
+            export.check_script(self, script, check, tolerance)
+        return script
+
+    def check_export(
+        self,
+        path: str | os.PathLike[str],
+        names: str | Sequence[str],
+        *,
+        tolerance: float = 0.0,
+    ) -> dict[str, float]:
+        """Run a script on as many ranks as there are here, and compare variables with those here.
+
+        Args:
+            path: The script.
+            names: Variables: numbers, strings, tensors, containers of these, and what has a
+                ``state_dict()``.
+            tolerance: By how much numbers may differ, relative to the session's where these are
+                above 1. Default: not at all.
+
+        Returns:
+            The largest difference of each.
+
+        Raises:
+            ExportError: The script fails, or a value differs.
+        """
+        self.check_open()
+        return export.check_script(self, path, names, tolerance)
 
     # --- facts ------------------------------------------------------------------------------------
 
@@ -268,7 +331,10 @@ class Session:
                 with self.recovery.lock:
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
+                if chosen is None or len(chosen) == self.world_size:
+                    self.history.clear()
                 return
+            self.history.clear()
             self._launcher.close()
             self._launcher = _make_launcher(self.options, self._on_background)
             try:

@@ -113,7 +113,9 @@ class RankView:
         progress = Progress(output.notify, "sending")
         pending = self._call(function, args, kwargs, progress)
         pending.is_sole = threading.current_thread() is threading.main_thread()
+        entry = self._session.history.call(self._ranks, function, args, kwargs)
         results: RankResults[T] = self._finish(pending, output, None, began)
+        self._session.history.keep(entry)
         return results
 
     def submit(
@@ -126,10 +128,13 @@ class RankView:
         future: concurrent.futures.Future[RankResults[T]] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         context = contextvars.copy_context()  # output goes to the cell that made the call
+        entry = self._session.history.call(self._ranks, function, args, kwargs)
 
         def wait() -> None:
             try:
-                future.set_result(context.run(self._finish, pending, output, None, began))
+                results = context.run(self._finish, pending, output, None, began)
+                self._session.history.keep(entry)
+                future.set_result(results)
             except BaseException as error:
                 future.set_exception(error)
 
@@ -193,7 +198,10 @@ class RankView:
             RunError: A rank cannot rebuild it. Nothing has changed on any rank then, either.
         """
         self._session.check_open()
-        transfer.push(self, {**(values or {}), **named})
+        together = {**(values or {}), **named}
+        entry = self._session.history.pushed(self._ranks, together, "push")
+        transfer.push(self, together)
+        self._session.history.keep(entry)
 
     def pull(self, *names: str) -> RankResults[Any]:
         """The values of variables on every rank of the view.
@@ -230,7 +238,9 @@ class RankView:
             OptionsError: There is no such dimension, or the sizes do not fit.
         """
         self._session.check_open()
+        entry = self._session.history.pushed(self._ranks, {name: value}, "scatter")
         transfer.scatter(self, name, value, dim, sizes)
+        self._session.history.keep(entry)
 
     def gather(self, name: str, dim: int = 0) -> Any:
         """Join what the ranks of the view hold under a name to one tensor, array or list.
@@ -337,6 +347,7 @@ class RankView:
         timeout: float | None = None,
         label: str | None = None,
         expression: bool = False,
+        record: bool = True,
     ) -> RankResults[Any] | None:
         began = time.perf_counter()
         self._session.check_open()
@@ -351,7 +362,11 @@ class RankView:
 
         pending = self._submit(make, [])
         pending.is_sole = threading.current_thread() is threading.main_thread()
+        name = f"%distributed {code.strip()}" if expression else label or f"In[{pending.request}]"
+        entry = self._session.history.cell(self._ranks, code, name) if record else None
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
+        if entry is not None:
+            self._session.history.keep(entry)
         return results if fetch else None
 
     def _submit(

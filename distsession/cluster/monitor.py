@@ -27,7 +27,7 @@ from distsession.messages import (
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "describe_death"]
+__all__ = ["Monitor", "describe_death", "mend_text"]
 
 AGENT_GONE = (
     "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
@@ -216,8 +216,12 @@ def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
     when = " while it was starting" if while_starting else ""
     tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
     last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
-    mend = (
-        f" session.restart([{message.rank}]) replaces it; restore=[...] copies variables from a "
-        "rank that stays."
+    return f"{who} {how}{when}.{'' if while_starting else mend_text(message.rank)}{last}"
+
+
+def mend_text(rank: int) -> str:
+    """What to do about the death of a rank."""
+    return (
+        f" session.restart([{rank}]) replaces it; restore=[...] copies variables from a rank that "
+        "stays."
     )
-    return f"{who} {how}{when}.{'' if while_starting else mend}{last}"

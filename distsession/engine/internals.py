@@ -8,6 +8,7 @@ One function for each liberty taken, so that a new torch that breaks one is mend
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ __all__ = [
     "abort_groups",
     "data_parallel_modules",
     "every_group_is_made_by",
+    "groups_of_torch",
     "make_native_group",
     "refresh_data_parallel",
     "set_group_count",
@@ -33,6 +35,8 @@ BACKEND = "distsession"
 """Name under which torch knows our process groups; ``get_backend()`` still says ``gloo``."""
 
 Maker = Callable[..., Any]
+
+_is_native = False
 
 
 def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
@@ -57,7 +61,7 @@ def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
     def helper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         asked = dist.Backend(str(bound.arguments["backend"]))
-        if not _is_gloo(asked):
+        if not _is_gloo(asked) or _is_native:
             return native(*args, **kwargs)
         bound.arguments["backend"] = dist.Backend(BACKEND)
         group, store = native(*bound.args, **bound.kwargs)
@@ -67,6 +71,17 @@ def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
         return group, store
 
     c10d._new_process_group_helper = helper
+
+
+@contextlib.contextmanager
+def groups_of_torch() -> Iterator[None]:
+    """Let torch make its own gloo groups for a while."""
+    global _is_native
+    before, _is_native = _is_native, True
+    try:
+        yield
+    finally:
+        _is_native = before
 
 
 def _is_gloo(backend: str) -> bool:

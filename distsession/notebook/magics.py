@@ -15,6 +15,7 @@ from IPython.core.magic import no_var_expand
 from distsession import options as session_options
 from distsession import session as session_module
 from distsession.errors import OptionsError, SessionStateError
+from distsession.export import parse_cells
 from distsession.notebook.stream import Printer
 from distsession.ranks import parse_ranks
 from distsession.results import RankResults
@@ -55,6 +56,16 @@ def _session_parser() -> _Parser:
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
     commands.add_parser("close", help="end all ranks")
+    export = commands.add_parser("export", help="write what ran on the ranks as a script")
+    export.add_argument("path", help="the script, such as train.py")
+    export.add_argument("--cells", metavar="3-5,f", help="which cells, and calls of which function")
+    export.add_argument("--slurm", action="store_true", help="write a Slurm batch file, too")
+    export.add_argument(
+        "--check", metavar="A,B", default="", help="run it, and compare these variables"
+    )
+    export.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="X", help="by how much they may differ"
+    )
     return parser
 
 
@@ -148,6 +159,19 @@ class Magics:
         session.close()
         return _line(session.status())
 
+    def _export(self, arguments: argparse.Namespace) -> Table:
+        names = [name.strip() for name in arguments.check.split(",") if name.strip()]
+        script = current_session().export(
+            arguments.path,
+            None if arguments.cells is None else parse_cells(arguments.cells),
+            slurm=arguments.slurm,
+            check=names,
+            tolerance=arguments.tolerance,
+        )
+        batch = f" and {script.with_suffix('.sbatch')}" if arguments.slurm else ""
+        checked = f" It gives the same {', '.join(names)}." if names else ""
+        return _line(f"wrote {script}{batch}.{checked}")
+
     # --- %distributed -----------------------------------------------------------------------------
 
     @no_var_expand  # braces and dollars belong to the expression
@@ -178,7 +202,7 @@ class Magics:
             source,
             fetch=arguments.out is not None,
             timeout=arguments.timeout,
-            label=f"In[{self._shell.execution_count}]",
+            label=f"In[{_cell_number(self._shell)}]",
         )
         if arguments.out is not None:
             self._keep(arguments.out, results)
@@ -207,6 +231,15 @@ class Magics:
         from distsession.cluster.controller import px_magic
 
         return px_magic(self._shell, current_session().client, line, cell)
+
+
+def _cell_number(shell: Any) -> int:
+    """The number that the notebook shows for the cell that runs.
+
+    Its input is stored before it runs. Whether ``execution_count`` is one further by then differs
+    between versions of IPython.
+    """
+    return len(shell.history_manager.input_hist_parsed) - 1
 
 
 def _view(session: Session, ranks: str | None) -> RankView:

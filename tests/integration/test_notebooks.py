@@ -63,6 +63,10 @@ def test_a_notebook_runs_through(path, this_python):
         assert "ranks 1,3" in error.evalue
         assert "ranks 1,3" in error.traceback[0]
         assert re.search(r"----> +3 torch\.ones", "\n".join(error.traceback))
+    if path.stem == "04_from_notebook_to_job":
+        [error] = [error for cell in cells for error in outputs(cell, "error")]
+        assert error.ename == "ExportError"
+        assert "In[4]: %pip --version is not translated" in error.traceback[0]
     if path.stem == "02_when_a_rank_fails":
         errors = [error for cell in cells for error in outputs(cell, "error")]
         assert [error.ename for error in errors] == [

@@ -13,7 +13,20 @@ import distsession
 
 PACKAGE = Path(distsession.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-KERNEL = ("session.py", "view.py", "results.py", "recovery.py", "outcome.py", "transfer.py")
+KERNEL = (
+    "export.py",
+    "history.py",
+    "launching.py",
+    "outcome.py",
+    "recovery.py",
+    "results.py",
+    "script.py",
+    "session.py",
+    "sources.py",
+    "transfer.py",
+    "translate.py",
+    "view.py",
+)
 HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
 
 
@@ -47,7 +60,13 @@ def test_a_module_says_in_which_process_it_runs(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import distsession", "from distsession import Session, current_session"]
+    "statement",
+    [
+        "import distsession",
+        "from distsession import Session, current_session",
+        "from distsession import launch, LaunchOptions, start_training",
+        "import distsession.cli",
+    ],
 )
 def test_importing_the_package_loads_nothing_heavy(statement: str) -> None:
     code = f"import sys\n{statement}\nprint(*[m for m in {HEAVY} if m in sys.modules])"

@@ -1,0 +1,154 @@
+"""Starting ranks for one function, on one host and on what passes for two."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distsession
+from distsession import (
+    LaunchOptions,
+    OptionsError,
+    RunError,
+    SessionStateError,
+    launch,
+    start_training,
+)
+from tests.conftest import assert_nothing_left, traces
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+pytestmark = pytest.mark.usefixtures("_quiet")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_after_each_test():
+    before = traces()
+    yield
+    assert_nothing_left(before, within=5.0)
+
+
+@pytest.fixture
+def _quiet(monkeypatch):
+    from distsession import session
+    from distsession.view import Silent
+
+    monkeypatch.setattr(session, "output_factory", Silent)
+
+
+def total(start: float, *, more: float = 0.0) -> float:
+    value = torch.tensor(start + more + dist.get_rank())
+    dist.all_reduce(value)
+    return value.item()
+
+
+def test_a_function_runs_on_all_ranks_and_gives_their_results():
+    results = launch(total, 1.0, nproc_per_node=3, more=0.5)
+
+    assert dict(results) == {0: 7.5, 1: 7.5, 2: 7.5}
+    with pytest.raises(SessionStateError):
+        distsession.current_session()
+
+
+def test_lambdas_and_closures_run():
+    factor = 10
+
+    results = launch(lambda: factor * dist.get_rank(), nproc_per_node=2)
+
+    assert dict(results) == {0: 0, 1: 10}
+
+
+def test_an_error_comes_through_and_nothing_stays():
+    with pytest.raises(RunError, match="ZeroDivisionError on ranks 0-1"):
+        launch(lambda: 1 / 0, nproc_per_node=2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"nproc_per_node": 0}, {"backend": "none"}, {"nnodes": 0}, {"nnodes": True}]
+)
+def test_an_option_that_cannot_work_is_named(options):
+    with pytest.raises(OptionsError, match=f"^{next(iter(options))}|none"):
+        launch(total, 1.0, **{"nproc_per_node": 2, **options})
+
+
+def test_training_starts_as_the_options_say():
+    options = LaunchOptions(processes=2, backend="gloo")
+
+    assert dict(start_training(total, options, 1.0, more=1.0)) == {0: 5.0, 1: 5.0}
+
+
+def test_training_takes_its_options_from_the_environment(monkeypatch):
+    monkeypatch.setenv("DISTSESSION_LAUNCH_PROCESSES", "3")
+
+    assert dict(start_training(total, None, 0.0)) == {0: 3.0, 1: 3.0, 2: 3.0}
+
+
+def test_training_without_distribution_runs_here():
+    results = start_training(os.getpid, LaunchOptions(distributed=False))
+
+    assert dict(results) == {0: os.getpid()}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_the_ranks_of_two_hosts_form_one_group(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            import torch.distributed as dist
+            from distsession import LaunchOptions, start_training
+
+            def train(power):
+                found = [None] * dist.get_world_size()
+                dist.all_gather_object(found, dist.get_rank() ** power)
+                pair = dist.new_group([1, 2])
+                value = [rank]
+                if rank in (1, 2):
+                    dist.broadcast_object_list(value, src=2, group=pair)
+                return found, value[0], world_size, os.environ["RANK"], os.environ["LOCAL_RANK"]
+
+            if __name__ == "__main__":
+                for rank, value in start_training(train, LaunchOptions.from_arguments(), 2).items():
+                    print(rank, value)
+            """
+        )
+    )
+    common = ["--world-size", "4", "--processes", "2", "--port", str(free_port())]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, str(script), *common, "--first-rank", first],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ROOT},
+        )
+        for first in ("0", "2")
+    ]
+    try:
+        texts = [host.communicate(timeout=90)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+
+    assert [host.returncode for host in hosts] == [0, 0], texts
+    assert texts[0].splitlines() == [
+        "0 ([0, 1, 4, 9], 0, 4, '0', '0')",
+        "1 ([0, 1, 4, 9], 2, 4, '1', '1')",
+    ]
+    assert texts[1].splitlines() == [
+        "2 ([0, 1, 4, 9], 2, 4, '2', '0')",
+        "3 ([0, 1, 4, 9], 3, 4, '3', '1')",
+    ]

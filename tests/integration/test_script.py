@@ -1,0 +1,329 @@
+"""``distsession run``: scripts on ranks, their exit codes, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tests.conftest import assert_nothing_left, traces
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+DDP = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from side import SCALE
+
+    def main():
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        loss = model(torch.ones(4, 2) * (rank + 1) * SCALE).sum()
+        loss.backward()
+        gradient = model.module.weight.grad.flatten().tolist()
+        name = os.path.basename(__file__)
+        sys.stdout.write(f"gradient {gradient} {sys.argv[1:]} {__name__} {name}\\n")  # in one piece
+        sys.stdout.flush()
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_after_each_test():
+    before = traces()
+    yield
+    assert_nothing_left(before, within=5.0)
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "side.py").write_text("SCALE = 2\n")
+
+    def make(text):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return make
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": ROOT}
+
+
+def started(*arguments, **more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "distsession", "run", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        **more,
+    )
+
+
+def ended(*arguments, timeout=60, **more):
+    process = started(*arguments, **more)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        pytest.fail(f"it did not end: {process.communicate()}")
+    return process.returncode, out, err
+
+
+def torchrun(*arguments, timeout=90):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(),
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_of_torchrun_runs_as_there(script):
+    path = script(DDP)
+    code, out, err = ended("--plain", "-n", "2", path, "--lr", "0.1")
+    expected, there, _ = torchrun("--nproc-per-node=2", path, "--lr", "0.1")
+
+    assert (code, expected) == (0, 0), err
+    assert sorted(out.splitlines()) == sorted(there.splitlines())
+    assert "gradient [12.0, 12.0] ['--lr', '0.1'] __main__ train.py" in out
+
+
+def test_lines_are_marked_with_their_rank(script):
+    path = script("import os\nprint('here is', os.environ['RANK'])\n")
+    code, out, _ = ended("--ranks", "3", path)
+
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[{rank}] here is {rank}" for rank in range(3)]
+
+
+def test_python_would_set_the_same(script, tmp_path):
+    text = """
+        import sys, os, pickle, __main__
+        class Thing:
+            pass
+        thing = pickle.loads(pickle.dumps(Thing()))
+        print(sys.argv, sys.path[0], __file__, __name__, __spec__, type(thing).__module__,
+              __main__.Thing is Thing, os.getcwd())
+    """
+    path = script(text)
+    code, out, err = ended("--plain", "-n", "1", "train.py", "-n", "3", cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "train.py", "-n", "3"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=30, check=True,
+    )  # fmt: skip
+
+    assert code == 0, err
+    assert out == done.stdout
+    assert path in out
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        ("1 / 0", 1, "ZeroDivisionError on rank 1"),
+        ("sys.exit(3)", 3, "rank 1 ended with exit code 3"),
+        ("sys.exit('no data')", 1, "rank 1: no data"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("os._exit(7)", 7, "ended with exit code 7"),
+    ],
+)
+def test_the_first_failure_gives_the_exit_code(script, body, code, message):
+    path = script(
+        f"""
+        import os, sys
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            {body}
+        dist.all_reduce(torch.ones(1))
+        """
+    )
+    got, _, err = ended("-n", "2", path)
+
+    assert got == code, err
+    assert message in err
+    assert "session.restart" not in err
+    assert "connected anew" not in err
+    first = err.splitlines()[0]
+    assert "rank 1" in first
+
+
+def test_an_error_shows_the_line_of_the_script(script):
+    path = script("import torch\n\ndef f():\n    raise ValueError('no')\n\nf()\n")
+    code, _, err = ended("-n", "2", path)
+
+    assert code == 1
+    assert err.startswith("distsession run: ValueError on ranks 0-1")
+    assert "raise ValueError('no')" in err
+    assert "train.py, line 4, in f" in err
+    assert "engine/script.py" not in err
+
+
+def test_a_script_that_cannot_be_compiled_says_where(script):
+    code, _, err = ended("-n", "2", script("x = (\n"))
+
+    assert code == 1
+    assert "SyntaxError on ranks 0-1" in err
+    assert "train.py" in err
+
+
+def test_an_exit_code_of_nothing_is_no_failure(script):
+    assert ended("-n", "2", script("import sys\nsys.exit()\n"))[0] == 0
+
+
+def test_a_hang_is_diagnosed(script):
+    path = script(
+        """
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group()
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        """
+    )
+    code, _, err = ended("-n", "2", "--hang-grace", "0.5", path)
+
+    assert code == 1
+    assert "all_reduce" in err
+    assert "train.py line 7" in err
+    assert "rank 1" in err
+
+
+def test_a_mismatch_is_named(script):
+    path = script(
+        """
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1 + dist.get_rank()))
+        """
+    )
+    code, _, err = ended("-n", "2", path)
+
+    assert code == 1
+    assert err.startswith("distsession run: CollectiveMismatchError on ranks 0-1")
+
+
+def test_a_rank_that_goes_on_after_a_failure_is_ended(script):
+    path = script(
+        """
+        import os, time
+        if os.environ["RANK"] == "0":
+            raise ValueError("no")
+        time.sleep(1000)
+        """
+    )
+    began = time.monotonic()
+    code, _, err = ended("-n", "2", "--hang-grace", "0", path)
+
+    assert code == 1
+    assert err.startswith("distsession run: ValueError on rank 0")
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_everything(script, number, code):
+    path = script(
+        """
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        print("ready", flush=True)
+        if dist.get_rank() == 0:
+            dist.barrier()
+        while True:
+            pass
+        """
+    )
+    process = started("-n", "2", path)
+    assert process.stdout is not None
+    assert "ready" in process.stdout.readline()
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+
+    assert process.returncode == code, err
+    if number == signal.SIGINT:
+        assert "barrier" in err
+
+
+def test_threads_of_the_script_are_waited_for(script):
+    path = script(
+        """
+        import threading, time
+
+        def late():
+            time.sleep(0.5)
+            print("late")
+
+        threading.Thread(target=late).start()
+        """
+    )
+    code, out, _ = ended("--plain", "-n", "2", path)
+
+    assert (code, out) == (0, "late\nlate\n")
+
+
+def test_a_data_loader_with_processes_works(script):
+    path = script(
+        """
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Numbers(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                return index
+
+        if __name__ == "__main__":
+            print(sum(int(b.sum()) for b in DataLoader(Numbers(), batch_size=2, num_workers=2)))
+        """
+    )
+    code, out, err = ended("--plain", "-n", "2", path)
+
+    assert (code, out) == (0, "6\n6\n"), err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["none.py"], 2, "there is no script none.py"),
+        (["--launcher", "inline", __file__], 2, "a script is not run inline"),
+        (["--backend", "none", __file__], 2, "backend 'none' is not one"),
+        (["--start-timeout", "0.01", __file__], 1, "the agent did not come up"),
+        (["-n", "two", __file__], 2, "invalid int value"),
+        ([], 2, "required: SCRIPT.py"),
+    ],
+)
+def test_what_cannot_start_says_so(arguments, code, message):
+    got, _, err = ended(*arguments)
+
+    assert got == code, err
+    assert message in err
