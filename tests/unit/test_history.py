@@ -11,7 +11,7 @@ import types
 import pytest
 
 from distsession import history
-from distsession.history import Call, History
+from distsession.history import Call, Cell, History
 
 SOURCE = """
 import math as m
@@ -180,10 +180,10 @@ def test_other_variables_that_are_pushed_are_named():
     assert [(entry.name, entry.problem) for entry in history.entries] == [
         (
             "session.push(lr, model)",
-            "model is of type object, in the notebook: load or make it in a cell instead",
+            "model is of type object, in the notebook: make it in a cell instead",
         ),
         (
             "session.scatter(parts)",
-            "parts is of type list, in the notebook: load or make it in a cell instead",
+            "parts is of type list, in the notebook: make it in a cell instead",
         ),
     ]
