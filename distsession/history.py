@@ -129,9 +129,7 @@ class History:
         for key, text in texts.items():
             if text is None or how == "scatter":
                 kind = type(values[key]).__name__
-                reason = (
-                    f"{key} is of type {kind}, in the notebook: load or make it in a cell instead"
-                )
+                reason = f"{key} is of type {kind}, in the notebook: make it in a cell instead"
                 return self.other(ranks, name, reason)
         source = "".join(f"{key} = {text}\n" for key, text in texts.items())
         return self.cell(ranks, source, name)
