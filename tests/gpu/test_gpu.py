@@ -74,3 +74,30 @@ def test_both_backends_at_once() -> None:
             "dist.all_reduce(a)\ndist.all_reduce(b)"
         )
         assert session.evaluate("(a + b.cpu()).sum().item()")[0] == 4.0
+
+
+def test_a_tensor_of_a_gpu_arrives_on_the_cpu_of_the_notebook(session) -> None:
+    session.execute(
+        "weights = torch.arange(300_000., device=device)[100:]; pair = [weights, weights[5:9]]"
+    )
+    back = session.pull("weights")
+    assert back[0].device.type == "cpu"
+    assert torch.equal(back[0], torch.arange(300_000.0)[100:])
+    base, view = session.pull("pair")[0]
+    base[5] = -1
+    assert view[0] == -1
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_sharded_or_plain_tensor_of_a_gpu_is_gathered(session) -> None:
+    session.execute("part = torch.full((2, 3), float(rank), device=device)")
+    whole = session.gather("part")
+    assert whole.device.type == "cpu"
+    assert whole.shape == (2 * session.world_size, 3)
+    assert not torch.cuda.is_initialized()
+
+
+def test_what_passes_from_rank_to_rank_lands_on_the_receivers_own_gpu(session) -> None:
+    session.execute("state = torch.ones(300_000, device=device)")
+    session[0].copy_to(session.ranks, ["state"])
+    assert set(session.evaluate("state.device == device").values()) == {True}
