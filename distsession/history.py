@@ -124,7 +124,7 @@ class History:
             values: By name.
             how: ``"push"`` or ``"scatter"``.
         """
-        name = f"session.{how}({', '.join(values)})"
+        name = f"session.{how}({', '.join(map(str, values))})"
         texts = {key: _literal(value) for key, value in values.items()}
         for key, text in texts.items():
             if text is None or how == "scatter":
