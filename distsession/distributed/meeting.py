@@ -97,7 +97,7 @@ def exchange(ring: Ring, row: list[int]) -> list[list[int]]:
     mine = torch.tensor(row, dtype=torch.int64, device=ring.device)
     every = torch.empty(ring.size, len(row), dtype=torch.int64, device=ring.device)
     dist.all_gather(list(every.unbind()), mine, group=ring.group)
-    return every.tolist()  # type: ignore[no-any-return]
+    return every.tolist()
 
 
 def meet(ring: Ring, row: Row) -> list[Row]:

@@ -120,7 +120,7 @@ def pack(value: Any, call: int, root: int = -1) -> tuple[Row, bytes | torch.Tens
 def _pack_other(value: Any) -> tuple[Kind, int, bytes | None]:
     if value is None:
         return Kind.NOTHING, 0, None
-    if isinstance(value, numbers.Number) and type(value) not in (bool, int, float, complex):
+    if isinstance(value, numbers.Number):
         value = plain_number(value)
     if type(value) is bool:
         return Kind.BOOL, int(value), None
