@@ -9,6 +9,7 @@ know how many ranks there are.
 from __future__ import annotations
 
 import collections
+import faulthandler
 import json
 import os
 import random
@@ -31,6 +32,9 @@ from distsession.errors import (
     OptionsError,
     ProcessGroupError,
 )
+
+LIMIT = float(os.environ.get("CHECKS_LIMIT", "80"))
+"""Seconds after which a rank that hangs says where, and ends."""
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -676,6 +680,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 def main(folder: str) -> None:
     """Run every check, and write what each has raised; the rest is useless after the first."""
     outcome: dict[str, str] = {}
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     dd.initialize("gloo", timeout=30)
     rank = dd.get_rank()
     for name, check in CHECKS.items():
