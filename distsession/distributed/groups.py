@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["device_mesh", "get_group", "new_group", "resolved", "split_group"]
 
-_of_ranks: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
-"""Groups made for lists of ranks; torch holds each until it is destroyed."""
+_of_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+"""For each world the groups made for lists of ranks."""
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> Any:
@@ -45,20 +45,18 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
 
 
 def resolved(group: Any) -> Any:
-    """A process group for what users give: one, or a list of ranks that is met as one.
+    """A process group for what users give: one, or a list of ranks.
 
-    The group of a list is made by its members when they first need it, and kept.
+    The group of a list is made at its first use, in which every rank of the world has to take
+    part, and kept as long as the world is.
     """
     if not isinstance(group, list | tuple | range) or not place.is_initialized():
         return group
     ranks = tuple(_checked(group))
-    if dist.get_rank() not in ranks:
-        return dist.GroupMember.NON_GROUP_MEMBER
-    found = _of_ranks.get(ranks)
-    if found is None:
-        # The others need not know, and could not: they may never call anything with this list.
-        found = _of_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return found
+    made = _of_ranks.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(list(ranks))
+    return made[ranks]
 
 
 def split_group(num_groups: int, **options: Any) -> Any:

@@ -71,7 +71,8 @@ def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool =
         op: ``"sum"``, ``"product"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``, ``"xor"`` (these
             three bitwise) or ``"avg"``, in either case, or torch's ``ReduceOp``. The average of
             whole numbers is a float; that of whole-number tensors is refused.
-        group: A process group, or a list of ranks. Default: the world. A process that is no
+        group: A process group, or a list of ranks, of which one is made at its first use, by
+            every rank of the world. Default: the world. A process that is no
             member gets its value back unchanged.
         async_op: Return at once. Numbers are met for all the same, so it then waits for them.
 

@@ -494,10 +494,12 @@ def check_new_group() -> None:
 
 def check_a_list_of_ranks_is_a_group() -> None:
     rank, n = here()
-    half = [r for r in range(n) if r % 2 == rank % 2]
     for _ in range(2):
-        equal(dd.all_reduce(torch.tensor(rank), group=half), sum(half))
-        assert dd.all_gather(rank, group=half) == half
+        for half in (list(range(0, n, 2)), list(range(1, n, 2)) or [0]):
+            equal(
+                dd.all_reduce(torch.tensor(rank), group=half), sum(half) if rank in half else rank
+            )
+            assert dd.all_gather(rank, group=half) == (half if rank in half else [rank])
     assert dd.all_reduce(rank, group=[0]) == rank
     dd.barrier()
 
