@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from distsession.distributed.begin import finalize, initialize, initialize_cpu, process_group
     from distsession.distributed.collectives import (
         all_gather,
-        all_to_all,
         barrier,
         broadcast,
         gather,
-        scatter,
         synchronize,
     )
     from distsession.distributed.data import DistributedProxySampler, ExactSampler, get_sampler
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
         run_local_rank_zero_first,
     )
     from distsession.distributed.objects import all_gather_object, broadcast_object_list
+    from distsession.distributed.parcels import all_to_all, scatter
     from distsession.distributed.place import (
         available_backends,
         backend,
@@ -118,6 +117,7 @@ _MODULES = (
     "begin",
     "reductions",
     "collectives",
+    "parcels",
     "objects",
     "groups",
     "guards",

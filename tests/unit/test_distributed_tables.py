@@ -32,7 +32,7 @@ def test_each_source_has_a_table(source: str) -> None:
 @pytest.mark.parametrize(("source", "theirs", "ours", "differs"), ROWS)
 def test_a_name_of_ours_can_be_imported(source: str, theirs: str, ours: str, differs: str) -> None:
     assert re.fullmatch(r"(`\w+`(, )?)+", theirs)
-    if ours == "–":
+    if ours == "-":
         return
     name = re.fullmatch(r"`(\w+)`", ours)
     assert name is not None
