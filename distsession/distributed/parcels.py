@@ -17,7 +17,7 @@ from distsession.distributed.groups import resolved
 from distsession.distributed.meeting import as_bytes, exchange, meet, padded, ring_of
 from distsession.distributed.objects import device_of, to_length
 from distsession.distributed.rows import Call, Kind, Row, pack, unpack
-from distsession.errors import OptionsError
+from distsession.errors import CollectiveError, OptionsError
 
 __all__ = ["all_to_all", "scatter"]
 
@@ -64,7 +64,7 @@ def scatter(values: Any, src: int = 0, group: Any = None) -> Any:
     table = exchange(ring, numbers or blank.numbers() * ring.size)[root]
     sent = [Row.from_numbers(table[i * width : (i + 1) * width]) for i in range(ring.size)]
     if any(row.kind is Kind.UNFIT for row in sent):
-        raise OptionsError(f"scatter: a value of rank {src} cannot be pickled.")
+        raise CollectiveError(f"scatter: a value of rank {src} cannot be pickled.")
     device, length = device_of(ring, sent), padded(sent)
     data = torch.empty(length, dtype=torch.uint8, device=device)
     if length:
@@ -112,7 +112,7 @@ def all_to_all(values: Any, group: Any = None) -> Any:
         [Row.from_numbers(line[i * width : (i + 1) * width]) for i in range(size)] for line in table
     ]
     if any(row.kind is Kind.UNFIT for line in rows for row in line):
-        raise OptionsError("all_to_all: a value cannot be pickled.")
+        raise CollectiveError("all_to_all: a value of a rank cannot be pickled.")
     device = device_of(ring, [row for line in rows for row in line])
     incoming = [line[ring.position] for line in rows]
     sizes = [row.nbytes for row in incoming]

@@ -350,6 +350,10 @@ def check_what_does_not_fit_is_an_error_everywhere() -> None:
         dd.all_gather(1 if rank else torch.ones(1))
     with raises(CollectiveError, "rank 1", "pickled"):
         dd.all_gather_object((lambda: 0) if rank == 1 else 1)
+    with raises(CollectiveError, "rank 0", "pickled"):
+        dd.scatter([lambda: 0] * n)
+    with raises(CollectiveError, "pickled"):
+        dd.all_to_all([lambda: 0] * n)
     with raises(CollectiveMismatchError, "roots"):
         dd.broadcast(1, src=min(rank, 1))
     assert dd.all_gather(rank) == list(range(n))
