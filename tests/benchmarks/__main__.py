@@ -9,7 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.benchmarks import calls, check, memory, notebook, output, peers, recovery, starts
+from tests.benchmarks import (
+    calls,
+    check,
+    helpers,
+    memory,
+    notebook,
+    output,
+    peers,
+    recovery,
+    starts,
+)
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Row, describe
 from tests.benchmarks.markdown import print_markdown
@@ -28,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "failure": recovery.failure,
     "replace": recovery.replace,
     "check": check.check,
+    "helpers": helpers.helpers,
 }
 
 
