@@ -9,7 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.benchmarks import calls, check, memory, moving, notebook, output, peers, recovery, starts
+from tests.benchmarks import (
+    calls,
+    check,
+    helpers,
+    memory,
+    moving,
+    notebook,
+    output,
+    peers,
+    recovery,
+    starts,
+)
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Row, describe
 from tests.benchmarks.markdown import print_markdown
@@ -29,6 +40,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "replace": recovery.replace,
     "check": check.check,
     "moving": moving.moving,
+    "helpers": helpers.helpers,
 }
 
 

@@ -1,0 +1,234 @@
+"""Moving values between ranks.
+
+Runs in: an engine.
+
+Each takes a tensor, a number, a string, or any object that can be pickled, nested containers
+included. What ranks bring is compared before it moves. Nothing here is part of autograd: what
+arrives has no gradient; use ``torch.distributed.nn.functional`` for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distsession.distributed.groups import resolved
+from distsession.distributed.meeting import (
+    Ring,
+    as_bytes,
+    meet,
+    mismatch,
+    padded,
+    ring_of,
+)
+from distsession.distributed.objects import device_of, gather_bytes, to_length
+from distsession.distributed.rows import Call, Kind, Row, pack, unpack
+from distsession.errors import OptionsError
+
+__all__ = [
+    "all_gather",
+    "barrier",
+    "broadcast",
+    "gather",
+    "synchronize",
+]
+
+
+def all_gather(tensor: Any, group: Any = None, *, as_list: bool = False) -> Any:
+    """Every rank's value, on every rank.
+
+    Args:
+        tensor: A dense tensor of any dtype. All have the same dtype and the same shape but for the
+            first dimension. Or a number, a string, or any object.
+        group: A process group, or a list of ranks. Default: the world. A process that is no
+            member gets its own value alone.
+        as_list: Give a list of the tensors, one for each rank, which may then differ in shape and
+            dtype.
+
+    Returns:
+        Tensors one after another along dimension 0: ranks with shapes ``(n0, *s)``, ``(n1, *s)``,
+        ... give ``(n0 + n1 + ..., *s)``; those without dimensions give ``(world_size,)``. For
+        anything else, and with ``as_list``, a list in rank order. It is new, on the device of
+        ``tensor``, and outside autograd. Without a process group: the tensor itself (as ignite
+        does), or a list of the one value.
+
+    Raises:
+        CollectiveMismatchError: Some have tensors and others not, or tensors that do not fit.
+        CollectiveError: A rank's object cannot be pickled. Both are raised on every rank.
+    """
+    ring = ring_of(resolved(group))
+    if ring is None:
+        return tensor if isinstance(tensor, torch.Tensor) and not as_list else [tensor]
+    row, follows = pack(tensor, Call.ALL_GATHER)
+    rows = meet(ring, row)
+    joined = _are_joined(ring, rows, as_list)
+    parts = gather_bytes(ring, rows, follows)
+    return _collected(rows, parts, tensor, joined)
+
+
+def gather(tensor: Any, dst: int = 0, group: Any = None, *, as_list: bool = True) -> Any:
+    """Every rank's value, on one rank.
+
+    Args:
+        tensor: As for :func:`all_gather`.
+        dst: The (global) rank that gets them.
+        group: As for :func:`all_gather`.
+        as_list: False to have tensors one after another along dimension 0, as from
+            :func:`all_gather`, rather than in a list.
+
+    Returns:
+        On ``dst`` a new list in rank order; its tensors may differ in shape and dtype. None on
+        the others. Outside autograd.
+
+    Raises:
+        OptionsError: ``dst`` is not in the group.
+        CollectiveMismatchError: As for :func:`all_gather`; or ranks name different ``dst``.
+        CollectiveError: As for :func:`all_gather`.
+    """
+    ring = ring_of(resolved(group))
+    if ring is None:
+        if dist.is_initialized():
+            return None
+        return tensor if isinstance(tensor, torch.Tensor) and not as_list else [tensor]
+    root = ring.position_of(dst, "dst")
+    row, follows = pack(tensor, Call.GATHER, dst)
+    rows = meet(ring, row)
+    joined = _are_joined(ring, rows, as_list)
+    device, length = device_of(ring, rows), padded(rows)
+    here = ring.position == root
+    parts = [torch.empty(0, dtype=torch.uint8, device=device)] * ring.size
+    if length:
+        mine = to_length(as_bytes(follows, device), length)
+        if here:
+            every = torch.empty(ring.size * length, dtype=torch.uint8, device=device)
+            parts = list(every.split(length))
+        dist.gather(mine, parts if here else None, dst, group=ring.group)
+    return _collected(rows, parts, tensor, joined) if here else None
+
+
+def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = False) -> Any:
+    """One rank's value, on every rank.
+
+    Args:
+        tensor: On ``src`` a dense tensor of any dtype and shape, a number, a string, or any
+            object. On the others a tensor of the same shape and dtype to receive into, or None
+            where they do not know these, or any number, string or object.
+        src: The (global) rank that sends.
+        group: A process group, or a list of ranks. Default: the world. A process that is no
+            member gets its own value back.
+        safe_mode: Ignore what receivers give, whatever it is; they get a new tensor.
+
+    Returns:
+        The value. On ``src`` the very one that was given. A tensor given to receive into is
+        changed in place and returned. A new one is on :func:`device`. Outside autograd.
+
+    Raises:
+        OptionsError: ``src`` is not in the group, or has None.
+        CollectiveMismatchError: A receiver's tensor does not fit; or ranks name different
+            ``src``.
+        CollectiveError: The object cannot be pickled. All are raised on every rank.
+    """
+    ring = ring_of(resolved(group))
+    if ring is None:
+        return tensor
+    root = ring.position_of(src, "src")
+    here = ring.position == root
+    # An object that a receiver gives is ignored, so it need not be pickled.
+    shown = tensor if here or (isinstance(tensor, torch.Tensor) and not safe_mode) else None
+    row, follows = pack(shown, Call.BROADCAST, src)
+    rows = meet(ring, row)
+    sent = rows[root]
+    if sent.kind is Kind.NOTHING:
+        raise OptionsError(f"broadcast: rank {src} has None, which says nothing to the others.")
+    unlike = [row for row in rows if row.kind is Kind.TENSOR and _form(row) != _form(sent)]
+    if unlike:
+        raise mismatch(ring, "values that do not fit", [str(row) for row in rows])
+    device = device_of(ring, rows if sent.kind is Kind.TENSOR else [sent])
+    if here:
+        if sent.nbytes:
+            dist.broadcast(as_bytes(follows, device), src, group=ring.group)
+        return tensor
+    target = shown if isinstance(shown, torch.Tensor) else None
+    data = torch.empty(0, dtype=torch.uint8, device=device)
+    if sent.nbytes:
+        into = target is not None and target.is_contiguous() and target.device == device
+        if into and not (target.is_conj() or target.is_neg()):  # type: ignore[union-attr]
+            data = as_bytes(target, device)
+        else:
+            data = torch.empty(sent.nbytes, dtype=torch.uint8, device=device)
+            into = False
+        dist.broadcast(data, src, group=ring.group)
+        if into:
+            return target
+    if target is None:
+        return unpack(sent, data, ring.device_for(True) if sent.kind is Kind.TENSOR else None)
+    target.detach().copy_(unpack(sent, data))
+    return target
+
+
+def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
+    """Wait until every rank is here. Nothing without a process group, or for no member.
+
+    Args:
+        group: A process group, or a list of ranks. Default: the world.
+        async_op: Return torch's work at once, to wait for.
+        **options: More for ``torch.distributed.barrier``: ``device_ids``.
+
+    Returns:
+        None; with ``async_op`` the work, or None where there is nobody to wait for.
+    """
+    ring = ring_of(resolved(group))
+    if ring is None:
+        return None
+    if "cpu" not in ring.backends:
+        options.setdefault("device_ids", [torch.cuda.current_device()])
+    return dist.barrier(ring.group, async_op, **options)
+
+
+def synchronize(device: torch.device | int | None = None) -> None:
+    """Wait until this rank's GPU has done what it was given. Nothing where there is none.
+
+    It waits for no other rank; see :func:`barrier`.
+
+    Args:
+        device: The GPU. Default: the current one.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def _form(row: Row) -> tuple[Any, ...]:
+    return row.kind, row.dtype, row.shape
+
+
+def _are_joined(ring: Ring, rows: Sequence[Row], as_list: bool) -> bool:
+    """Whether what the ranks have becomes one tensor.
+
+    Raises:
+        CollectiveMismatchError: It should, but does not fit.
+    """
+    tensors = sum(row.kind is Kind.TENSOR for row in rows)
+    if as_list or not tensors:
+        return False
+    same = {(row.dtype, len(row.shape), row.shape[1:]) for row in rows}
+    if tensors < len(rows) or len(same) > 1:
+        raise mismatch(ring, "values that do not fit together", [str(row) for row in rows])
+    return True
+
+
+def _collected(rows: Sequence[Row], parts: Sequence[torch.Tensor], own: Any, joined: bool) -> Any:
+    """The ranks' values from their bytes, as one tensor or as a list."""
+    device = own.device if isinstance(own, torch.Tensor) else None
+    values = [
+        unpack(row, part, device if row.kind is Kind.TENSOR else None)
+        for row, part in zip(rows, parts, strict=True)
+    ]
+    if not joined:
+        return values
+    return torch.cat([value.unsqueeze(0) if value.dim() == 0 else value for value in values])

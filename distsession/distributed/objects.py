@@ -1,0 +1,135 @@
+"""Moving what follows the rows: bytes of any length from each rank.
+
+Runs in: an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distsession.distributed.groups import resolved
+from distsession.distributed.meeting import Ring, as_bytes, exchange, meet, padded, ring_of
+from distsession.distributed.rows import Call, Row, dumps, loads, pack, unpack
+from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
+
+__all__ = ["all_gather_object", "broadcast_object_list"]
+
+T = TypeVar("T")
+Follows = bytes | torch.Tensor | None
+
+
+def device_of(ring: Ring, rows: Sequence[Row]) -> torch.device:
+    """Where the bytes of these rows travel; the same on all ranks."""
+    return ring.device_for(all(row.on_gpu for row in rows if row.nbytes))
+
+
+def to_length(data: torch.Tensor, length: int) -> torch.Tensor:
+    """The bytes, and zeros up to a length."""
+    if data.numel() == length:
+        return data
+    longer = torch.zeros(length, dtype=torch.uint8, device=data.device)
+    longer[: data.numel()] = data
+    return longer
+
+
+def gather_bytes(ring: Ring, rows: Sequence[Row], follows: Follows) -> list[torch.Tensor]:
+    """Every rank's bytes, on every rank: parts of one tensor, in which they follow each other."""
+    device = device_of(ring, rows)
+    length = padded(rows)
+    every = torch.empty(ring.size * length, dtype=torch.uint8, device=device)
+    parts = list(every.split(length)) if length else [every] * ring.size
+    if length:
+        dist.all_gather(parts, to_length(as_bytes(follows, device), length), group=ring.group)
+    return parts
+
+
+def gather_objects(ring: Ring, rows: Sequence[Row], follows: Follows) -> list[Any]:
+    """Every rank's value, on every rank."""
+    parts = gather_bytes(ring, rows, follows)
+    return [unpack(row, part) for row, part in zip(rows, parts, strict=True)]
+
+
+def all_gather_object(obj: T, group: Any = None) -> list[T]:
+    """Every rank's object.
+
+    Args:
+        obj: Anything that can be pickled. Tensors of a GPU arrive on the receiver's GPU.
+        group: A process group, or a list of ranks. Default: the world.
+
+    Returns:
+        A new list, in rank order. Only this rank's object, unpickled or not, where there is no
+        process group, or this process is no member.
+
+    Raises:
+        CollectiveError: A rank's object cannot be pickled. It is raised on every rank.
+    """
+    ring = ring_of(resolved(group))
+    if ring is None:
+        return [obj]
+    row, follows = pack(obj, Call.ALL_GATHER_OBJECT)
+    return gather_objects(ring, meet(ring, row), follows)
+
+
+def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None) -> None:
+    """Put one rank's objects into every rank's list, in place.
+
+    Args:
+        object_list: On ``src`` what to send, anything that can be pickled. On the others a list of
+            the same length, whose items are replaced.
+        src: The (global) rank that sends.
+        group: A process group, or a list of ranks. Default: the world.
+
+    Raises:
+        OptionsError: It is no list, or ``src`` is not in the group.
+        CollectiveMismatchError: The lists are not of the same length.
+        CollectiveError: An object cannot be pickled. It is raised on every rank.
+    """
+    if not isinstance(object_list, list):
+        raise OptionsError(f"broadcast_object_list needs a list, not {type(object_list).__name__}.")
+    ring = ring_of(resolved(group))
+    if ring is None:
+        return
+    root = ring.position_of(src, "src")
+    raw, reason = b"", ""
+    if ring.position == root:
+        try:
+            raw = dumps(object_list)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raw = b""
+    row, _ = pack(len(object_list), Call.BROADCAST_OBJECT_LIST, src)
+    rows = meet(ring, row)
+    lengths = [row.bits for row in rows]
+    if any(length != lengths[0] for length in lengths):
+        each = ", ".join(f"rank {r}: {n}" for r, n in zip(ring.ranks, lengths, strict=True))
+        raise CollectiveMismatchError(f"broadcast_object_list: lists differ in length ({each}).")
+    sent = broadcast_bytes(ring, src, raw)
+    if not sent:
+        raise _cannot_send(src, reason)
+    if ring.position != root:
+        object_list[:] = loads(sent)
+
+
+def _cannot_send(src: int, reason: str) -> CollectiveError:
+    why = f" ({reason})" if reason else ""
+    return CollectiveError(f"broadcast_object_list: what rank {src} has cannot be pickled{why}.")
+
+
+def broadcast_bytes(ring: Ring, src: int, raw: bytes) -> bytes:
+    """The bytes that one rank has; the others need not know how many they are."""
+    length = exchange(ring, [len(raw)])[ring.ranks.index(src)][0]
+    if not length:
+        return b""
+    if ring.ranks[ring.position] == src:
+        dist.broadcast(as_bytes(raw, ring.device), src, group=ring.group)
+        return raw
+    buffer = bytearray(length)
+    data = torch.frombuffer(buffer, dtype=torch.uint8)
+    here = data.to(ring.device)
+    dist.broadcast(here, src, group=ring.group)
+    data.copy_(here)
+    return bytes(buffer)
