@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import distsession
 import distsession.distributed as dd
 
 PAGE = (Path(__file__).parents[2] / "docs/distributed.md").read_text()
@@ -34,10 +35,11 @@ def test_a_name_of_ours_can_be_imported(source: str, theirs: str, ours: str, dif
     assert re.fullmatch(r"(`\w+`(, )?)+", theirs)
     if ours == "-":
         return
-    name = re.fullmatch(r"`(\w+)`", ours)
+    name = re.fullmatch(r"`(distsession\.)?(\w+)`", ours)
     assert name is not None
-    assert name[1] in dd.__all__
-    assert callable(getattr(dd, name[1]))
+    home = distsession if name[1] else dd
+    assert name[2] in home.__all__
+    assert callable(getattr(home, name[2]))
 
 
 def test_every_public_name_of_the_package_is_there() -> None:
