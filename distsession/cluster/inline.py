@@ -212,7 +212,9 @@ class InlineLauncher(Launcher):
         if self._started:
             self._started = False
             sys.modules["torch"].set_num_threads(self._threads)  # this process was here before
-            sys.modules["torch.distributed"].destroy_process_group()
+            dist = sys.modules["torch.distributed"]
+            if dist.is_initialized():  # the user may have left it
+                dist.destroy_process_group()
 
     @property
     def is_alive(self) -> bool:

@@ -87,3 +87,10 @@ def test_restart_is_a_fresh_namespace(inline: Session) -> None:
     inline.restart()
     with pytest.raises(RunError, match="NameError"):
         inline.evaluate("x")
+
+
+def test_a_group_that_the_user_has_left_is_no_reason_to_fail() -> None:
+    with Session(launcher="inline") as session:
+        session.execute("dist.destroy_process_group()")
+        session.restart()
+        session.execute("dist.barrier(); dist.destroy_process_group()")
