@@ -36,6 +36,7 @@ __all__ = [
     "MalformedMessage",
     "Operation",
     "OutputEnd",
+    "PartsRequest",
     "PrepareAgent",
     "PullRequest",
     "PushRequest",
@@ -51,6 +52,7 @@ __all__ = [
     "StackReply",
     "StartRanks",
     "StopRanks",
+    "SummaryRequest",
     "Text",
     "decode",
     "encode",
@@ -212,6 +214,22 @@ class FillRequest(_Message):
     at: dict[int, tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class SummaryRequest(_Message):
+    """Evaluate an expression, say what its value consists of, and keep that for a moment."""
+
+    id: int
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRequest(_Message):
+    """Send parts of what was summarised; without paths, forget it."""
+
+    id: int
+    paths: tuple[str, ...]
+
+
 Request = (
     CallRequest
     | CellRequest
@@ -221,6 +239,8 @@ Request = (
     | AssignRequest
     | ShardsRequest
     | FillRequest
+    | SummaryRequest
+    | PartsRequest
 )
 
 

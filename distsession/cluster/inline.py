@@ -38,6 +38,7 @@ from distsession.messages import (
     Reply,
     Request,
     ShardsRequest,
+    SummaryRequest,
 )
 from distsession.options import SessionOptions
 from distsession.ranks import RankInfo
@@ -120,6 +121,12 @@ class InlineChannel(Channel):
             case FillRequest():
                 (whole,) = payload
                 self._transfers.fill(request.name, request.shape, request.at.get(0), whole)
+            case SummaryRequest():
+                from distsession.engine.summary import Summary
+
+                label, front = f"In[{request.id}]", PlainFront()
+                found = run_cell(request.expression, label, self._namespace, front, expression=True)
+                value = Summary(found[0]).leaves  # of one rank nothing else is asked
         return value, None
 
     def pending(self) -> list[Pending]:

@@ -40,6 +40,7 @@ from distsession.engine.process import (
     redirect_standard_streams,
 )
 from distsession.engine.recorder import Recorder
+from distsession.engine.summary import Summary
 from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError, SessionStateError
 from distsession.messages import (
@@ -52,6 +53,7 @@ from distsession.messages import (
     EngineRegistered,
     FillRequest,
     MalformedMessage,
+    PartsRequest,
     PullRequest,
     PushRequest,
     RankFailed,
@@ -63,6 +65,7 @@ from distsession.messages import (
     Shared,
     StackReply,
     StartRanks,
+    SummaryRequest,
     decode,
     encode,
 )
@@ -138,6 +141,7 @@ class Rank:
         self._namespace: dict[str, Any] = {}
         self._transfers = Transfers(self._namespace, rank)
         self._front: ShellFront | None = None
+        self._summary: Summary | None = None
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
 
@@ -300,6 +304,10 @@ class Rank:
                 value = self._transfers.shards(request.name)
             case FillRequest():
                 self._fill(request, payload)
+            case SummaryRequest():
+                value = self._summarise(request)
+            case PartsRequest():
+                value = self._parts(request)
         return value, shown
 
     def _fill(self, request: FillRequest, payload: Any) -> None:
@@ -361,6 +369,18 @@ class Rank:
         )
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
+
+    def _summarise(self, request: SummaryRequest) -> Any:
+        self._summary = None
+        cell = CellRequest(request.id, request.expression, "%distributed", True, True)
+        self._summary = Summary(self._cell(cell)[0])
+        return self._summary.leaves
+
+    def _parts(self, request: PartsRequest) -> Any:
+        if not request.paths or self._summary is None:
+            self._summary = None
+            return NOTHING
+        return self._summary.values(request.paths)
 
     # --- the process group ------------------------------------------------------------------------
 

@@ -180,6 +180,11 @@ class Magics:
         if cell is None:
             if not line.strip():
                 raise OptionsError("%distributed takes an expression: %distributed t.sum()")
+            flag, _, expression = line.strip().partition(" ")
+            if flag == "--diff":
+                if not expression.strip():
+                    raise OptionsError("--diff takes an expression: %distributed --diff model")
+                return current_session().diff(expression)
             return current_session().evaluate(line)
         return self._run_cell(line, cell)
 
