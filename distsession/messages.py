@@ -22,6 +22,7 @@ __all__ = [
     "Abort",
     "AgentFailed",
     "AgentReady",
+    "AskLook",
     "AskStack",
     "AssignRequest",
     "CallRequest",
@@ -33,6 +34,7 @@ __all__ = [
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
+    "LookReply",
     "MalformedMessage",
     "Operation",
     "OutputEnd",
@@ -335,6 +337,23 @@ class StackReply(_Message):
     place: str
 
 
+@dataclass(frozen=True, slots=True)
+class LookReply(_Message):
+    """Completions, or what is known about a name.
+
+    Attributes:
+        start: Where in the code the text begins that a completion replaces.
+        matches: Completions, each with its type, such as ``"function"``.
+        text: About the name; empty if there is none.
+    """
+
+    rank: int
+    number: int
+    start: int = 0
+    matches: tuple[tuple[str, str], ...] = ()
+    text: str = ""
+
+
 # --- rank to kernel, on the output socket ---------------------------------------------------------
 
 
@@ -464,6 +483,19 @@ class AskStack(_Message):
     """Send a ``StackReply``."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskLook(_Message):
+    """Send a ``LookReply`` about the rank's variables.
+
+    Attributes:
+        code: What is to be completed, up to the cursor; or the name to be inspected.
+    """
+
+    number: int
+    code: str
+    inspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

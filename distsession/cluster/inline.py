@@ -29,10 +29,12 @@ from distsession.errors import (
     SessionStateError,
 )
 from distsession.messages import (
+    AskLook,
     AssignRequest,
     CallRequest,
     CellRequest,
     FillRequest,
+    LookReply,
     PullRequest,
     PushRequest,
     Reply,
@@ -56,7 +58,7 @@ class InlineChannel(Channel):
         from distsession.engine.transfer import Transfers
 
         self._numbers = itertools.count(1)
-        self._namespace = namespace
+        self.namespace = namespace
         self._transfers = Transfers(namespace, 0)
 
     def submit(
@@ -96,7 +98,7 @@ class InlineChannel(Channel):
                 value, show = run_cell(
                     request.source,
                     request.label,
-                    self._namespace,
+                    self.namespace,
                     front,
                     expression=request.expression,
                 )
@@ -109,7 +111,7 @@ class InlineChannel(Channel):
                     raise SerializationError(
                         f"the function or its arguments cannot be rebuilt: {error}"
                     ) from error
-                value = run_call(function, args, kwargs, self._namespace)
+                value = run_call(function, args, kwargs, self.namespace)
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
@@ -125,7 +127,7 @@ class InlineChannel(Channel):
                 from distsession.engine.summary import Summary
 
                 label, front = f"In[{request.id}]", PlainFront()
-                found = run_cell(request.expression, label, self._namespace, front, expression=True)
+                found = run_cell(request.expression, label, self.namespace, front, expression=True)
                 value = Summary(found[0]).leaves  # of one rank nothing else is asked
         return value, None
 
@@ -227,6 +229,14 @@ class InlineLauncher(Launcher):
 
     def dead_ranks(self) -> dict[int, EngineDiedError]:
         return {}
+
+    def look(
+        self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
+    ) -> dict[int, LookReply]:
+        from distsession.engine import look
+
+        question = AskLook(0, code, inspect)
+        return {rank: look.look(question, rank, self.channel.namespace) for rank in ranks}
 
     def client(self, timeout: float) -> Any:
         raise SessionStateError(

@@ -34,6 +34,7 @@ from distsession.engine.control import Control, Interruptor
 from distsession.engine.entry import ShellFront, make_shell, register
 from distsession.engine.execute import NOTHING, run_call, run_cell
 from distsession.engine.group import Groups
+from distsession.engine.look import Looker
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
@@ -45,6 +46,7 @@ from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError, SessionStateError
 from distsession.messages import (
     Abort,
+    AskLook,
     AskStack,
     AssignRequest,
     CallRequest,
@@ -140,6 +142,7 @@ class Rank:
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
         self._transfers = Transfers(self._namespace, rank)
+        self._looker = Looker(self._namespace, rank, self._send)
         self._front: ShellFront | None = None
         self._summary: Summary | None = None
         serialize.use_reducer(tensors.Tensors)
@@ -429,6 +432,8 @@ class Rank:
                 self._abort(message)
             case AskStack():
                 self._send(self._stack(message.number))
+            case AskLook():
+                self._looker.ask(message)
             case ControllerInfo():
                 self._on_controller(message)
             case _:

@@ -17,6 +17,7 @@ from distsession.messages import (
     Abort,
     AgentFailed,
     AgentReady,
+    AskLook,
     AskStack,
     AssignRequest,
     CallRequest,
@@ -28,6 +29,7 @@ from distsession.messages import (
     ErrorInfo,
     FillRequest,
     FrameInfo,
+    LookReply,
     MalformedMessage,
     Operation,
     OutputEnd,
@@ -76,6 +78,8 @@ START = StartRanks(
 )
 EXAMPLES: list[Any] = [
     AgentFailed("no such module"),
+    AskLook(4, "model.", inspect=False),
+    LookReply(1, 4, 6, (("fc", "instance"),), "Type: int"),
     AskStack(4),
     AssignRequest(4, keep=True),
     FillRequest(4, "x", (4, 3), {0: (0, 0), 1: (2, 0)}),
