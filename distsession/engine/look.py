@@ -2,34 +2,38 @@
 
 Runs in: an engine.
 
-Nothing is called: no property, no ``__getattr__``, ``__dir__`` or ``__repr__``. A name is followed
-by looking into dictionaries, lists, modules, and the attributes that objects store. A thread of its
-own answers, so that neither the main thread nor the control thread is held up.
+Nothing is called: no property, no ``__getattr__``, ``__dir__`` or ``__repr__``; ``names`` follows
+names. A thread of its own answers, so that neither the main thread nor the control thread is held
+up.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import contextlib
 import inspect
 import keyword
 import logging
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from types import (
     BuiltinFunctionType,
     FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
 from typing import Any
 
+from distsession.engine.names import (
+    Missing,
+    children,
+    find,
+    has_own,
+    is_foreign,
+    known,
+    module_type,
+)
 from distsession.messages import AskLook, LookReply
 
 __all__ = ["Looker", "complete", "describe", "look"]
@@ -47,10 +51,6 @@ _WORD = re.compile(r"(?<![\w.'\"])[A-Za-z_]\w+")
 _CALLEE = re.compile(rf"({_EXPRESSION})$")
 
 Match = tuple[str, str]
-
-
-class Missing(Exception):
-    """A name that leads nowhere, or only by running something."""
 
 
 class Looker:
@@ -101,108 +101,6 @@ def look(question: AskLook, rank: int, namespace: Mapping[str, Any]) -> LookRepl
     return LookReply(rank, question.number, start, tuple(matches[:LIMIT]))
 
 
-# --- following names ------------------------------------------------------------------------------
-
-
-def find(expression: str, namespace: Mapping[str, Any]) -> Any:
-    """What a dotted name stands for.
-
-    Raises:
-        Missing: It stands for nothing, or something would have to run to know it.
-    """
-    try:
-        node = ast.parse(expression.strip(), mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        raise Missing from error
-    return _follow(node, namespace)
-
-
-def _follow(node: ast.AST, namespace: Mapping[str, Any]) -> Any:
-    match node:
-        case ast.Name(id=name) if name in namespace:
-            return namespace[name]
-        case ast.Name(id=name) if hasattr(builtins, name):
-            return getattr(builtins, name)
-        case ast.Attribute(value=inner, attr=name):
-            return _attribute(_known(_follow(inner, namespace)), name)
-        case ast.Subscript(value=inner, slice=key):
-            return _item(_known(_follow(inner, namespace)), key)
-    raise Missing
-
-
-def _known(value: Any) -> Any:
-    """A value that can be looked into; not what would have to be computed first."""
-    if isinstance(value, (property, GetSetDescriptorType, MemberDescriptorType, cached_property)):
-        raise Missing
-    return value
-
-
-def _item(value: Any, key: ast.AST) -> Any:
-    if not _has_own(value, "__getitem__", (dict, list, tuple)):
-        children = _children(value)
-        value = list(children.values()) if isinstance(value, _module_type()) else None
-    try:
-        return value[ast.literal_eval(key)]
-    except Exception as error:
-        raise Missing from error
-
-
-def _has_own(value: Any, method: str, kinds: tuple[type, ...]) -> bool:
-    """Whether a method of a builtin type is the one that a value has."""
-    return any(
-        isinstance(value, kind) and getattr(type(value), method) is getattr(kind, method)
-        for kind in kinds
-    )
-
-
-def _attribute(value: Any, name: str) -> Any:
-    children = _children(value)
-    if name in children:
-        return children[name]
-    try:
-        found = inspect.getattr_static(value, name)
-    except AttributeError as error:
-        raise Missing from error
-    if isinstance(value, (type, ModuleType)):
-        return getattr(found, "__func__", found)
-    match found:
-        case FunctionType():
-            return MethodType(found, value)
-        case classmethod():
-            return MethodType(found.__func__, type(value))
-        case staticmethod():
-            return found.__func__
-        case GetSetDescriptorType() | MemberDescriptorType() if not _is_foreign(value):
-            try:
-                return found.__get__(value)
-            except Exception as error:
-                raise Missing from error
-    return found
-
-
-def _is_foreign(value: Any) -> bool:
-    """Whether what its attributes compute may take long or wait, as with a tensor."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _module_type() -> Any:
-    torch = sys.modules.get("torch")
-    return torch.nn.Module if torch is not None else ()
-
-
-def _children(value: Any) -> dict[str, Any]:
-    """What a torch module holds beside its attributes."""
-    if isinstance(value, type) or not isinstance(value, _module_type()):
-        return {}
-    held = vars(value)
-    return {
-        name: item
-        for kind in ("_parameters", "_buffers", "_modules")
-        for name, item in (held.get(kind) or {}).items()
-    }
-
-
 # --- completion -----------------------------------------------------------------------------------
 
 
@@ -218,7 +116,7 @@ def complete(code: str, namespace: Mapping[str, Any]) -> tuple[int, list[Match]]
         if found is not None:
             prefix = found["prefix"]
             try:
-                value = _known(find(found["base"], namespace))
+                value = known(find(found["base"], namespace))
             except Missing:
                 return len(code), []
             return len(code) - len(prefix), matches(value, found)
@@ -261,14 +159,14 @@ def _attributes(value: Any, found: re.Match[str]) -> list[Match]:
             names.update(vars(base))
         with contextlib.suppress(AttributeError):
             names.update(object.__getattribute__(value, "__dict__"))
-        names.update(_children(value))
+        names.update(children(value))
     prefix = found["prefix"]
     chosen = [n for n in names if n.startswith(prefix) and (prefix or not n.startswith("_"))]
     return [(name, _kind(names[name])) for name in sorted(chosen)]
 
 
 def _keys(value: Any, found: re.Match[str]) -> list[Match]:
-    if not _has_own(value, "__iter__", (dict,)):
+    if not has_own(value, "__iter__", (dict,)):
         return []
     prefix, end = found["prefix"], f"{found['quote']}]"
     keys = [key for key in list(value) if type(key) is str and key.startswith(prefix)]
@@ -334,18 +232,18 @@ def describe(expression: str, namespace: Mapping[str, Any]) -> str:
 
 
 def _facts(value: Any) -> Iterator[str]:
-    if _is_foreign(value):
+    if is_foreign(value):
         yield f"Value:     {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
         yield f"Device:    {value.device}"
     elif value is None or type(value) in (bool, int, float, complex, str, bytes):
         text = repr(value)
         yield f"Value:     {text if len(text) <= 200 else text[:197] + '...'}"
-    elif _has_own(value, "__len__", (dict, list, tuple, set, frozenset)):
+    elif has_own(value, "__len__", (dict, list, tuple, set, frozenset)):
         yield f"Length:    {len(value)}"
 
 
 def _signature(value: Any) -> inspect.Signature | None:
-    if not isinstance(value, type) and isinstance(value, _module_type()):
+    if not isinstance(value, type) and isinstance(value, module_type()):
         value = MethodType(type(value).forward, value)
     try:
         return inspect.signature(value)

@@ -59,9 +59,7 @@ def _session_parser() -> _Parser:
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
     commands.add_parser("close", help="end all ranks")
-    auto = commands.add_parser(
-        "auto", help="send plain cells to the ranks, too; not %%%%local ones"
-    )
+    auto = commands.add_parser("auto", help="send plain cells to the ranks, too")
     auto.add_argument("state", choices=("on", "off"), nargs="?", help="without it: how it is")
     export = commands.add_parser("export", help="write what ran on the ranks as a script")
     export.add_argument("path", help="the script, such as train.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ NAMESPACE: dict[str, Any] = {
     "losses": [Tricky()],
     "model": torch.nn.Sequential(torch.nn.Linear(2, 2)),
     "t": torch.ones(2, 3),
+    "counts": defaultdict(lambda: RAN.append("default")),
+    "named": torch.nn.ModuleDict({"fc": torch.nn.Linear(2, 2)}),
 }
 
 
@@ -84,6 +87,7 @@ def texts(code: str) -> list[str]:
         ("torch.nn.functional.rel", "relu"),
         ("model[0].we", "weight"),
         ("model.", "0"),
+        ("named['fc'].bi", "bias"),
         ("state['alpha']['b", "beta']"),
         ('state["it', "it's\"]"),
         ("t.rel", "relu"),
@@ -103,7 +107,18 @@ def test_what_is_there_is_offered(code: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["tricky.prop.", "tricky.nothing.", "f().", "'abc", "# tra", "nothing.x", "1.", "state['", ""],
+    [
+        "tricky.prop.",
+        "counts['x'].",
+        "tricky.nothing.",
+        "f().",
+        "'abc",
+        "# tra",
+        "nothing.x",
+        "1.",
+        "state['",
+        "",
+    ],
 )
 def test_what_is_not_known_is_not_run(code: str) -> None:
     RAN.clear()
