@@ -22,6 +22,7 @@ __all__ = [
     "Abort",
     "AgentFailed",
     "AgentReady",
+    "AskLook",
     "AskStack",
     "AssignRequest",
     "CallRequest",
@@ -33,9 +34,11 @@ __all__ = [
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
+    "LookReply",
     "MalformedMessage",
     "Operation",
     "OutputEnd",
+    "PartsRequest",
     "PrepareAgent",
     "PullRequest",
     "PushRequest",
@@ -51,6 +54,7 @@ __all__ = [
     "StackReply",
     "StartRanks",
     "StopRanks",
+    "SummaryRequest",
     "Text",
     "decode",
     "encode",
@@ -212,6 +216,22 @@ class FillRequest(_Message):
     at: dict[int, tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class SummaryRequest(_Message):
+    """Evaluate an expression, say what its value consists of, and keep that for a moment."""
+
+    id: int
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRequest(_Message):
+    """Send parts of what was summarised; without paths, forget it."""
+
+    id: int
+    paths: tuple[str, ...]
+
+
 Request = (
     CallRequest
     | CellRequest
@@ -221,6 +241,8 @@ Request = (
     | AssignRequest
     | ShardsRequest
     | FillRequest
+    | SummaryRequest
+    | PartsRequest
 )
 
 
@@ -313,6 +335,23 @@ class StackReply(_Message):
     number: int
     stack: tuple[FrameInfo, ...]
     place: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookReply(_Message):
+    """Completions, or what is known about a name.
+
+    Attributes:
+        start: Where in the code the text begins that a completion replaces.
+        matches: Completions, each with its type, such as ``"function"``.
+        text: About the name; empty if there is none.
+    """
+
+    rank: int
+    number: int
+    start: int = 0
+    matches: tuple[tuple[str, str], ...] = ()
+    text: str = ""
 
 
 # --- rank to kernel, on the output socket ---------------------------------------------------------
@@ -444,6 +483,19 @@ class AskStack(_Message):
     """Send a ``StackReply``."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskLook(_Message):
+    """Send a ``LookReply`` about the rank's variables.
+
+    Attributes:
+        code: What is to be completed, up to the cursor; or the name to be inspected.
+    """
+
+    number: int
+    code: str
+    inspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

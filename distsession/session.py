@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distsession import export, render
 from distsession.diagnosis import diagnose
+from distsession.diff import Comparison
 from distsession.errors import OptionsError, SessionStateError
 from distsession.history import History
 from distsession.options import SessionOptions, resolve_options
@@ -127,6 +128,10 @@ class Session:
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of an expression on all ranks; see :meth:`RankView.evaluate`."""
         return self._everyone.evaluate(expression, timeout=timeout)
+
+    def diff(self, expression: str) -> Comparison:
+        """Compare an expression over all ranks; see :meth:`RankView.diff`."""
+        return self._everyone.diff(expression)
 
     def push(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Set variables on all ranks; see :meth:`RankView.push`."""

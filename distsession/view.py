@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from distsession import diff as comparing
 from distsession import render, serialize, transfer
 from distsession.cluster.base import OutputMessage, Payload, Pending
 from distsession.errors import (
@@ -180,6 +181,27 @@ class RankView:
         assert results is not None
         return results
 
+    def diff(self, expression: str) -> comparing.Comparison:
+        """Compare the value of an expression over the ranks of the view.
+
+        It is evaluated once on each rank. Tensors and arrays are compared by dtype, shape and a
+        hash of their bytes; dictionaries, lists, objects and what has a ``state_dict()`` part by
+        part; other things by their pickle, or by what they print as. Only parts that differ are
+        brought to the notebook, to say by how much.
+
+        Returns:
+            ``.equal``, the ``.groups`` of ranks that agree, and the ``.differences``.
+
+        Raises:
+            RunError: It raised on a rank, or is no expression.
+        """
+        self._session.check_open()
+        name = f"%distributed --diff {expression.strip()}"
+        entry = self._session.history.cell(self._ranks, expression, name)
+        found = comparing.diff(self, expression)
+        self._session.history.keep(entry)
+        return found
+
     # --- moving data ------------------------------------------------------------------------------
 
     def push(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
@@ -284,7 +306,7 @@ class RankView:
         payload = pending.replies[self._ranks[0]][1]
         transfer.push_frames(RankView(self._session, ranks), payload)
 
-    # --- for transfers ----------------------------------------------------------------------------
+    # --- for transfers and comparisons ------------------------------------------------------------
 
     def ask(
         self,
@@ -313,6 +335,10 @@ class RankView:
         pending.is_sole = threading.current_thread() is threading.main_thread()
         bringing = progress if verb == "bringing" else None
         return self._finish(pending, output, None, began, progress=bringing, steady=steady)
+
+    def part(self, ranks: Sequence[int]) -> RankView:
+        """Some ranks of this view."""
+        return RankView(self._session, ranks)
 
     def post(self, make: Callable[[int], Request]) -> None:
         """Send something to those ranks that can take it, and wait for no answer."""

@@ -19,6 +19,7 @@ from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.messages import (
     ClearOutput,
     Display,
+    LookReply,
     OutputEnd,
     Reply,
     Request,
@@ -275,6 +276,12 @@ class Launcher(ABC):
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Where the main threads of ranks are; without those that do not answer in time."""
+        return {}
+
+    def look(
+        self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
+    ) -> dict[int, LookReply]:
+        """Complete code, or inspect a name, by what ranks have, also while they are busy."""
         return {}
 
     @property

@@ -26,6 +26,7 @@ from distsession.cluster.base import Budget, Channel, Payload, Pending
 from distsession.errors import EngineDiedError, SessionStateError
 from distsession.messages import (
     AskStack,
+    LookReply,
     MalformedMessage,
     OutputEnd,
     Reply,
@@ -77,7 +78,7 @@ class SocketChannel(Channel):
         self._dead: dict[int, EngineDiedError] = {}
         self._identities: dict[int, bytes] = {}
         self._busy: dict[int, set[int]] = {}
-        self._stacks: dict[int, StackReply] = {}
+        self._answers: dict[int, dict[int, Any]] = {}
         self._asked = 0
         self._answered = threading.Condition()
         self._agent: Connection | None = None
@@ -219,16 +220,26 @@ class SocketChannel(Channel):
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Ask the control threads of ranks where their main threads are."""
+        return self.ask(ranks, AskStack, timeout)
+
+    def ask(
+        self, ranks: Sequence[int], make: Callable[[int], Any], timeout: float
+    ) -> dict[int, Any]:
+        """Ask the control threads of ranks something.
+
+        Args:
+            ranks: Whom.
+            make: Makes the message from the number of the question.
+            timeout: Seconds after which those who have not answered are left out.
+        """
         with self._answered:
             self._asked = number = self._asked + 1
-            self._stacks = {}
+            answers = self._answers[number] = {}
         for rank in ranks:
-            self.send_control(rank, AskStack(number))
+            self.send_control(rank, make(number))
         with self._answered:
-            self._answered.wait_for(
-                lambda: self._asked != number or len(self._stacks) == len(ranks), timeout
-            )
-            return {r: s for r, s in self._stacks.items() if s.number == number}
+            self._answered.wait_for(lambda: len(answers) == len(ranks), timeout)
+            return self._answers.pop(number)
 
     def is_busy(self, rank: int) -> bool:
         return bool(self._busy.get(rank))
@@ -322,10 +333,10 @@ class SocketChannel(Channel):
             pending = self._pending.get(message.id)
             if pending is not None:
                 pending.put_reply(message, payload)
-        elif isinstance(message, StackReply):
+        elif isinstance(message, (StackReply, LookReply)):
             with self._answered:
-                if message.number == self._asked:
-                    self._stacks[message.rank] = message
+                if message.number in self._answers:
+                    self._answers[message.number][message.rank] = message
                     self._answered.notify_all()
         elif hasattr(message, "request"):
             pending = self._pending.get(message.request)

@@ -29,15 +29,18 @@ from distsession.errors import (
     SessionStateError,
 )
 from distsession.messages import (
+    AskLook,
     AssignRequest,
     CallRequest,
     CellRequest,
     FillRequest,
+    LookReply,
     PullRequest,
     PushRequest,
     Reply,
     Request,
     ShardsRequest,
+    SummaryRequest,
 )
 from distsession.options import SessionOptions
 from distsession.ranks import RankInfo
@@ -55,7 +58,7 @@ class InlineChannel(Channel):
         from distsession.engine.transfer import Transfers
 
         self._numbers = itertools.count(1)
-        self._namespace = namespace
+        self.namespace = namespace
         self._transfers = Transfers(namespace, 0)
 
     def submit(
@@ -95,7 +98,7 @@ class InlineChannel(Channel):
                 value, show = run_cell(
                     request.source,
                     request.label,
-                    self._namespace,
+                    self.namespace,
                     front,
                     expression=request.expression,
                 )
@@ -108,7 +111,7 @@ class InlineChannel(Channel):
                     raise SerializationError(
                         f"the function or its arguments cannot be rebuilt: {error}"
                     ) from error
-                value = run_call(function, args, kwargs, self._namespace)
+                value = run_call(function, args, kwargs, self.namespace)
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
@@ -120,6 +123,12 @@ class InlineChannel(Channel):
             case FillRequest():
                 (whole,) = payload
                 self._transfers.fill(request.name, request.shape, request.at.get(0), whole)
+            case SummaryRequest():
+                from distsession.engine.summary import Summary
+
+                label, front = f"In[{request.id}]", PlainFront()
+                found = run_cell(request.expression, label, self.namespace, front, expression=True)
+                value = Summary(found[0]).leaves  # of one rank nothing else is asked
         return value, None
 
     def pending(self) -> list[Pending]:
@@ -222,6 +231,14 @@ class InlineLauncher(Launcher):
 
     def dead_ranks(self) -> dict[int, EngineDiedError]:
         return {}
+
+    def look(
+        self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
+    ) -> dict[int, LookReply]:
+        from distsession.engine import look
+
+        question = AskLook(0, code, inspect)
+        return {rank: look.look(question, rank, self.channel.namespace) for rank in ranks}
 
     def client(self, timeout: float) -> Any:
         raise SessionStateError(

@@ -31,7 +31,9 @@ from distsession.errors import (
 )
 from distsession.messages import (
     Abort,
+    AskLook,
     ControllerInfo,
+    LookReply,
     PrepareAgent,
     RejoinRequest,
     StackReply,
@@ -268,6 +270,11 @@ class LocalLauncher(Launcher):
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.ask_stacks(ranks, timeout)
+
+    def look(
+        self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
+    ) -> dict[int, LookReply]:
+        return self.channel.ask(ranks, lambda number: AskLook(number, code, inspect), timeout)
 
     def _living(self) -> list[int]:
         assert self._plan is not None

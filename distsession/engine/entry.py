@@ -112,6 +112,7 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int) -> ShellF
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
+    config.InteractiveShell.display_page = True  # obj? is shown like other output
     # IPython puts its own names (In, Out, exit, ...) into the dictionary it is given.
     shell: EngineShell = EngineShell.instance(
         user_ns=namespace,

@@ -34,16 +34,19 @@ from distsession.engine.control import Control, Interruptor
 from distsession.engine.entry import ShellFront, make_shell, register
 from distsession.engine.execute import NOTHING, run_call, run_cell
 from distsession.engine.group import Groups
+from distsession.engine.look import Looker
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
     redirect_standard_streams,
 )
 from distsession.engine.recorder import Recorder
+from distsession.engine.summary import Summary
 from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError, SessionStateError
 from distsession.messages import (
     Abort,
+    AskLook,
     AskStack,
     AssignRequest,
     CallRequest,
@@ -52,6 +55,7 @@ from distsession.messages import (
     EngineRegistered,
     FillRequest,
     MalformedMessage,
+    PartsRequest,
     PullRequest,
     PushRequest,
     RankFailed,
@@ -63,6 +67,7 @@ from distsession.messages import (
     Shared,
     StackReply,
     StartRanks,
+    SummaryRequest,
     decode,
     encode,
 )
@@ -137,7 +142,9 @@ class Rank:
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
         self._transfers = Transfers(self._namespace, rank)
+        self._looker = Looker(self._namespace, rank, self._send)
         self._front: ShellFront | None = None
+        self._summary: Summary | None = None
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
 
@@ -300,6 +307,10 @@ class Rank:
                 value = self._transfers.shards(request.name)
             case FillRequest():
                 self._fill(request, payload)
+            case SummaryRequest():
+                value = self._summarise(request)
+            case PartsRequest():
+                value = self._parts(request)
         return value, shown
 
     def _fill(self, request: FillRequest, payload: Any) -> None:
@@ -362,6 +373,18 @@ class Rank:
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
 
+    def _summarise(self, request: SummaryRequest) -> Any:
+        self._summary = None
+        cell = CellRequest(request.id, request.expression, "%distributed", True, True)
+        self._summary = Summary(self._cell(cell)[0])
+        return self._summary.leaves
+
+    def _parts(self, request: PartsRequest) -> Any:
+        if not request.paths or self._summary is None:
+            self._summary = None
+            return NOTHING
+        return self._summary.values(request.paths)
+
     # --- the process group ------------------------------------------------------------------------
 
     def _rejoin(self, generation: int) -> None:
@@ -409,6 +432,8 @@ class Rank:
                 self._abort(message)
             case AskStack():
                 self._send(self._stack(message.number))
+            case AskLook():
+                self._looker.ask(message)
             case ControllerInfo():
                 self._on_controller(message)
             case _:

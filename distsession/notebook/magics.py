@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,8 +17,10 @@ from distsession import options as session_options
 from distsession import session as session_module
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export import parse_cells
+from distsession.notebook.auto import MARK, Auto
+from distsession.notebook.look import Sight
 from distsession.notebook.stream import Printer
-from distsession.ranks import parse_ranks
+from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
 from distsession.view import RankView
@@ -56,6 +59,8 @@ def _session_parser() -> _Parser:
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
     commands.add_parser("close", help="end all ranks")
+    auto = commands.add_parser("auto", help="send plain cells to the ranks, too")
+    auto.add_argument("state", choices=("on", "off"), nargs="?", help="without it: how it is")
     export = commands.add_parser("export", help="write what ran on the ranks as a script")
     export.add_argument("path", help="the script, such as train.py")
     export.add_argument("--cells", metavar="3-5,f", help="which cells, and calls of which function")
@@ -100,6 +105,9 @@ class Magics:
 
     def __init__(self, shell: Any):
         self._shell = shell
+        parsers = {"%%distributed": _cell_parser, "%session": _session_parser}
+        self.auto = Auto(shell)
+        self.sight = Sight(shell, parsers, lambda: self.auto.is_on)
         self._started: Session | None = None  # by %session start
 
     # --- %session ---------------------------------------------------------------------------------
@@ -130,7 +138,8 @@ class Magics:
 
     def _status(self, _: argparse.Namespace) -> Table:
         try:
-            return _line(current_session().status())
+            mark = " Plain cells go to the ranks: %session auto is on." if self.auto.is_on else ""
+            return _line(current_session().status() + ("." + mark if mark else ""))
         except SessionStateError as error:
             return _line(str(error))
 
@@ -157,7 +166,17 @@ class Magics:
     def _close(self, _: argparse.Namespace) -> Table:
         session = current_session()
         session.close()
-        return _line(session.status())
+        was_on, self.auto.is_on = self.auto.is_on, False
+        return _line(session.status() + ("; %session auto is off" if was_on else ""))
+
+    def _auto(self, arguments: argparse.Namespace) -> Table:
+        if arguments.state == "on":
+            current_session()
+        if arguments.state is not None:
+            self.auto.is_on = arguments.state == "on"
+        if self.auto.is_on:
+            return _line("auto is on: plain cells go to the ranks, except those with %%local.")
+        return _line("auto is off: plain cells stay in the notebook.")
 
     def _export(self, arguments: argparse.Namespace) -> Table:
         names = [name.strip() for name in arguments.check.split(",") if name.strip()]
@@ -180,10 +199,18 @@ class Magics:
         if cell is None:
             if not line.strip():
                 raise OptionsError("%distributed takes an expression: %distributed t.sum()")
+            flag, _, expression = line.strip().partition(" ")
+            if flag == "--diff":
+                if not expression.strip():
+                    raise OptionsError("--diff takes an expression: %distributed --diff model")
+                return current_session().diff(expression)
             return current_session().evaluate(line)
         return self._run_cell(line, cell)
 
     def _run_cell(self, line: str, cell: str) -> None:
+        is_automatic = line.strip() == MARK
+        if is_automatic:
+            line = ""
         arguments = _parse(_cell_parser(), line)
         if arguments is None:
             return
@@ -195,9 +222,14 @@ class Magics:
         view = _view(session, arguments.ranks)
         if pushed:
             view.push(pushed)
+        if is_automatic:
+            where = ranks_text(view.ranks)
+            sys.stdout.write(f"on {where} (%session auto is on; %%local keeps a cell here)\n")
+            sys.stdout.flush()
         # The magic's own line stays as a comment, so that line numbers are those of the cell that
         # the user sees. A cell magic below it must come first to be one.
-        source = cell if cell.lstrip().startswith("%%") else f"# %%distributed {line}\n{cell}"
+        is_bare = is_automatic or cell.lstrip().startswith("%%")
+        source = cell if is_bare else f"# %%distributed {line}\n{cell}"
         results = view.execute(
             source,
             fetch=arguments.out is not None,
@@ -269,6 +301,7 @@ _NAMES: Sequence[tuple[str, Sequence[str]]] = (
 
 def register(shell: Any) -> None:
     """Add the magics to a shell. ``%px`` is left alone where the user has ipyparallel's own."""
+    unregister(shell)
     session_module.output_factory = Printer
     magics = Magics(shell)
     present = shell.magics_manager.magics
@@ -277,6 +310,8 @@ def register(shell: Any) -> None:
             if name == "px" and name in present[kind]:
                 continue
             shell.register_magic_function(getattr(magics, name), kind, name)
+    magics.auto.register()
+    magics.sight.register()
 
 
 def unregister(shell: Any) -> None:
@@ -284,5 +319,8 @@ def unregister(shell: Any) -> None:
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:
         for kind in kinds:
-            if isinstance(getattr(present[kind].get(name), "__self__", None), Magics):
+            magics = getattr(present[kind].get(name), "__self__", None)
+            if isinstance(magics, Magics):
+                magics.auto.unregister()
+                magics.sight.unregister()
                 del present[kind][name]

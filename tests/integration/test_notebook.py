@@ -33,6 +33,29 @@ def test_the_line_magic_gives_results(notebook: Notebook) -> None:
     assert notebook.run("type(x).__name__, x[1]").result == "('RankResults', {'a': 1, 'b': '1'})"
 
 
+def test_diff_says_which_ranks_differ_and_by_how_much(notebook: Notebook) -> None:
+    notebook.run("%%distributed\nw = torch.ones(2, 3)\nm = {'w': w + rank / 4, 'same': w}")
+    assert notebook.run("%distributed --diff w").result == (
+        "w is equal on ranks 0-1: float32 [2, 3]"
+    )
+    shown = notebook.run("%distributed --diff m")
+    assert shown.result == (
+        "m: rank 1 differs from rank 0 in 1 of 2 parts\n"
+        "  rank 1: ['w'] float32 [2, 3], by up to 0.25 at [0, 0] (6 of 6 elements)"
+    )
+    assert "<table>" in shown.data[-1]["text/html"]
+    notebook.run("from distsession import current_session\ns = current_session()")
+    assert notebook.run("s.diff('rank').equal, s.diff('rank').groups").result == (
+        "(False, ((0,), (1,)))"
+    )
+    assert notebook.run("s[1].diff('rank').equal").result == "True"
+    notebook.run("%%distributed\ncount = 0\ndef once():\n    global count; count += 1")
+    notebook.run("%distributed --diff once()")
+    assert notebook.run("%distributed count").result == "[ranks 0-1] 1"
+    assert "no_such" in notebook.run("%distributed --diff no_such").error
+    assert "takes an expression" in notebook.run("%distributed --diff").error
+
+
 def test_ranks_out_and_timeout(notebook: Notebook) -> None:
     shown = notebook.run("%%distributed 1 --out kept\nprint('only one')\nrank * 7")
     assert shown.stdout == "[1] only one\n[rank 1] 7\n"

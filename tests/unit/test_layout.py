@@ -14,6 +14,7 @@ import distsession
 PACKAGE = Path(distsession.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 KERNEL = (
+    "diff.py",
     "export.py",
     "history.py",
     "launching.py",
