@@ -17,6 +17,15 @@ TAIL = """# %% the end
 if _made_group and dist.is_initialized():
     dist.barrier()  # a rank that leaves early cuts off others that are still connecting
     dist.destroy_process_group()
+    import atexit
+    import sys
+
+    if "distsession.engine" not in sys.modules:  # this process is the script's own
+        # gloo (torch 2.13) now and then aborts a process that ends as usual.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 """
 
 

@@ -77,9 +77,11 @@ class Monitor:
                 case None:
                     self.agent_gone = True
                     deaths += [self._lost_with_agent(rank) for rank in self._living()]
+            # Before anybody who waits goes on: a fresh process in the place of a dead one must not
+            # be taken for it.
+            for death in deaths:
+                self._on_death(death)
             self._changed.notify_all()
-        for death in deaths:
-            self._on_death(death)
 
     def _living(self) -> list[int]:
         return [rank for rank in self.ready if rank not in self.dead]

@@ -276,3 +276,22 @@ def test_a_death_at_the_start_says_so_and_offers_no_restart() -> None:
     text = describe_death(exited(0, returncode=1), while_starting=True)
     assert "ended with exit code 1 while it was starting." in text
     assert "restart" not in text
+
+
+def test_whoever_waits_for_an_end_goes_on_only_when_the_death_has_been_told(
+    rank_info: Callable[..., RankInfo],
+) -> None:
+    told: list[EngineDiedError] = []
+
+    def tell(death: EngineDiedError) -> None:
+        time.sleep(0.2)
+        told.append(death)
+
+    monitor = Monitor(tell)
+    monitor.hear(RankReady(1, rank_info(1, generation=0)))
+    pid = monitor.ready[1].pid
+    thread = threading.Timer(0.05, monitor.hear, [exited(1, pid)])
+    thread.start()
+    assert monitor.wait_exited([1], 5)
+    assert len(told) == 1
+    thread.join()
