@@ -39,8 +39,9 @@ CLIENT_TIMEOUT = 60.0
 _open: list[Session] = []
 _names = itertools.count(1)
 
-output_factory: Callable[[], Output] | None = None
-"""Makes the place for a run's output where a session was given none; the package's face sets it."""
+output_factory: Callable[[Callable[[int], str] | None], Output] | None = None
+"""Makes the place for output where a session was given none; the package's face sets it. It gets
+what tells the path of a rank's log file, or None for output that belongs to no run."""
 
 
 class Table:
@@ -279,6 +280,20 @@ class Session:
             render.diagnosis_html(reports, sentence, stacks=stacks),
         )
 
+    def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
+        """The file that has everything that a rank has written.
+
+        It is there until the session is closed.
+
+        Args:
+            rank: Which.
+            stream: ``"stdout"`` or ``"stderr"``.
+
+        Returns:
+            The path; None in an inline session.
+        """
+        return self._launcher.log_path(rank, stream)
+
     def status(self) -> str:
         """One line on how the session is."""
         if self._closed:
@@ -389,12 +404,16 @@ class Session:
 
     # --- for views --------------------------------------------------------------------------------
 
-    def output(self) -> Output:
-        """A place for the output of one run."""
-        return (self._output or output_factory or Silent)()
+    def output(self, *, is_run: bool = True) -> Output:
+        """A place for the output of one run, or for what comes between runs."""
+        if self._output is not None:
+            return self._output()
+        if output_factory is None:
+            return Silent()
+        return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
 
     def _on_background(self, message: Any) -> None:
-        output = self.output()
+        output = self.output(is_run=False)
         output.write(message)
         output.close()
 
