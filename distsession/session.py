@@ -25,6 +25,7 @@ from distsession.recovery import Recovery
 from distsession.results import RankResults
 from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent
+from distsession.waiting import Waiting
 
 if TYPE_CHECKING:
     from distsession.cluster.base import Channel, Launcher
@@ -96,7 +97,8 @@ class Session:
         self.history = History()
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
-        self._world_size = len(self._launcher.start())
+        with self._waiting("starting the ranks"):
+            self._world_size = len(self._launcher.start())
         self._everyone = RankView(self, range(self.world_size))
         _open.append(self)
 
@@ -251,7 +253,8 @@ class Session:
     def client(self) -> Any:
         """The connected ``ipyparallel.Client``; waits until every rank is registered with it."""
         self.check_open()
-        return self._launcher.client(CLIENT_TIMEOUT)
+        with self._waiting("connecting ipyparallel's client"):
+            return self._launcher.client(CLIENT_TIMEOUT)
 
     def show_config(self) -> Table:
         """Backend, world size, hosts, and where each rank is."""
@@ -348,7 +351,8 @@ class Session:
                 RankView(self, [healthy]).copy_to(fresh, names)
                 return
             if self._launcher.is_alive:
-                with self.recovery.lock:
+                which = ranks_text(self.ranks if chosen is None else chosen)
+                with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
                 if chosen is None or len(chosen) == self.world_size:
@@ -358,7 +362,8 @@ class Session:
             self._launcher.close()
             self._launcher = _make_launcher(self.options, self._on_background)
             try:
-                self._launcher.start()
+                with self._waiting("starting all ranks again"):
+                    self._launcher.start()
             except BaseException:
                 self._forget()
                 raise
@@ -411,6 +416,9 @@ class Session:
         if output_factory is None:
             return Silent()
         return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
+
+    def _waiting(self, doing: str) -> Waiting:
+        return Waiting(self.output, doing, lambda: self._launcher.waits_for())
 
     def _on_background(self, message: Any) -> None:
         output = self.output(is_run=False)

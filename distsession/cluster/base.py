@@ -275,6 +275,10 @@ class Launcher(ABC):
         """Where everything is that a rank wrote to ``"stdout"`` or ``"stderr"``."""
         return None
 
+    def waits_for(self) -> str:
+        """What a start or a restart that is under way waits for just now."""
+        return ""
+
     def trouble(self) -> str:
         """What does not work though the ranks do; empty where all is well."""
         return ""

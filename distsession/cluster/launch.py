@@ -271,6 +271,13 @@ class LocalLauncher(Launcher):
         generation = self._forked_in[rank]
         return Path(self._folder, "logs", f"rank{rank}-{generation}.{stream.removeprefix('std')}")
 
+    def waits_for(self) -> str:
+        if self._plan is None:
+            modules = ", ".join(("torch", *self._options.preload))
+            return f"{modules} to be imported"
+        late = self._monitor.late(range(self._plan.world_size), self._generation)
+        return f"{ranks_text(late)} to join the process group" if late else ""
+
     def trouble(self) -> str:
         has_died = self._controller is not None and self._controller.has_died
         return CONTROLLER_GONE if has_died else ""
