@@ -195,7 +195,7 @@ class Notebook:
         self.page.locator(".lm-Menu-item", has_text="Theme").first.hover()
         self.page.locator(".lm-Menu-itemLabel").get_by_text(name, exact=True).click()
         is_light = str("Light" in name).lower()
-        self.page.locator(f'body[data-jp-theme-light="{is_light}"]').wait_for()
+        self.page.locator(f'body[data-jp-theme-light="{is_light}"]').wait_for(state="attached")
 
     def screenshot(self, name: str, part: Locator | None = None) -> Path:
         """Keep a picture of the page, or of a part of it."""
