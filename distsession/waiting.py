@@ -67,6 +67,5 @@ class Waiting:
             waits = f", waiting for {reason}" if reason else ""
             output.notify(f"{self._doing}{waits} ({time.monotonic() - began:.0f} s)")
             if self._over.wait(SHOW_EVERY):
-                output.notify("")
                 output.close()
                 return

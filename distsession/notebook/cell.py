@@ -216,10 +216,9 @@ class CellOutput:
         """Show everything, and have the block say how long it took."""
         self._transcript.finish()
         if self._live is not None:
-            text = ""
-            if self._states:
-                seconds = time.monotonic() - self._began
-                text = f"{ranks_text(sorted(self._states))}: {seconds:.1f} s"
+            seconds = time.monotonic() - self._began
+            who = f"{ranks_text(sorted(self._states))}: " if self._states else "took "
+            text = f"{who}{seconds:.1f} s"
             self._put_live(live_html([], text), text)
             self._live = None
         for section in self._transcript:
