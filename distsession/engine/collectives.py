@@ -258,7 +258,9 @@ def size(key: tuple[Any, ...]) -> int:
     """Bytes that the caller itself puts in, or in which it receives."""
     total = itemsize = count = 0
     for part in key[1:]:
-        if isinstance(part, torch.dtype):  # each tensor is a dtype, and a shape or what stands for it
+        if isinstance(
+            part, torch.dtype
+        ):  # each tensor is a dtype, and a shape or what stands for it
             total += itemsize * count
             itemsize, count = part.itemsize, 1
         elif isinstance(part, torch.Size):
