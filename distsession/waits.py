@@ -116,13 +116,10 @@ def merge(
     """
     shifted = {t.rank: _shifted(t, (shifts or {}).get(t.rank, 0)) for t in traces}
     known = {rank: _closed(shifted[rank]) for rank in sorted(shifted)}
-    began = min(trace.began for trace in known.values())
-    ended = max(trace.ended for trace in known.values())
-    began, ended = _widened(known, began, ended)
-    transfers = {
-        rank: tuple(t for t in trace.transfers if began <= t.began and t.ended <= ended)
-        for rank, trace in known.items()
-    }
+    transfers = {rank: _own_transfers(trace) for rank, trace in known.items()}
+    moved = [transfer for found in transfers.values() for transfer in found]
+    began = min(span.began for span in (*known.values(), *moved))
+    ended = max(span.ended for span in (*known.values(), *moved))
     return Merged(known, _steps(known), transfers, tuple(sorted(absent)), began, ended)
 
 
@@ -156,16 +153,22 @@ def _closed(trace: RankTrace) -> RankTrace:
     return replace(trace, ended=max(times))
 
 
-def _widened(traces: Mapping[int, RankTrace], began: int, ended: int) -> Interval:
-    """From the first push to the last pull or result that belongs to the cell."""
-    moved = [transfer for trace in traces.values() for transfer in trace.transfers]
-    for transfer in sorted(moved, key=lambda t: -t.ended):
-        if transfer.name == "push" and began - ADJACENT <= transfer.ended <= began:
-            began = min(began, transfer.began)
-    for transfer in sorted(moved, key=lambda t: t.began):
-        if transfer.name != "push" and ended <= transfer.began <= ended + ADJACENT:
-            ended = max(ended, transfer.ended)
-    return began, ended
+def _own_transfers(trace: RankTrace) -> tuple[TransferRecord, ...]:
+    """What was pushed right before a cell, and what was brought right after it."""
+    before: list[TransferRecord] = []
+    began, ended = trace.began, trace.ended
+    for transfer in reversed([t for t in trace.transfers if t.ended <= trace.began]):
+        if transfer.name != "push" or transfer.ended < began - ADJACENT:
+            break
+        before.insert(0, transfer)
+        began = transfer.began
+    after: list[TransferRecord] = []
+    for transfer in [t for t in trace.transfers if t.began >= trace.ended]:
+        if transfer.name == "push" or transfer.began > ended + ADJACENT:
+            break
+        after.append(transfer)
+        ended = transfer.ended
+    return (*before, *after)
 
 
 # --- steps ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def profiled(keep: Callable[[bytes], None]) -> Iterator[None]:
     Args:
         keep: Gets what the profiler has written: a trace in Chrome's format.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it would write its own steps to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write its own steps to stderr
     from torch import profiler
 
     kinds = [profiler.ProfilerActivity.CPU]

@@ -193,6 +193,7 @@ class Trace:
 
     def of(self, number: int) -> RankTrace | None:
         """The record of a request; None if it is not kept, or never came here."""
+        before = 0
         for run in self._runs:
             if run.number == number:
                 return RankTrace(
@@ -202,12 +203,13 @@ class Trace:
                     ended=run.ended,
                     error=run.error,
                     operations=run.log.records(),
-                    transfers=tuple(self._transfers),
+                    transfers=tuple(t for t in self._transfers if t.began >= before),
                     dropped=run.log.count - len(run.log.entries),
                     is_recorded=self._recorder is not None,
                     epoch=time.time_ns() - time.monotonic_ns(),
                     profile=run.profile,
                 )
+            before = run.ended
         return None
 
 
