@@ -187,7 +187,7 @@ def _row(
     place: tuple[int, int],
     mark: str,
 ) -> str:
-    """The cell, the operations that it waited for, and in a strip below those that it did not."""
+    """The cell, the operations that held it up, and in a strip below those that did not."""
     y, row = place
     trace = merged.traces[rank]
     gap = 3 if row > 16 else 1
@@ -245,14 +245,14 @@ def _bar(bar: _Bar, at: Scale, place: tuple[int, int], mark: str) -> str:
 
 
 def _chunks(merged: Merged, span: int) -> dict[int, tuple[list[_Bar], list[_Bar]]]:
-    """The bars of each rank: of what it waited for, and of what it did not."""
+    """The bars of each rank: of what held it up, and of what did not."""
     pixel = span / INNER
     shortest = FINEST * pixel
     while True:
         found = {}
         for rank, steps in merged.steps.items():
-            blocking = [step for step in steps if not step.record.is_async]
-            others = [step for step in steps if step.record.is_async]
+            blocking = sorted((step for step in steps if _blocks(step)), key=_begin)
+            others = [step for step in steps if not _blocks(step)]
             found[rank] = (
                 list(_together(blocking, shortest)),
                 list(_together(others, shortest)),
@@ -262,21 +262,28 @@ def _chunks(merged: Merged, span: int) -> dict[int, tuple[list[_Bar], list[_Bar]
         shortest *= 2
 
 
+def _blocks(step: Step) -> bool:
+    return not step.record.is_async or step.held is not None
+
+
+def _begin(step: Step) -> int:
+    """From where on it is drawn: what was issued before is drawn when the rank waits for it."""
+    return step.held[0] if step.record.is_async and step.held else step.record.began
+
+
 def _together(steps: Sequence[Step], shortest: float) -> Iterator[_Bar]:
     """Neighbours that are shorter than that, as one."""
     group: list[Step] = []
     begin = end = 0
     for step in steps:
-        is_short = step.ended - step.record.began < shortest
-        if group and (
-            not is_short or step.record.began - end >= shortest or end - begin >= shortest
-        ):
+        is_short = step.ended - _begin(step) < shortest
+        if group and (not is_short or _begin(step) - end >= shortest or end - begin >= shortest):
             yield _joined(group)
             group = []
         if not is_short:
             yield _joined([step])
             continue
-        begin = begin if group else step.record.began
+        begin = begin if group else _begin(step)
         end = max(end, step.ended) if group else step.ended
         group.append(step)
     if group:
@@ -287,9 +294,10 @@ def _joined(steps: Sequence[Step]) -> _Bar:
     first = steps[0]
     failed = any(step.record.failed for step in steps)
     if len(steps) == 1:
-        bar = first.record.began, first.ended, first.wait
-        return _Bar(*bar, _step_title(first), failed)
-    begin, end = first.record.began, max(step.ended for step in steps)
+        begin = _begin(first)
+        wait = max(0, first.record.began + first.wait - begin)
+        return _Bar(begin, first.ended, wait, _step_title(first), failed)
+    begin, end = _begin(first), max(step.ended for step in steps)
     wait, run = sum(step.wait for step in steps), sum(step.run for step in steps)
     names = sorted({step.record.name for step in steps})
     title = (

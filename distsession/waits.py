@@ -118,8 +118,8 @@ def merge(
     known = {rank: _closed(shifted[rank]) for rank in sorted(shifted)}
     transfers = {rank: _own_transfers(trace) for rank, trace in known.items()}
     moved = [transfer for found in transfers.values() for transfer in found]
-    began = min(span.began for span in (*known.values(), *moved))
-    ended = max(span.ended for span in (*known.values(), *moved))
+    spans: list[RankTrace | TransferRecord] = [*known.values(), *moved]
+    began, ended = min(span.began for span in spans), max(span.ended for span in spans)
     return Merged(known, _steps(known), transfers, tuple(sorted(absent)), began, ended)
 
 

@@ -127,9 +127,7 @@ def test_a_backward_waits_for_the_slowest_rank(three: Session) -> None:
         "model(torch.ones(2, 8)).sum().backward()"
     )
     three.execute(
-        "loss = model(torch.ones(2, 8)).sum()\n"
-        f"time.sleep({LATE} * (rank == 2))\n"
-        "loss.backward()",
+        f"loss = model(torch.ones(2, 8)).sum()\ntime.sleep({LATE} * (rank == 2))\nloss.backward()",
         label="In[12]",
     )
     timeline = three.timeline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -87,9 +88,7 @@ def test_a_member_whose_record_is_cut_short_is_not_blamed() -> None:
 
 
 def test_waits_that_overlap_count_once() -> None:
-    issued = [
-        operation(n, 100 + n, 600, is_async=True, blocked=110, place="") for n in range(1, 4)
-    ]
+    issued = [operation(n, 100 + n, 600, is_async=True, blocked=110, place="") for n in range(1, 4)]
     late = [operation(n, 590 + n, 600) for n in range(1, 4)]
     merged = merge([trace(0, *issued), trace(1, *late)])
     (wait,) = [found for found in waits(merged) if found.late == (1,)]
@@ -212,7 +211,7 @@ def test_whatever_was_recorded_can_be_shown_and_saved(given_traces: list[RankTra
             span = event["ts"], event["ts"] + event["dur"]
             threads.setdefault((event["pid"], event["tid"]), []).append(span)
     for spans in threads.values():  # those of one thread may touch, and not overlap
-        assert all(b[0] >= a[1] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(b[0] >= a[1] for a, b in itertools.pairwise(spans))
 
 
 @given(st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair)))))
@@ -220,7 +219,7 @@ def test_a_union_covers_the_same_and_overlaps_nowhere(spans: list[tuple[int, int
     found = union(spans)
     covered = {t for a, b in spans for t in range(a, b)}
     assert {t for a, b in found for t in range(a, b)} == covered
-    assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
 
 
 # --- the picture ----------------------------------------------------------------------------------
