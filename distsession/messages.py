@@ -56,6 +56,7 @@ __all__ = [
     "StopRanks",
     "SummaryRequest",
     "Text",
+    "TimelineRequest",
     "decode",
     "encode",
 ]
@@ -144,6 +145,7 @@ class CellRequest(_Message):
         label: Stands for the file name in tracebacks, such as ``"In[3]"``.
         fetch: Send the value of the last expression back, not only what it displays as.
         expression: The source must be one expression.
+        profile: Ranks on which torch's profiler is to run around it.
     """
 
     id: int
@@ -151,6 +153,7 @@ class CellRequest(_Message):
     label: str
     fetch: bool = False
     expression: bool = False
+    profile: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,18 @@ class PartsRequest(_Message):
     paths: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineRequest(_Message):
+    """Send the record of an earlier request, if there is one.
+
+    Attributes:
+        run: The number of that request, which ran a cell or a function.
+    """
+
+    id: int
+    run: int
+
+
 Request = (
     CallRequest
     | CellRequest
@@ -243,6 +258,7 @@ Request = (
     | FillRequest
     | SummaryRequest
     | PartsRequest
+    | TimelineRequest
 )
 
 
