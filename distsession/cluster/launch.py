@@ -21,7 +21,7 @@ from distsession.board import Board, file_size, make_file
 from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import CONTROLLER_GONE, Controller
-from distsession.cluster.monitor import Monitor
+from distsession.cluster.monitor import Monitor, has_answered
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -31,8 +31,10 @@ from distsession.errors import (
 )
 from distsession.messages import (
     Abort,
+    AskGauges,
     AskLook,
     ControllerInfo,
+    Gauges,
     LookReply,
     PrepareAgent,
     RejoinRequest,
@@ -72,6 +74,7 @@ class LocalLauncher(Launcher):
         self._generation = 0
         self.is_broken = False
         self._mending: Pending | None = None
+        self._gauges_asked = 0
         self._plan: RankPlan | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._controller: Controller | None = None
@@ -275,6 +278,15 @@ class LocalLauncher(Launcher):
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
     ) -> dict[int, LookReply]:
         return self.channel.ask(ranks, lambda number: AskLook(number, code, inspect), timeout)
+
+    def gauges(self, timeout: float) -> Gauges | None:
+        monitor = self._monitor
+        # A stopped agent must not be sent questions until there is no room for them.
+        if not self._gauges_asked or has_answered(monitor.gauges, self._gauges_asked):
+            self._gauges_asked += 1
+            gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
+            self.channel.send_agent(AskGauges(self._gauges_asked, gpus))
+        return monitor.wait_gauges(self._gauges_asked, timeout)
 
     def _living(self) -> list[int]:
         assert self._plan is not None

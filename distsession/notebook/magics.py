@@ -19,6 +19,7 @@ from distsession.errors import OptionsError, SessionStateError
 from distsession.export import parse_cells
 from distsession.notebook.auto import MARK, Auto
 from distsession.notebook.look import Sight
+from distsession.notebook.panel import make_panel
 from distsession.notebook.stream import Printer
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
@@ -303,6 +304,7 @@ def register(shell: Any) -> None:
     """Add the magics to a shell. ``%px`` is left alone where the user has ipyparallel's own."""
     unregister(shell)
     session_module.output_factory = Printer
+    session_module.panel_factory = make_panel
     magics = Magics(shell)
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:
