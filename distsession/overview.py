@@ -117,21 +117,23 @@ class Observer:
         self._read_at = gauges.at
         for use in gauges.uses:
             pid, at, seconds = self._before.get(use.rank, (0, 0.0, 0.0))
-            if pid == use.pid and gauges.at > at:
-                share = (use.cpu_seconds - seconds) / (gauges.at - at)
-                self._percent[use.rank] = round(100 * share)
-            else:
-                self._percent.pop(use.rank, None)
             self._before[use.rank] = (use.pid, gauges.at, use.cpu_seconds)
+            history = self._history.setdefault(use.rank, deque(maxlen=HISTORY))
+            if pid != use.pid:
+                history.clear()
+                self._percent.pop(use.rank, None)
+            elif gauges.at > at:
+                percent = round(100 * (use.cpu_seconds - seconds) / (gauges.at - at))
+                self._percent[use.rank] = percent
+                history.append(percent if use.gpu_memory < 0 else use.gpu_percent)
         return gauges
 
     def _gauges(
         self, info: RankInfo, use: RankUse | None
     ) -> tuple[tuple[Gauge, ...], tuple[int, ...]]:
-        history = self._history.setdefault(info.rank, deque(maxlen=HISTORY))
         if use is None or use.pid != info.pid:
-            history.clear()
             return (), ()
+        history = tuple(self._history[info.rank])
         if use.gpu_memory >= 0:
             memory = Gauge(
                 "GPU memory",
@@ -140,17 +142,15 @@ class Observer:
             )
             if use.gpu_percent < 0:
                 return (memory,), ()
-            history.append(use.gpu_percent)
-            busy = Gauge("GPU", f"{use.gpu_percent} %", use.gpu_percent / 100)
-            return (busy, memory), tuple(history)
+            return (Gauge("GPU", f"{use.gpu_percent} %", use.gpu_percent / 100), memory), history
         total = info.device.memory_bytes if info.device.device == "cpu" else 0
         resident = Gauge("memory", _size(use.rss), use.rss / total if total else None)
         percent = self._percent.get(info.rank)
         if percent is None:
             return (resident,), ()
-        share = percent / 100 / max(1, info.device.threads)
-        history.append(round(100 * share))
-        return (Gauge("CPU", f"{percent} %", share), resident), tuple(history)
+        threads = max(1, info.device.threads)
+        busy = Gauge("CPU", f"{percent} %", percent / 100 / threads)
+        return (busy, resident), tuple(round(percent / threads) for percent in history)
 
 
 def _is_worth_asking(report: RankReport) -> bool:

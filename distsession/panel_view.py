@@ -130,13 +130,13 @@ _TEXT = "var(--jp-ui-font-color1, inherit)"
 _DIM = "var(--jp-ui-font-color2, inherit)"
 _BORDER = "var(--jp-border-color2, rgba(128, 128, 128, 0.4))"
 _TRACK = "var(--jp-layout-color3, rgba(128, 128, 128, 0.25))"
-_GROUND = "var(--jp-layout-color1, Canvas)"
+_GROUND = "var(--jp-layout-color0, Canvas)"
 _FILL = "var(--jp-brand-color1, #1976d2)"
 _ERROR = "var(--jp-error-color1, #d32f2f)"
 _MARKS = {
     "idle": ("○", _DIM),
     "running": ("▶", "var(--jp-success-color1, #388e3c)"),
-    "waiting": ("⧗", "var(--jp-warn-color1, #b26a00)"),
+    "waiting": ("◔", "var(--jp-warn-color1, #b26a00)"),
     "dead": ("✕", _ERROR),
     "halted": ("⏸", _ERROR),
     "ended": ("○", _DIM),
@@ -172,7 +172,7 @@ def rows_html(lines: Sequence[Line]) -> str:
     body = "".join(_row_html(line, names) for line in lines)
     return (
         f'<table aria-label="Ranks of the session" '
-        f'style="{_FONT};border-collapse:separate;border-spacing:0;background:{_GROUND}">'
+        f'style="{_FONT};border-collapse:separate;border-spacing:0">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
 
@@ -256,6 +256,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for name, *rest in rows
     )
     return (
-        f'<table style="{_FONT};border-collapse:collapse;background:{_GROUND}">'
+        f'<table style="{_FONT};border-collapse:collapse">'
         f"{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
     )

@@ -46,7 +46,8 @@ class Panel(Table):
 
     def __init__(self, session: Session):
         self._session = session
-        self._overview = Observer(session).look()
+        self._observer = Observer(session)
+        self._overview = self._observer.look()
         super().__init__(
             panel_view.overview_text(self._overview), panel_view.overview_html(self._overview)
         )
@@ -57,8 +58,8 @@ class Panel(Table):
         if not _is_watched() or not self._session.is_open:
             return static
         live = _live.get(self._session)
-        if live is None:
-            live = _live[self._session] = Live(self._session, self._overview)
+        if live is None or live.is_closed:
+            live = _live[self._session] = Live(self._session, self._observer, self._overview)
         return {**live.show(), **static}
 
 
@@ -67,14 +68,15 @@ class Live:
 
     Args:
         session: Which.
+        observer: Looks at it, from here on for these widgets alone.
         overview: What to show first.
     """
 
-    def __init__(self, session: Session, overview: Overview):
+    def __init__(self, session: Session, observer: Observer, overview: Overview):
         import ipywidgets
 
         self._session = session
-        self._observer = Observer(session)
+        self._observer = observer
         self._shown = overview
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -131,6 +133,11 @@ class Live:
         bundle: dict[str, Any] = self._widget._repr_mimebundle_()
         return {VIEW: bundle[VIEW]}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the user has closed the widgets, by ``Widget.close_all()`` for example."""
+        return self._widget.comm is None
+
     # --- looking ----------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -155,7 +162,7 @@ class Live:
 
     def _keep_looking(self, leave: threading.Event) -> None:
         while not leave.wait(INTERVAL):
-            if self._widget.comm is None:  # the user has closed all widgets
+            if self.is_closed:
                 break
             if not self._session.is_open:
                 self._end()

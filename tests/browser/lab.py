@@ -98,10 +98,10 @@ class Lab:
         self.close()
         raise RuntimeError(f"JupyterLab did not come up:\n{self.log.read_text()[-4000:]}")
 
-    def ask(self, method: str, path: str, content: Any = None) -> Any:
-        """Call the server's REST interface."""
+    def ask(self, method: str, path: str, content: Any = None, under: str = "api") -> Any:
+        """Call the REST interface of the server, or of JupyterLab (``"lab/api"``)."""
         request = urllib.request.Request(
-            f"{self.url}/api/{path}",
+            f"{self.url}/{under}/{path}",
             method=method,
             headers={"Authorization": f"token {self.token}", "Content-Type": "application/json"},
             data=None if content is None else json.dumps(content).encode(),
@@ -191,8 +191,8 @@ class Notebook:
 
     def set_theme(self, name: str) -> None:
         """Change the theme to ``"JupyterLab Light"`` or ``"JupyterLab Dark"``."""
-        self.lab.ask("PUT", "../lab/api/settings/@jupyterlab/apputils-extension:themes",
-                     {"raw": json.dumps({"theme": name})})  # fmt: skip
+        settings = "settings/@jupyterlab/apputils-extension:themes"
+        self.lab.ask("PUT", settings, {"raw": json.dumps({"theme": name})}, under="lab/api")
         self.page.reload()
         wait_ready(self.page)
 
