@@ -18,9 +18,9 @@ from distsession import session as session_module
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export import parse_cells
 from distsession.notebook.auto import MARK, Auto
+from distsession.notebook.cell import make_output
 from distsession.notebook.look import Sight
 from distsession.notebook.panel import make_panel
-from distsession.notebook.stream import Printer
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
@@ -303,7 +303,7 @@ _NAMES: Sequence[tuple[str, Sequence[str]]] = (
 def register(shell: Any) -> None:
     """Add the magics to a shell. ``%px`` is left alone where the user has ipyparallel's own."""
     unregister(shell)
-    session_module.output_factory = Printer
+    session_module.output_factory = make_output
     session_module.panel_factory = make_panel
     magics = Magics(shell)
     present = shell.magics_manager.magics
