@@ -129,12 +129,15 @@ def front(_front: FrontEnd) -> FrontEnd:
 
 
 def test_the_panel_is_shown_as_widgets_and_as_a_table_with_the_same_facts(front: FrontEnd) -> None:
+    def has_gauges() -> bool:  # the agent has more to import after a start
+        front.run("session.show_config()")
+        return "MiB" in front.shown[-1]["text/plain"]
+
+    front.wait(has_gauges)
     bundle = front.shown[-1]
     assert {VIEW, "text/html", "text/plain"} <= set(bundle)
     assert front.models[bundle[VIEW]["model_id"]]["_model_name"] == "VBoxModel"
     front.wait(lambda: "idle" in front.values())
-    for fact in ("world size", "gloo", "DISTSESSION", "start_timeout"):
-        assert (fact in bundle["text/plain"]) == (fact in bundle["text/html"])
     for fact in ("world size", "gloo", "start_timeout", "given", "default", "idle", "MiB"):
         assert fact in bundle["text/plain"]
         assert fact in bundle["text/html"]
@@ -219,10 +222,9 @@ def test_a_dead_rank_is_shown_chosen_and_replaced_by_the_button(front: FrontEnd)
     front.wait(lambda: "Rank 1 has a fresh process" in front.values())
     front.wait(lambda: front.models[choice]["index"] == 0)
     front.wait(lambda: "dead (" not in front.values())
-    front.run("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()")
-    assert "[ranks 0-1] 2.0" in front.text
-    front.run("%distributed 0 if rank else kept")
-    assert "[rank 0] 7" in front.shown[-1]["text/plain"]
+    front.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)")
+    front.run("%distributed t.item() + (0 if rank else kept)")
+    assert front.shown[-1]["text/plain"] == "[rank 0] 9.0\n[rank 1] 2.0"
 
 
 def panels(front: FrontEnd) -> str:
