@@ -137,7 +137,7 @@ def test_the_panel_is_shown_as_widgets_and_as_a_table_with_the_same_facts(front:
     bundle = front.shown[-1]
     assert {VIEW, "text/html", "text/plain"} <= set(bundle)
     assert front.models[bundle[VIEW]["model_id"]]["_model_name"] == "VBoxModel"
-    front.wait(lambda: "idle" in front.values())
+    front.wait(lambda: "MiB" in front.values())
     for fact in ("world size", "gloo", "start_timeout", "given", "default", "idle", "MiB"):
         assert fact in bundle["text/plain"]
         assert fact in bundle["text/html"]
@@ -304,15 +304,18 @@ def test_the_table_says_what_ranks_do_and_use(start: Callable[..., Session]) -> 
     session = start(2, hang_grace=1.5)
     text = str(session.show_config())
     assert "hang_grace     1.5      given" in text
-    future = session.submit(_spin, 3.0)
-    time.sleep(1.5)
-    text = str(session.show_config())
-    assert text.count("running test_panel.py line") == 2
+    future = session.submit(_spin, 4.0)
+    while text.count("running test_panel.py line") < 2:
+        assert not future.done(), text
+        text = str(session.show_config())
     future.result()
-    used = session.recovery.launcher.gauges(5.0)
-    assert used is not None
+    deadline = time.monotonic() + 60
+    used = None
+    while used is None or not all(use.cpu_seconds > 1 for use in used.uses):
+        assert time.monotonic() < deadline, used
+        used = session.recovery.launcher.gauges(1.0)
     assert [use.pid for use in used.uses] == [info.pid for info in session.infos]
-    assert all(use.cpu_seconds > 1 and use.rss > 10 << 20 for use in used.uses)
+    assert all(use.rss > 10 << 20 for use in used.uses)
     assert all(use.gpu_memory == -1 for use in used.uses if not session.infos[0].device.uuid)
 
 
@@ -328,12 +331,13 @@ def test_an_agent_that_is_stopped_delays_nothing_for_long(start: Callable[..., S
         assert time.monotonic() - began < 10
     finally:
         os.kill(agent, signal.SIGCONT)
-    used = session.recovery.launcher.gauges(10.0)
+    used = session.recovery.launcher.gauges(60.0)
     assert used is not None
     assert used.number == 1
 
 
 def _spin(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Compute; how long that takes, the machine decides."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
         pass
