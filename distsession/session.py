@@ -444,7 +444,7 @@ class Session:
         return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
 
     def _waiting(self, doing: str) -> Waiting:
-        return Waiting(self.output, doing, lambda: self._launcher.waits_for())
+        return Waiting(self.output(), doing, lambda: self._launcher.waits_for())
 
     def _on_background(self, message: Any) -> None:
         output = self.output(is_run=False)

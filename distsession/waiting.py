@@ -27,13 +27,13 @@ class Waiting:
     """While its block runs, shows after a second what it waits for, and for how long by then.
 
     Args:
-        output: Makes the place for it, once it is needed.
+        output: Where that is shown.
         doing: What is done, such as ``"starting ranks 0-3"``.
         waits_for: Gives what it waits for just then, such as ``"torch to be imported"``.
     """
 
-    def __init__(self, output: Callable[[], Output], doing: str, waits_for: Callable[[], str]):
-        self._make_output = output
+    def __init__(self, output: Output, doing: str, waits_for: Callable[[], str]):
+        self._output = output
         self._doing = doing
         self._waits_for = waits_for
         self._over = threading.Event()
@@ -54,18 +54,17 @@ class Waiting:
     ) -> None:
         self._over.set()
         self._thread.join()
+        self._output.close()
 
     def _show(self) -> None:
         began = time.monotonic()
         if self._over.wait(SHOW_AFTER):
             return
-        output = self._make_output()
         while True:
             reason = ""
             with suppress(Exception):  # what it looks at changes meanwhile
                 reason = self._waits_for()
             waits = f", waiting for {reason}" if reason else ""
-            output.notify(f"{self._doing}{waits} ({time.monotonic() - began:.0f} s)")
+            self._output.notify(f"{self._doing}{waits} ({time.monotonic() - began:.0f} s)")
             if self._over.wait(SHOW_EVERY):
-                output.close()
                 return

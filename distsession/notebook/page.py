@@ -87,7 +87,8 @@ def live_html(rows: Sequence[Row], notice: str) -> str:
     folded = _fold_rows(rows)
     cells = [
         "<tr>"
-        f'<th scope="row" style="{_CELL};font-weight:normal;color:{_colour(ranks)}">'
+        f'<th scope="row" style="{_CELL};font-weight:normal;opacity:.8;padding-left:.6em;'
+        f'border-left:3px solid {_colour(ranks)}">'
         f"{html.escape(rank_label(ranks)[1:-1])}</th>"
         f'<td style="{_CELL}">{html.escape(state)}</td>'
         f'<td style="{_CELL};text-align:right">{html.escape(since)}</td>'
@@ -122,10 +123,11 @@ def _live_line(line: str) -> str:
         return ansi_html(line[:200])
     name = html.escape(f"{bar.label} {bar.percent} %".strip(), quote=True)
     label = f"{html.escape(bar.label)} " if bar.label else ""
+    done, _, total = bar.count.partition("/")
     return (
         f'{label}<progress max="100" value="{bar.percent}" aria-label="{name}" '
         f'style="width:12em;height:.8em;vertical-align:middle"></progress> '
-        f"{bar.percent:3d} % {html.escape(bar.count)} {html.escape(bar.rest)}"
+        f"{bar.percent:3d} % {html.escape(f'{done:>{len(total)}}/{total} {bar.rest}')}"
     )
 
 

@@ -241,7 +241,7 @@ def test_a_bar_in_the_live_block_is_drawn() -> None:
     line = "fit:  45%|####5     | 45/100 [00:01<00:02, 30.0it/s]"
     shown = live_html([Row(0, "running", "1 s", line)], "")
     assert '<progress max="100" value="45" aria-label="fit 45 %"' in shown
-    assert "45/100 [00:01&lt;00:02, 30.0it/s]" in shown
+    assert " 45/100 [00:01&lt;00:02, 30.0it/s]" in shown
 
 
 def test_ranks_that_do_the_same_share_a_row_where_there_are_many() -> None:
