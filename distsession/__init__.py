@@ -53,6 +53,7 @@ def __getattr__(name: str) -> Any:
 
         if session.output_factory is None:
             session.output_factory = _make_output
+            session.panel_factory = _panel
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in errors.__all__:
         return getattr(errors, name)
@@ -63,6 +64,12 @@ def _make_output(log: Any) -> Any:
     from distsession.notebook.cell import make_output
 
     return make_output(log)
+
+
+def _panel(session: Any) -> Any:
+    from distsession.notebook import panel
+
+    return panel.make_panel(session)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "Abort",
     "AgentFailed",
     "AgentReady",
+    "AskGauges",
     "AskLook",
     "AskStack",
     "AssignRequest",
@@ -34,6 +35,7 @@ __all__ = [
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
+    "Gauges",
     "LookReply",
     "MalformedMessage",
     "Operation",
@@ -46,6 +48,7 @@ __all__ = [
     "RankFailed",
     "RankReady",
     "RankReport",
+    "RankUse",
     "RejoinRequest",
     "Reply",
     "Request",
@@ -567,6 +570,52 @@ class StopRanks(_Message):
     """End these ranks at once and everything they started."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskGauges(_Message):
+    """Send ``Gauges``.
+
+    Attributes:
+        gpus: UUID of the GPU of each rank that has one.
+    """
+
+    number: int
+    gpus: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankUse(_Message):
+    """What a rank's process, and its GPU, are using.
+
+    Attributes:
+        cpu_seconds: Processor time since the process began.
+        rss: Bytes of memory that it holds.
+        gpu_memory: Bytes in use on its GPU, by whomever; -1 where that is not known.
+        gpu_total: Bytes that the GPU has.
+        gpu_percent: Share of the time in which the GPU was busy; -1 where that is not known.
+    """
+
+    rank: int
+    pid: int
+    cpu_seconds: float
+    rss: int
+    gpu_memory: int = -1
+    gpu_total: int = 0
+    gpu_percent: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges(_Message):
+    """What the ranks of a host use.
+
+    Attributes:
+        at: When, by a clock that only goes forward.
+    """
+
+    number: int
+    at: float
+    uses: tuple[RankUse, ...]
 
 
 @dataclass(frozen=True, slots=True)

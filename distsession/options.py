@@ -20,7 +20,14 @@ from typing import Any
 from distsession.errors import OptionsError
 from distsession.ranks import HostInfo
 
-__all__ = ["RankPlan", "SessionOptions", "add_arguments", "plan_ranks", "resolve_options"]
+__all__ = [
+    "RankPlan",
+    "SessionOptions",
+    "add_arguments",
+    "option_sources",
+    "plan_ranks",
+    "resolve_options",
+]
 
 PREFIX = "DISTSESSION_"
 LAUNCHERS = ("local", "inline")
@@ -167,7 +174,7 @@ def resolve_options(
             raise OptionsError(f"there is no option {name!r}.{hint}")
     values = {name: value for name, value in given.items() if value is not None}
     for name, option in known.items():
-        variable = PREFIX + name.upper()
+        variable = _variable(name)
         if name not in given and variable in environ:
             try:
                 values[name] = option.metadata["read"](environ[variable])
@@ -177,6 +184,29 @@ def resolve_options(
                     f"it takes {option.metadata['help']}."
                 ) from None
     return SessionOptions(**values)
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def option_sources(
+    given: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Where :func:`resolve_options` has the value of each option from.
+
+    Returns:
+        For each option ``"given"``, ``"default"``, or the name of the environment variable.
+    """
+    environ = os.environ if environ is None else environ
+    sources = {}
+    for option in fields(SessionOptions):
+        variable = _variable(option.name)
+        if option.name in given:
+            sources[option.name] = "default" if given[option.name] is None else "given"
+        else:
+            sources[option.name] = variable if variable in environ else "default"
+    return sources
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks_flags: Sequence[str] = ()) -> None:

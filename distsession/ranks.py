@@ -33,12 +33,14 @@ class DeviceInfo:
         name: The model, such as ``"NVIDIA H200"`` or the processor's name.
         memory_bytes: Total memory of the device (of the host, for a CPU); 0 where unknown.
         threads: Threads that torch uses for one operation on the CPU.
+        uuid: By which the driver knows a GPU, whatever number it has in which process.
     """
 
     device: str
     name: str
     memory_bytes: int = 0
     threads: int = 0
+    uuid: str = ""
 
 
 @dataclass(frozen=True)

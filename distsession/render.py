@@ -19,8 +19,7 @@ from distsession.ranks import RankInfo, format_ranks
 
 __all__ = [
     "Bundle",
-    "config_html",
-    "config_text",
+    "config_rows",
     "devices_html",
     "devices_text",
     "diagnosis_html",
@@ -32,6 +31,8 @@ __all__ = [
     "rank_label",
     "remote_traceback",
     "state_and_since",
+    "table_html",
+    "table_text",
 ]
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
@@ -74,7 +75,8 @@ def _memory(amount: int) -> str:
     return f"{amount / 2**30:.0f} GiB" if amount else "unknown"
 
 
-def _config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
+def config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
+    """What holds for a whole session."""
     first = infos[0]
     hosts = sorted({info.host for info in infos})
     models = sorted({f"{info.device.device.split(':')[0]} ({info.device.name})" for info in infos})
@@ -87,24 +89,6 @@ def _config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
         ("devices", ", ".join(models)),
         ("torch", first.torch_version),
         ("python", first.python_version),
-    ]
-
-
-_RANK_HEAD = ("rank", "local rank", "node rank", "host", "pid", "device", "threads")
-
-
-def _rank_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(info.rank),
-            str(info.local_rank),
-            str(info.node_rank),
-            info.host,
-            str(info.pid),
-            info.device.device,
-            str(info.device.threads),
-        )
-        for info in infos
     ]
 
 
@@ -124,30 +108,18 @@ def _device_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
     ]
 
 
-def config_text(infos: Sequence[RankInfo]) -> str:
-    """A session's configuration and a line for each rank."""
-    rows = _config_rows(infos)
-    width = max(len(name) for name, _ in rows)
-    facts = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-    return f"{facts}\n\n{_table_text(_RANK_HEAD, _rank_rows(infos))}"
-
-
-def config_html(infos: Sequence[RankInfo]) -> str:
-    """The same as :func:`config_text`, for a notebook."""
-    return _table_html((), _config_rows(infos)) + _table_html(_RANK_HEAD, _rank_rows(infos))
-
-
 def devices_text(infos: Sequence[RankInfo]) -> str:
     """A line for each rank's device."""
-    return _table_text(_DEVICE_HEAD, _device_rows(infos))
+    return table_text(_DEVICE_HEAD, _device_rows(infos))
 
 
 def devices_html(infos: Sequence[RankInfo]) -> str:
     """The same as :func:`devices_text`, for a notebook."""
-    return _table_html(_DEVICE_HEAD, _device_rows(infos))
+    return table_html(_DEVICE_HEAD, _device_rows(infos))
 
 
-def _table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, as wide as they need to be."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
@@ -156,7 +128,9 @@ def _table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; without a head where that is empty."""
+
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
@@ -176,7 +150,7 @@ def diagnosis_text(
     reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
 ) -> str:
     """The verdict, a line for each rank, and the ranks' stacks if they are wanted."""
-    blocks = [verdict_sentence, _table_text(_DIAGNOSIS_HEAD, _report_rows(reports))]
+    blocks = [verdict_sentence, table_text(_DIAGNOSIS_HEAD, _report_rows(reports))]
     blocks += [_labelled(ranks, text) for ranks, text in _stacks(reports) if stacks]
     return "\n\n".join(blocks)
 
@@ -187,7 +161,7 @@ def diagnosis_html(
     """The same as :func:`diagnosis_text`, for a notebook."""
     blocks = [
         f"<p>{html.escape(verdict_sentence)}</p>",
-        _table_html(_DIAGNOSIS_HEAD, _report_rows(reports)),
+        table_html(_DIAGNOSIS_HEAD, _report_rows(reports)),
     ]
     blocks += [
         f"<p>{rank_label(ranks)}</p><pre>{html.escape(text)}</pre>"

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distsession import export, render
+from distsession import export, panel_view, render
 from distsession.diagnosis import diagnose
 from distsession.diff import Comparison
 from distsession.errors import OptionsError, SessionStateError
 from distsession.history import History
-from distsession.options import SessionOptions, resolve_options
+from distsession.options import SessionOptions, option_sources, resolve_options
+from distsession.overview import Observer
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
 from distsession.results import RankResults
@@ -46,6 +47,9 @@ output_factory: Callable[[Callable[[int], str] | None], Output] | None = None
 """Makes the place for output where a session was given none; the package's face sets it. It gets
 what tells the path of a rank's log file, or None for output that belongs to no run."""
 
+panel_factory: Callable[[Session], Table | None] | None = None
+"""Makes what a notebook shows of a session, or nothing elsewhere; the package's face sets it."""
+
 
 class Table:
     """Facts as text in a terminal and as a table in a notebook."""
@@ -59,6 +63,13 @@ class Table:
 
     def _repr_html_(self) -> str:
         return self._html
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self.bundle()
+
+    def bundle(self) -> dict[str, Any]:
+        """All forms of it, by MIME type."""
+        return {"text/plain": self._text, "text/html": self._html}
 
 
 class Session:
@@ -90,6 +101,7 @@ class Session:
         if ranks is not None:
             options["ranks"] = ranks
         self.options: SessionOptions = resolve_options(options)
+        self.option_sources = option_sources(options)
         self.name = f"session {next(_names)}"
         self._output = output
         self._closed = False
@@ -263,9 +275,19 @@ class Session:
             return self._launcher.client(CLIENT_TIMEOUT)
 
     def show_config(self) -> Table:
-        """Backend, world size, hosts, and where each rank is."""
+        """What the session is made of, and what each rank does and uses.
+
+        In a notebook the table is live and has buttons. Elsewhere it shows the present moment.
+        """
         self.check_open()
-        return Table(render.config_text(self.infos), render.config_html(self.infos))
+        panel = self._panel()
+        if panel is not None:
+            return panel
+        overview = Observer(self).look()
+        return Table(panel_view.overview_text(overview), panel_view.overview_html(overview))
+
+    def _panel(self) -> Table | None:
+        return None if panel_factory is None else panel_factory(self)
 
     def devices(self) -> Table:
         """The device of each rank."""
@@ -341,6 +363,10 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.status().removeprefix('session ')}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        panel = self._panel() if self.is_open else None
+        return {"text/plain": repr(self)} if panel is None else panel.bundle()
 
     # --- life -------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.messages import (
     ClearOutput,
     Display,
+    Gauges,
     LookReply,
     OutputEnd,
     Reply,
@@ -292,6 +293,10 @@ class Launcher(ABC):
     ) -> dict[int, LookReply]:
         """Complete code, or inspect a name, by what ranks have, also while they are busy."""
         return {}
+
+    def gauges(self, timeout: float) -> Gauges | None:
+        """What the ranks use of processors, memory and GPUs; as last known after ``timeout``."""
+        return None
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:

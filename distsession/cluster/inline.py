@@ -29,11 +29,13 @@ from distsession.errors import (
     SessionStateError,
 )
 from distsession.messages import (
+    AskGauges,
     AskLook,
     AssignRequest,
     CallRequest,
     CellRequest,
     FillRequest,
+    Gauges,
     LookReply,
     PullRequest,
     PushRequest,
@@ -257,6 +259,11 @@ class InlineLauncher(Launcher):
 
         question = AskLook(0, code, inspect)
         return {rank: look.look(question, rank, self.channel.namespace) for rank in ranks}
+
+    def gauges(self, timeout: float) -> Gauges | None:
+        from distsession.engine import gauges
+
+        return gauges.read(AskGauges(1, {}), {0: os.getpid()})
 
     def client(self, timeout: float) -> Any:
         raise SessionStateError(

@@ -22,7 +22,7 @@ from distsession.board import Board, file_size, make_file
 from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import CONTROLLER_GONE, Controller
-from distsession.cluster.monitor import Monitor
+from distsession.cluster.monitor import Monitor, has_answered
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -32,8 +32,10 @@ from distsession.errors import (
 )
 from distsession.messages import (
     Abort,
+    AskGauges,
     AskLook,
     ControllerInfo,
+    Gauges,
     LookReply,
     PrepareAgent,
     RejoinRequest,
@@ -74,6 +76,7 @@ class LocalLauncher(Launcher):
         self._forked_in: dict[int, int] = {}
         self.is_broken = False
         self._mending: Pending | None = None
+        self._gauges_asked = 0
         self._plan: RankPlan | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._controller: Controller | None = None
@@ -289,6 +292,15 @@ class LocalLauncher(Launcher):
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
     ) -> dict[int, LookReply]:
         return self.channel.ask(ranks, lambda number: AskLook(number, code, inspect), timeout)
+
+    def gauges(self, timeout: float) -> Gauges | None:
+        monitor = self._monitor
+        # A stopped agent must not be sent questions until there is no room for them.
+        if not self._gauges_asked or has_answered(monitor.gauges, self._gauges_asked):
+            self._gauges_asked += 1
+            gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
+            self.channel.send_agent(AskGauges(self._gauges_asked, gpus))
+        return monitor.wait_gauges(self._gauges_asked, timeout)
 
     def _living(self) -> list[int]:
         assert self._plan is not None

@@ -21,6 +21,7 @@ from distsession.messages import (
     AgentReady,
     EngineRegistered,
     ErrorInfo,
+    Gauges,
     RankExited,
     RankFailed,
     RankReady,
@@ -50,6 +51,7 @@ class Monitor:
         self.dead: dict[int, EngineDiedError] = {}
         self.pids: dict[int, int] = {}
         self.engine_ids: dict[int, int] = {}
+        self.gauges: Gauges | None = None
         self.agent_gone = False
         self.closing = False
         """The user closes the session: deaths from here on are no surprise."""
@@ -72,6 +74,8 @@ class Monitor:
                     self._failed[message.rank] = message.error
                 case EngineRegistered():
                     self.engine_ids[message.rank] = message.engine_id
+                case Gauges():
+                    self.gauges = message
                 case RankExited():
                     deaths += self._note_exit(message)
                 case None:
@@ -196,11 +200,24 @@ class Monitor:
             if rank in self._exited:
                 raise LaunchError(describe_death(self._exited[rank], while_starting=True))
 
+    def wait_gauges(self, number: int, timeout: float) -> Gauges | None:
+        """Wait for the answer of this number; gives the last one if it does not come in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.agent_gone or has_answered(self.gauges, number), timeout
+            )
+            return self.gauges
+
     def wait_registered(self, world: Sequence[int], timeout: float) -> dict[int, int]:
         """Wait until each rank has an engine id; gives rank -> id."""
         with self._changed:
             self._changed.wait_for(lambda: all(rank in self.engine_ids for rank in world), timeout)
             return {rank: self.engine_ids[rank] for rank in world if rank in self.engine_ids}
+
+
+def has_answered(gauges: Gauges | None, number: int) -> bool:
+    """Whether the agent has come to the question of this number."""
+    return gauges is not None and gauges.number >= number
 
 
 def describe_death(message: RankExited, *, while_starting: bool = False) -> str:

@@ -21,12 +21,13 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from distsession.messages import (
     AgentFailed,
     AgentReady,
+    AskGauges,
     PrepareAgent,
     RankExited,
     StartRanks,
@@ -66,6 +67,8 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._store_pid = 0
         self._store_port = 0
+        self._gauges: Connection | None = None  # to the process that asks NVML
+        self._gauges_pid = 0
         self._oom_kills = _oom_kills()
         self._parent = os.getppid()
         self._wake, wake_writer = os.pipe()
@@ -86,12 +89,15 @@ class Agent:
         try:
             while os.getppid() == self._parent:
                 idle = 0.3 if later and self._ranks else POLL
-                ready = wait([self._link, self._wake], timeout=idle)
+                links = [self._link, *([self._gauges] if self._gauges else [])]
+                ready = wait([*links, self._wake], timeout=idle)
                 if self._link in ready and not self._obey(self._link.recv()):
                     return
                 if self._wake in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
+                if self._gauges in ready:
+                    self._pass_gauges_on()
                 self._reap()
                 if not ready and later and self._ranks:
                     _import_quietly(later.pop(0))
@@ -113,6 +119,8 @@ class Agent:
             case StopRanks():
                 wanted = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
                 self._stop(wanted)
+            case AskGauges():
+                self._ask_gauges(message)
             case _:
                 log.warning("dropped a message that is not for an agent: %r", message)
         return True
@@ -156,6 +164,45 @@ class Agent:
                 store.serve(listener)
         listener.close()
 
+    # --- gauges -----------------------------------------------------------------------------------
+
+    def _ask_gauges(self, message: AskGauges) -> None:
+        from distsession.engine import gauges
+
+        pids = {rank.rank: pid for pid, rank in self._ranks.items()}
+        if message.gpus and not self._gauges_pid:
+            self._start_gauges()
+        if message.gpus and self._gauges is not None:
+            try:
+                self._gauges.send((message, pids))
+                return
+            except OSError:
+                log.warning("the process that asks about GPUs has ended")
+                self._gauges = None
+        self._link.send(gauges.read(message, pids))
+
+    def _start_gauges(self) -> None:
+        """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
+        mine, its = Pipe()
+        self._gauges_pid = os.fork()
+        if self._gauges_pid == 0:
+            self._become_child()
+            mine.close()
+            with _exit_after():
+                from distsession.engine import gauges
+
+                gauges.serve(its)
+        its.close()
+        self._gauges = mine
+
+    def _pass_gauges_on(self) -> None:
+        assert self._gauges is not None
+        try:
+            self._link.send(self._gauges.recv())
+        except EOFError:
+            log.warning("the process that asks about GPUs has ended")
+            self._gauges = None
+
     # --- ranks ------------------------------------------------------------------------------------
 
     def _fork(self, message: StartRanks, rank_number: int) -> None:
@@ -174,6 +221,8 @@ class Agent:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         self._link.close()
+        if self._gauges is not None:
+            self._gauges.close()
         os.close(self._wake)
         os.close(self._wake_writer)
 
@@ -216,6 +265,9 @@ class Agent:
             self._store_pid = 0
             log.error("the process of the rendezvous store ended with %d", returncode)
             return
+        if pid == self._gauges_pid:
+            self._gauges_pid = -1  # it would end again
+            return
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
@@ -235,9 +287,10 @@ class Agent:
     def _end(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._stop(set(self._ranks))
-        if self._store_pid:
-            _signal(self._store_pid, signal.SIGKILL)
-            os.waitpid(self._store_pid, 0)
+        for pid in (self._store_pid, self._gauges_pid):
+            if pid > 0:
+                _signal(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         for _ in range(20):  # ipyparallel's controller ends by itself and may still write a file
             shutil.rmtree(self._folder, ignore_errors=True)
             time.sleep(0.05)

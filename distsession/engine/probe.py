@@ -13,6 +13,7 @@ import threading
 import torch
 import torch.distributed as dist
 
+from distsession.engine.gauges import gpu_uuid
 from distsession.ranks import DeviceInfo, HostInfo
 
 __all__ = ["device_info", "fork_problem", "host_info"]
@@ -86,6 +87,11 @@ def device_info(device: torch.device) -> DeviceInfo:
             name=properties.name,
             memory_bytes=properties.total_memory,
             threads=torch.get_num_threads(),
+            uuid=gpu_uuid(
+                device.index or 0,
+                os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+                str(getattr(properties, "uuid", "")),
+            ),
         )
     return DeviceInfo(
         device=str(device),

@@ -20,6 +20,7 @@ from distsession.export import parse_cells
 from distsession.notebook.auto import MARK, Auto
 from distsession.notebook.cell import make_output
 from distsession.notebook.look import Sight
+from distsession.notebook.panel import make_panel
 from distsession.notebook.timeline import Afterwards, add_arguments
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
@@ -316,6 +317,7 @@ def register(shell: Any) -> None:
     """Add the magics to a shell. ``%px`` is left alone where the user has ipyparallel's own."""
     unregister(shell)
     session_module.output_factory = make_output
+    session_module.panel_factory = make_panel
     magics = Magics(shell)
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:

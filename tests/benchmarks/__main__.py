@@ -32,6 +32,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "restart": starts.restart,
     "call": calls.call,
     "cell": notebook.cell,
+    "panel": notebook.panel,
     "growth": calls.growth,
     "memory": memory.memory,
     "output": output.output,

@@ -1,4 +1,4 @@
-"""What ``%%distributed`` costs in a real kernel: a cell with no work, and many lines of output."""
+"""What things cost in a real kernel: a cell with no work, many lines of output, the panel."""
 
 from __future__ import annotations
 
@@ -39,6 +39,29 @@ def cell(name):
 cell("distributed"), cell("nothing")
 times = [(cell("distributed"), cell("nothing")) for _ in range({count})]
 print({mark!r} + json.dumps(times))
+"""
+
+# On each rank.
+REDUCE = """%%distributed
+import time
+def rate(count):
+    tensor = torch.ones(4)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    return count / (time.perf_counter() - began)
+"""
+PANEL_SECONDS = 5.0
+"""How long the ranks reduce, while the panel looks once a second."""
+HIDE = """
+import time, ipywidgets
+ipywidgets.Widget.close_all()
+time.sleep(1.5)
+"""
+IS_LIVE = """
+import threading
+print(any(thread.name == "distsession-panel" for thread in threading.enumerate()))
 """
 
 
@@ -131,3 +154,28 @@ def cell(bench: Bench) -> Iterator[Row]:
     name = "cell with no work in a kernel, N=4"
     yield Row(name, "magic that does nothing", Figure(local), "ms")
     yield Row(name, f"{OURS}, above that", Figure(above), "ms", target=Target(3))
+
+
+def panel(bench: Bench) -> Iterator[Row]:
+    """How many small all_reduces a second a cell does, with the panel shown and without."""
+    with _kernel(bench) as client:
+        _execute(client, REDUCE)
+
+        def rate(count: int) -> float:
+            code = f"value = session.evaluate('rate({count})')[0]\nprint({MARK!r} + str(value))"
+            return float(_execute(client, code).partition(MARK)[2])
+
+        count = int(rate(2000) * PANEL_SECONDS)
+
+        def measure(is_shown: bool) -> list[float]:
+            _execute(client, "session" if is_shown else HIDE)
+            if ("True" in _execute(client, IS_LIVE)) != is_shown:
+                raise RuntimeError("the panel is not live" if is_shown else "the panel is live")
+            return [rate(count) / 1e3]
+
+        without = Arm("without the panel", lambda: measure(False))
+        shown = Arm(f"{OURS}, with the panel", lambda: measure(True))
+        take_turns([without, shown], bench.repeats)
+    name = f"small all_reduces in a cell, N={RANKS}"
+    yield without.row(name, "1000/s")
+    yield shown.row(name, "1000/s", without, target=Target(0.97, at_least=True))

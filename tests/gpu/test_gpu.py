@@ -46,6 +46,18 @@ def test_a_result_on_the_gpu_arrives_on_the_cpu(session: Session) -> None:
     assert back.tolist() == [0, 1, 2]
 
 
+def test_the_use_of_the_ranks_own_gpu_is_known(session: Session) -> None:
+    session.execute("held = torch.ones(1 << 28, device=device); torch.cuda.synchronize()")
+    gauges = session.recovery.launcher.gauges(30.0)
+    assert gauges is not None
+    use, device = gauges.uses[0], session.infos[0].device
+    assert use.gpu_memory >= 1 << 30
+    assert abs(use.gpu_total - device.memory_bytes) < device.memory_bytes / 10
+    assert "GPU memory" in str(session.show_config())
+    session.restart()  # ranks that are forked after NVML was asked have a sound CUDA
+    assert session.evaluate("torch.ones(2, device=device).sum().item()")[0] == 2.0
+
+
 def test_the_kernel_creates_no_context(session: Session) -> None:
     session.run(lambda: torch.ones(1, device="cuda").item())
     assert not torch.cuda.is_initialized()

@@ -17,6 +17,7 @@ from distsession.messages import (
     Abort,
     AgentFailed,
     AgentReady,
+    AskGauges,
     AskLook,
     AskStack,
     AssignRequest,
@@ -29,6 +30,7 @@ from distsession.messages import (
     ErrorInfo,
     FillRequest,
     FrameInfo,
+    Gauges,
     LookReply,
     MalformedMessage,
     Operation,
@@ -41,6 +43,7 @@ from distsession.messages import (
     RankFailed,
     RankReady,
     RankReport,
+    RankUse,
     RejoinRequest,
     Reply,
     ShardsRequest,
@@ -79,6 +82,9 @@ START = StartRanks(
 )
 EXAMPLES: list[Any] = [
     AgentFailed("no such module"),
+    AskGauges(4, {0: "GPU-1"}),
+    Gauges(4, 12.5, (RankUse(0, 77, 1.5, 1 << 28, 1 << 33, 1 << 36, 97),)),
+    RankUse(1, 78, 0.5, 1 << 20),
     AskLook(4, "model.", inspect=False),
     LookReply(1, 4, 6, (("fc", "instance"),), "Type: int"),
     AskStack(4),

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from distsession.errors import OptionsError
-from distsession.options import SessionOptions, add_arguments, resolve_options
+from distsession.options import (
+    SessionOptions,
+    add_arguments,
+    option_sources,
+    resolve_options,
+)
 
 NAMES = [option.name for option in fields(SessionOptions)]
 
@@ -113,6 +118,19 @@ def test_what_is_given_wins_over_the_environment() -> None:
     environ = {"DISTSESSION_RANKS": "8", "DISTSESSION_SEED": "1"}
     options = resolve_options({"ranks": 2}, environ)
     assert (options.ranks, options.seed) == (2, 1)
+
+
+def test_the_source_of_each_value_is_known() -> None:
+    environ = {"DISTSESSION_SEED": "3", "DISTSESSION_RANKS": "8", "DISTSESSION_THREADS": "4"}
+    given = {"ranks": 2, "threads": None}
+    sources = option_sources(given, environ)
+    assert set(sources) == {field.name for field in fields(SessionOptions)}
+    assert sources["ranks"] == "given"
+    assert sources["seed"] == "DISTSESSION_SEED"
+    assert sources["backend"] == "default"
+    # what was given as None is the default, whatever the environment says
+    assert sources["threads"] == "default"
+    assert resolve_options(given, environ).threads is None
 
 
 def test_a_bad_variable_does_not_matter_where_the_option_is_given() -> None:

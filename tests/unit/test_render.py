@@ -66,10 +66,10 @@ def two(rank_info: Callable[..., RankInfo]) -> list[RankInfo]:
 
 
 def test_the_configuration_says_what_there_is(two: list[RankInfo]) -> None:
-    text = render.config_text(two)
-    for fact in ("gloo", "2.9.0", "3.11.9", "alpha, beta & co", "cuda (NVIDIA <T4>)", "1001"):
-        assert fact in text
-    assert text.splitlines()[0].split() == ["backend", "gloo"]
+    facts = dict(render.config_rows(two))
+    assert (facts["backend"], facts["torch"], facts["python"]) == ("gloo", "2.9.0", "3.11.9")
+    assert facts["hosts"] == "alpha, beta & co"
+    assert "cuda (NVIDIA <T4>)" in facts["devices"]
 
 
 def test_each_rank_has_a_line_with_its_device(two: list[RankInfo]) -> None:
@@ -92,7 +92,7 @@ def test_memory_that_nobody_knows_is_not_zero(rank_info: Callable[..., RankInfo]
 
 
 def test_tables_of_a_notebook_escape_what_they_show(two: list[RankInfo]) -> None:
-    for table in (render.devices_html(two), render.config_html(two)):
+    for table in (render.devices_html(two), render.table_html((), render.config_rows(two))):
         assert "beta &amp; co" in table
         assert "NVIDIA &lt;T4&gt;" in table
         assert "<T4>" not in table

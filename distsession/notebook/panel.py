@@ -1,0 +1,277 @@
+"""The live panel of a session: what each rank does and uses, and buttons.
+
+Runs in: the kernel.
+
+One thread for each session that is shown looks about once a second and sends what has changed, also
+while the main thread waits for a cell. It ends when the session is closed, and when nobody shows
+the panel any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from distsession import panel_view
+from distsession.errors import SessionStateError
+from distsession.overview import Observer
+from distsession.panel_view import Overview
+from distsession.ranks import ranks_text
+from distsession.session import Session, Table
+
+__all__ = ["Panel", "make_panel"]
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds between two looks."""
+NO_RANK = "choose a rank"
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+_live: dict[Session, Live] = {}
+
+
+def make_panel(session: Session) -> Panel | None:
+    """What a notebook shows of a session; None where this is no notebook."""
+    return Panel(session) if _kernel() is not None else None
+
+
+class Panel(Table):
+    """A session at the moment, and live where the front end can show it so."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._observer = Observer(session)
+        self._overview = self._observer.look()
+        super().__init__(
+            panel_view.overview_text(self._overview), panel_view.overview_html(self._overview)
+        )
+
+    def bundle(self) -> dict[str, Any]:
+        """The table in all its forms; whoever shows it takes the best that it can."""
+        static = super().bundle()
+        if not _is_watched() or not self._session.is_open:
+            return static
+        live = _live.get(self._session)
+        if live is None or live.is_closed:
+            live = _live[self._session] = Live(self._session, self._observer, self._overview)
+        return {**live.show(), **static}
+
+
+class Live:
+    """The widgets of one session, wherever and however often they are shown.
+
+    Args:
+        session: Which.
+        observer: Looks at it, from here on for these widgets alone.
+        overview: What to show first.
+    """
+
+    def __init__(self, session: Session, observer: Observer, overview: Overview):
+        import ipywidgets
+
+        self._session = session
+        self._observer = observer
+        self._shown = overview
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._leave = threading.Event()
+        self._was_seen = False
+        self._dead: frozenset[int] = frozenset()
+        self._status = ipywidgets.HTML()
+        self._rows = ipywidgets.HTML()
+        self._config = ipywidgets.HTML(panel_view.config_html(overview))
+        self._answer = ipywidgets.HTML()
+        self._rank = ipywidgets.Dropdown(
+            options=[(NO_RANK, -1), *((f"rank {rank}", rank) for rank in session.ranks)],
+            value=-1,
+            layout={"width": "auto"},
+        )
+        self._buttons = {
+            name: ipywidgets.Button(description=name, tooltip=tip, layout={"width": "auto"})
+            for name, tip in (
+                ("Stop", "Interrupt what runs on the ranks"),
+                ("Diagnose", "Who waits for whom"),
+                ("Stacks", "The frames of each rank's main thread"),
+                ("Restart rank", "A fresh process for the rank that is chosen"),
+            )
+        }
+        self._widget = ipywidgets.VBox(
+            [
+                self._status,
+                # The box scrolls, not its content, which is replaced at each change.
+                ipywidgets.Box([self._rows], layout={"max_height": "26em", "overflow": "auto"}),
+                ipywidgets.HBox([*self._buttons.values(), self._rank]),
+                self._answer,
+                self._config,
+            ],
+            _view_count=0,  # the front end then counts
+        )
+        self._widget.observe(self._on_views, "_view_count")
+        self._actions: dict[str, Callable[[], str]] = {
+            "Stop": self._stop,
+            "Diagnose": self._diagnose,
+            "Stacks": self._stacks,
+            "Restart rank": self._restart,
+        }
+        self._acting: set[str] = set()
+        for name, button in self._buttons.items():
+            button.on_click(lambda _, name=name: self._act(name))
+        for widget in (*self._buttons.values(), self._rank, self._widget):
+            _take_at_once(widget)
+        self._update(overview)
+
+    def show(self) -> dict[str, Any]:
+        """What the front end needs to show the widgets; they are live from here on."""
+        self._was_seen = False
+        self._begin()
+        bundle: dict[str, Any] = self._widget._repr_mimebundle_()
+        return {VIEW: bundle[VIEW]}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the user has closed the widgets, by ``Widget.close_all()`` for example."""
+        return self._widget.comm is None
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive() or self._leave.is_set():
+                self._leave = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._keep_looking,
+                    args=(self._leave,),
+                    name="distsession-panel",
+                    daemon=True,
+                )
+                self._thread.start()
+
+    def _on_views(self, change: Any) -> None:
+        """The front end shows one view more or less."""
+        if change.new:
+            self._was_seen = True
+            self._begin()
+        elif self._was_seen:
+            self._leave.set()
+
+    def _keep_looking(self, leave: threading.Event) -> None:
+        while not leave.wait(INTERVAL):
+            if self.is_closed:
+                break
+            if not self._session.is_open:
+                self._end()
+                break
+            try:
+                self._update(self._observer.look())
+            except Exception:
+                # The session is being restarted or closed. The next look will tell; and what is
+                # wrong here must not become an error beside the user's own.
+                log.debug("the panel could not look", exc_info=True)
+
+    def _update(self, overview: Overview) -> None:
+        self._shown = overview
+        _set(self._status, panel_view.status_html(overview.status))
+        _set(self._rows, panel_view.rows_html(overview.lines))
+        dead = frozenset(line.rank for line in overview.lines if line.kind == "dead")
+        if dead - self._dead and self._rank.value not in dead:
+            self._rank.value = min(dead - self._dead)
+        self._dead = dead
+
+    def _end(self) -> None:
+        """Show that the session is closed."""
+        _live.pop(self._session, None)
+        for control in (*self._buttons.values(), self._rank):
+            control.disabled = True
+        _set(self._status, panel_view.status_html(self._session.status()))
+        _set(self._rows, panel_view.rows_html(panel_view.ended(self._shown.lines)))
+
+    # --- buttons ----------------------------------------------------------------------------------
+
+    def _act(self, name: str) -> None:
+        """Do what a button says, in a thread of its own: Stop must work beside a slow restart."""
+        if name in self._acting:
+            return
+        self._acting.add(name)
+        threading.Thread(
+            target=self._do, args=(name,), name="distsession-button", daemon=True
+        ).start()
+
+    def _do(self, name: str) -> None:
+        self._say(f"<p>{name} ...</p>")
+        try:
+            self._say(self._actions[name]())
+        except Exception as error:
+            text = f"{name}: {type(error).__name__}: {error}"
+            self._say(f"<pre>{html.escape(text)}</pre>", is_error=True)
+        finally:
+            self._acting.discard(name)
+
+    def _say(self, content: str, *, is_error: bool = False) -> None:
+        _set(self._answer, panel_view.answer_html(content, is_error=is_error))
+
+    def _stop(self) -> str:
+        hit = self._session.interrupt()
+        return (
+            "<p>Stop: what ran is interrupted.</p>" if hit else "<p>Stop: nothing was running.</p>"
+        )
+
+    def _diagnose(self) -> str:
+        return str(self._session.diagnose().bundle()["text/html"])
+
+    def _stacks(self) -> str:
+        return str(self._session.diagnose(stacks=True).bundle()["text/html"])
+
+    def _restart(self) -> str:
+        rank = self._rank.value
+        if rank < 0:
+            raise SessionStateError("choose a rank first, beside the button.")
+        # A restart gives the process group up, so whoever uses it must be asked first.
+        session = self._session
+        busy = [r for r in session.ranks if r != rank and session.channel.is_busy(r)]
+        if busy:
+            raise SessionStateError(
+                f"{ranks_text(busy)} still run{'s' if len(busy) == 1 else ''} something: press "
+                "Stop first."
+            )
+        session.restart([rank])
+        self._rank.value = -1
+        return f"<p>Rank {rank} has a fresh process, without variables.</p>"
+
+
+def _set(widget: Any, value: str) -> None:
+    """Nothing is sent that the front end has already."""
+    if widget.value != value:
+        widget.value = value
+
+
+def _take_at_once(widget: Any) -> None:
+    """Let a widget's messages be handled while the main thread is busy.
+
+    JupyterLab sends them to a thread beside it (a subshell) where the kernel has such. ipykernel
+    7.4 sends them back to the main thread all the same if the widget was made there.
+    """
+    with contextlib.suppress(AttributeError):
+        if hasattr(widget.comm, "_reply_subshell_for"):
+            widget.comm._reply_subshell_for = lambda data, default: default
+
+
+def _kernel() -> Any:
+    """The kernel of this process, if it is a notebook's; without importing IPython."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython is not None else None
+    return getattr(shell, "kernel", None)
+
+
+def _is_watched() -> bool:
+    """Whether somebody looks on: nbconvert and its like, which can be asked nothing, do not."""
+    kernel = _kernel()
+    if kernel is None:
+        return False
+    content = kernel.get_parent().get("content", {})
+    return bool(content.get("allow_stdin", True))

@@ -1,0 +1,118 @@
+"""The panel of a session in JupyterLab."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from playwright.sync_api import Locator, expect
+
+from tests.browser.lab import Notebook
+
+Open = Callable[..., Notebook]
+
+START = """\
+import distsession, os
+%load_ext distsession
+session = distsession.Session(2, backend="gloo")"""
+
+HANG = """\
+%%distributed
+import time
+if rank == 0:
+    dist.barrier()
+else:
+    while True: time.sleep(0.01)"""
+
+CONTRAST = """\
+element => {
+    const parse = color => color.match(/[\\d.]+/g).map(Number);
+    const light = color => {
+        const [r, g, b] = parse(color).slice(0, 3).map(v => v / 255)
+            .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    let under = element;
+    while (parse(getComputedStyle(under).backgroundColor)[3] === 0) under = under.parentElement;
+    const a = light(getComputedStyle(element).color);
+    const b = light(getComputedStyle(under).backgroundColor);
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+}"""
+
+
+def row(notebook: Notebook, rank: int) -> Locator:
+    table = notebook.output(1).get_by_role("table", name="Ranks of the session")
+    return table.get_by_role("row").filter(
+        has=notebook.page.get_by_role("rowheader", name=str(rank), exact=True)
+    )
+
+
+def press(notebook: Notebook, name: str) -> None:
+    notebook.output(1).get_by_role("button", name=name, exact=True).click()
+
+
+def test_states_are_live_and_stop_works_while_a_cell_runs(open_notebook: Open) -> None:
+    notebook = open_notebook([START, "session", HANG, "session.close()"])
+    notebook.run(0)
+    notebook.run(1)
+    expect(row(notebook, 0)).to_contain_text("idle", timeout=30e3)
+    notebook.start(2)
+    expect(row(notebook, 0)).to_contain_text("waiting in barrier", timeout=30e3)
+    expect(row(notebook, 1)).to_contain_text(re.compile(r"running In\[\d+\] line 6"), timeout=30e3)
+    assert "[*]" in notebook.prompt(2)
+    press(notebook, "Diagnose")
+    notebook.wait_text(1, re.compile("for rank 1, which runs"))
+    notebook.screenshot("panel-light", notebook.output(1))
+    assert "[*]" in notebook.prompt(2)
+    press(notebook, "Stop")
+    notebook.wait(2)
+    assert "KeyboardInterrupt" in notebook.text(2)
+    expect(row(notebook, 0)).to_contain_text("idle", timeout=30e3)
+    notebook.run(3)
+    notebook.wait_text(1, re.compile(r": closed"))
+    expect(row(notebook, 0)).to_contain_text("ended")
+    expect(notebook.output(1).get_by_role("button", name="Stop")).to_be_disabled()
+
+
+def test_a_killed_rank_is_restarted_by_its_button(open_notebook: Open) -> None:
+    notebook = open_notebook([START, "session.show_config()", "os.kill(session.infos[1].pid, 9)"])
+    notebook.run(0)
+    notebook.run(1)
+    notebook.run(2)
+    expect(row(notebook, 1)).to_contain_text("dead (was killed by SIGKILL", timeout=30e3)
+    notebook.screenshot("panel-dead", notebook.output(1))
+    expect(notebook.output(1).locator("select")).to_have_value("rank 1")
+    press(notebook, "Restart rank")
+    notebook.wait_text(1, "Rank 1 has a fresh process, without variables.")
+    expect(row(notebook, 1)).to_contain_text("idle", timeout=30e3)
+
+
+def test_it_can_be_read_in_the_dark_theme_and_with_many_ranks(open_notebook: Open) -> None:
+    many = START.replace("(2,", "(12,")
+    notebook = open_notebook([many, "session"])
+    notebook.set_theme("JupyterLab Dark")
+    try:
+        notebook.run(0, seconds=110)
+        notebook.run(1)
+        cells = row(notebook, 11).get_by_role("cell")
+        expect(cells.first).to_be_attached(timeout=30e3)
+        for cell in (cells.first, row(notebook, 0).get_by_role("cell").first):
+            assert cell.evaluate(CONTRAST) >= 4.5
+        notebook.output(1).get_by_text("Configuration").click()
+        assert "start_timeout" in notebook.text(1)
+        notebook.screenshot("panel-dark", notebook.output(1))
+    finally:
+        notebook.set_theme("JupyterLab Light")
+
+
+def test_nobody_looks_when_the_output_is_gone(open_notebook: Open) -> None:
+    count = "import threading\nsum(t.name == 'distsession-panel' for t in threading.enumerate())"
+    notebook = open_notebook([START, "session", count])
+    notebook.run(0)
+    notebook.run(1)
+    expect(row(notebook, 1)).to_contain_text("idle", timeout=30e3)
+    assert notebook.run(2).strip().endswith("1")
+    notebook.write(1, "None")
+    notebook.run(1)
+    notebook.page.wait_for_timeout(2500)
+    assert notebook.run(2).strip().endswith("0")
