@@ -22,6 +22,7 @@ __all__ = [
     "Abort",
     "AgentFailed",
     "AgentReady",
+    "AskInput",
     "AskLook",
     "AskStack",
     "AssignRequest",
@@ -29,11 +30,13 @@ __all__ = [
     "CellRequest",
     "ClearOutput",
     "ControllerInfo",
+    "DebugRequest",
     "Display",
     "EngineRegistered",
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
+    "InputReply",
     "LookReply",
     "MalformedMessage",
     "Operation",
@@ -144,6 +147,7 @@ class CellRequest(_Message):
         label: Stands for the file name in tracebacks, such as ``"In[3]"``.
         fetch: Send the value of the last expression back, not only what it displays as.
         expression: The source must be one expression.
+        debug: Ranks whose debugger stops at the first line.
     """
 
     id: int
@@ -151,6 +155,7 @@ class CellRequest(_Message):
     label: str
     fetch: bool = False
     expression: bool = False
+    debug: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +237,13 @@ class PartsRequest(_Message):
     paths: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DebugRequest(_Message):
+    """Open the debugger where the last cell or call failed; the value says why that cannot be."""
+
+    id: int
+
+
 Request = (
     CallRequest
     | CellRequest
@@ -243,6 +255,7 @@ Request = (
     | FillRequest
     | SummaryRequest
     | PartsRequest
+    | DebugRequest
 )
 
 
@@ -389,6 +402,22 @@ class ClearOutput(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class AskInput(_Message):
+    """A rank wants a line of input, and waits for the ``InputReply``; sent in order with its text.
+
+    Attributes:
+        number: Of the question, from 1.
+        secret: What is typed is not to be seen.
+    """
+
+    rank: int
+    request: int
+    number: int
+    prompt: str = ""
+    secret: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OutputEnd(_Message):
     """All output of a request has been sent."""
 
@@ -430,9 +459,10 @@ class RankReport(_Message):
     """What one rank does.
 
     Attributes:
-        state: ``"idle"``, ``"running"``, ``"dead"``, ``"stopped"`` (SIGSTOP), ``"debugged"`` (a
-            debugger holds it), or ``"silent"`` (its main thread holds the interpreter's lock, in C
-            code, so nothing more can be known).
+        state: ``"idle"``, ``"running"``, ``"dead"``, ``"debugging"`` (its Python debugger waits
+            for a command), ``"asking"`` (its code waits for input), ``"stopped"`` (SIGSTOP),
+            ``"debugged"`` (a debugger of processes holds it), or ``"silent"`` (its main thread
+            holds the interpreter's lock, in C code, so nothing more can be known).
         seconds: For how long it has been in that state.
         request: Number of the request that runs; 0 if none.
         place: The line of user code that runs, such as ``"In[3] line 7"``.
@@ -496,6 +526,21 @@ class AskLook(_Message):
     number: int
     code: str
     inspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputReply(_Message):
+    """What was typed.
+
+    Attributes:
+        number: Of the question.
+        text: Without the line's end; None at the end of the input.
+        why: Why nobody could be asked; empty if somebody was.
+    """
+
+    number: int
+    text: str | None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ KERNEL = (
     "history.py",
     "launching.py",
     "outcome.py",
+    "questions.py",
     "recovery.py",
     "results.py",
     "script.py",
