@@ -136,6 +136,11 @@ class Region:
         self._words[self.start + STREAM_COUNT] = count + 1
         return at
 
+    def ask_nothing(self) -> None:
+        """Its rank is in no debugger and waits for no input; the kernel says so of one that died."""
+        for word in (IN_DEBUGGER, ASKS):
+            self._words[self.start + word] = 0
+
     # --- reading ----------------------------------------------------------------------------------
 
     def text(self, number: int) -> str:

@@ -133,10 +133,16 @@ class Shared(_Message):
 
 @dataclass(frozen=True, slots=True)
 class CallRequest(_Message):
-    """Call a function. Payload: function, args, kwargs."""
+    """Call a function. Payload: function, args, kwargs.
+
+    Attributes:
+        source: Of a function of the notebook, the name that its code has for a file, and the lines
+            of its cell, which no rank has; for its debugger.
+    """
 
     id: int
     name: str
+    source: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import linecache
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -370,7 +371,8 @@ class RankView:
             )
         name = getattr(function, "__qualname__", type(function).__name__)
         payload = serialize.dump_call(function, args, kwargs)
-        return self._submit(lambda number: CallRequest(number, name), payload, progress)
+        source = _source(function)
+        return self._submit(lambda number: CallRequest(number, name, source), payload, progress)
 
     def _execute(
         self,
@@ -550,3 +552,11 @@ class RankView:
             return str(error)
         except EngineDiedError as error:
             return str(error).splitlines()[0]
+
+
+def _source(function: Callable[..., Any]) -> tuple[str, str]:
+    """Where a function of the notebook comes from, and the lines of that cell."""
+    name = getattr(getattr(function, "__code__", None), "co_filename", "")
+    if "ipykernel_" not in name and not name.startswith("<ipython-input-"):
+        return "", ""
+    return name, "".join(linecache.getlines(name))

@@ -10,12 +10,13 @@ captured: it is the kernel's own. Of the session's options, ``start_timeout``, `
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -77,7 +78,8 @@ class InlineChannel(Channel):
         info = shown = None
         answer: Frames = []
         try:
-            value, shown = self._perform(request, _frames(payload))
+            with _breakpoints_open_pdb():
+                value, shown = self._perform(request, _frames(payload))
             if value is not NOTHING:
                 answer = _copies(serialize.dump_value(value, what="the result of rank 0"))
         except KeyboardInterrupt:
@@ -136,6 +138,20 @@ class InlineChannel(Channel):
 
     def forget(self, pending: Pending) -> None:
         pass
+
+
+@contextlib.contextmanager
+def _breakpoints_open_pdb() -> Iterator[None]:
+    """ipykernel imports debugpy, whose hook does nothing while no visual debugger is attached."""
+    debugpy = sys.modules.get("debugpy")
+    if debugpy is None or debugpy.is_client_connected():
+        yield
+        return
+    before, sys.breakpointhook = sys.breakpointhook, sys.__breakpointhook__
+    try:
+        yield
+    finally:
+        sys.breakpointhook = before
 
 
 def _frames(payload: Payload) -> Frames:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-__all__ = ["NOTHING", "Front", "PlainFront", "rebound", "run_call", "run_cell"]
+__all__ = ["NOTHING", "Front", "PlainFront", "rebound", "remember", "run_call", "run_cell"]
 
 NOTHING: Any = type("Nothing", (), {"__repr__": lambda self: "NOTHING"})()
 """Stands for the value of a cell that ends in a statement."""
@@ -119,7 +119,7 @@ def run_cell(
         whether it is to be shown.
     """
     text = front.transform(source)
-    _remember(label, text)
+    remember(label, text)
     if expression:
         text = text.strip()
         final: CodeType | None = _compile(text, label, "eval")
@@ -145,7 +145,7 @@ def run_cell(
     return value, value is not NOTHING and value is not None and not _is_quiet(source)
 
 
-def _remember(label: str, source: str) -> None:
+def remember(label: str, source: str) -> None:
     """Let tracebacks and ``inspect`` find the lines of a cell."""
     lines = source.splitlines(keepends=True)
     linecache.cache[label] = (len(source), None, lines, label)

@@ -34,7 +34,7 @@ from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
 from distsession.engine.debug import Debugger
 from distsession.engine.entry import ShellFront, make_shell, register
-from distsession.engine.execute import NOTHING, run_call, run_cell
+from distsession.engine.execute import NOTHING, remember, run_call, run_cell
 from distsession.engine.group import Groups
 from distsession.engine.look import Looker
 from distsession.engine.process import (
@@ -310,6 +310,8 @@ class Rank:
         value: Any = NOTHING
         match request:
             case CallRequest():
+                if request.source[1]:
+                    remember(*request.source)
                 value = self._call(self._frames(payload))
             case CellRequest():
                 value, shown = self._cell(request)
