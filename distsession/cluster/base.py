@@ -67,7 +67,7 @@ def python_command(module: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-NOBODY = "no cell of the notebook waits for this run, so there is nobody to ask."
+NOBODY = "nobody waits for this run in the main thread, so there is nobody to ask."
 _QUITS = ("DebuggerQuit", "BdbQuit")
 _DONE = object()
 

@@ -142,7 +142,7 @@ class InlineChannel(Channel):
 
 @contextlib.contextmanager
 def _breakpoints_open_pdb() -> Iterator[None]:
-    """ipykernel imports debugpy, whose hook does nothing while no visual debugger is attached."""
+    """The hook of debugpy, which ipykernel imports, does nothing without a visual debugger."""
     debugpy = sys.modules.get("debugpy")
     if debugpy is None or debugpy.is_client_connected():
         yield
