@@ -137,7 +137,7 @@ class Region:
         return at
 
     def ask_nothing(self) -> None:
-        """Its rank is in no debugger and waits for no input; the kernel says so of one that died."""
+        """Its rank has died, so it is in no debugger and waits for no input; the kernel says so."""
         for word in (IN_DEBUGGER, ASKS):
             self._words[self.start + word] = 0
 

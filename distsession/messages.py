@@ -59,6 +59,7 @@ __all__ = [
     "StopRanks",
     "SummaryRequest",
     "Text",
+    "TimelineRequest",
     "decode",
     "encode",
 ]
@@ -153,6 +154,7 @@ class CellRequest(_Message):
         label: Stands for the file name in tracebacks, such as ``"In[3]"``.
         fetch: Send the value of the last expression back, not only what it displays as.
         expression: The source must be one expression.
+        profile: Ranks on which torch's profiler is to run around it.
         debug: Ranks whose debugger stops at the first line.
     """
 
@@ -161,6 +163,7 @@ class CellRequest(_Message):
     label: str
     fetch: bool = False
     expression: bool = False
+    profile: tuple[int, ...] = ()
     debug: tuple[int, ...] = ()
 
 
@@ -250,6 +253,18 @@ class DebugRequest(_Message):
     id: int
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineRequest(_Message):
+    """Send the record of an earlier request, if there is one.
+
+    Attributes:
+        run: The number of that request, which ran a cell or a function.
+    """
+
+    id: int
+    run: int
+
+
 Request = (
     CallRequest
     | CellRequest
@@ -262,6 +277,7 @@ Request = (
     | SummaryRequest
     | PartsRequest
     | DebugRequest
+    | TimelineRequest
 )
 
 

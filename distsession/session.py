@@ -24,8 +24,11 @@ from distsession.options import SessionOptions, resolve_options
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
 from distsession.results import RankResults
+from distsession.timeline import Timeline
+from distsession.tracing import LastRun, bring
 from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent
+from distsession.waiting import Waiting
 
 if TYPE_CHECKING:
     from distsession.cluster.base import Channel, Launcher
@@ -40,8 +43,9 @@ CLIENT_TIMEOUT = 60.0
 _open: list[Session] = []
 _names = itertools.count(1)
 
-output_factory: Callable[[], Output] | None = None
-"""Makes the place for a run's output where a session was given none; the package's face sets it."""
+output_factory: Callable[[Callable[[int], str] | None], Output] | None = None
+"""Makes the place for output where a session was given none; the package's face sets it. It gets
+what tells the path of a rank's log file, or None for output that belongs to no run."""
 
 
 class Table:
@@ -96,9 +100,11 @@ class Session:
         self.history = History()
         self.failed: int | None = None
         """The rank at which the last run that failed did so first."""
+        self.last_run: LastRun | None = None
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
-        self._world_size = len(self._launcher.start())
+        with self._waiting("starting the ranks"):
+            self._world_size = len(self._launcher.start())
         self._everyone = RankView(self, range(self.world_size))
         _open.append(self)
 
@@ -124,10 +130,13 @@ class Session:
         fetch: bool = False,
         timeout: float | None = None,
         label: str | None = None,
+        profile: Sequence[int] = (),
         debug: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         """Run code in the namespace of all ranks; see :meth:`RankView.execute`."""
-        return self._everyone.execute(code, fetch=fetch, timeout=timeout, label=label, debug=debug)
+        return self._everyone.execute(
+            code, fetch=fetch, timeout=timeout, label=label, profile=profile, debug=debug
+        )
 
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of an expression on all ranks; see :meth:`RankView.evaluate`."""
@@ -278,7 +287,8 @@ class Session:
     def client(self) -> Any:
         """The connected ``ipyparallel.Client``; waits until every rank is registered with it."""
         self.check_open()
-        return self._launcher.client(CLIENT_TIMEOUT)
+        with self._waiting("connecting ipyparallel's client"):
+            return self._launcher.client(CLIENT_TIMEOUT)
 
     def show_config(self) -> Table:
         """Backend, world size, hosts, and where each rank is."""
@@ -306,6 +316,36 @@ class Session:
             render.diagnosis_text(reports, sentence, stacks=stacks),
             render.diagnosis_html(reports, sentence, stacks=stacks),
         )
+
+    def timeline(self, *, waits: bool = True) -> Timeline:
+        """What the ranks did in the last cell, and who waited for whom.
+
+        The last cell is the last call of :meth:`execute`, :meth:`run` or :meth:`submit`, on all
+        ranks or on some. Expressions and transfers do not count. A notebook shows a picture;
+        ``.save("trace.json")`` writes it for Perfetto.
+
+        Args:
+            waits: Wait for ranks that are busy; otherwise they are left out.
+
+        Raises:
+            SessionStateError: No cell has run, or its ranks have been replaced since.
+        """
+        self.check_open()
+        return bring(self._everyone, self.last_run, waits=waits)
+
+    def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
+        """The file that has everything that a rank has written.
+
+        It is there until the session is closed.
+
+        Args:
+            rank: Which.
+            stream: ``"stdout"`` or ``"stderr"``.
+
+        Returns:
+            The path; None in an inline session.
+        """
+        return self._launcher.log_path(rank, stream)
 
     def status(self) -> str:
         """One line on how the session is."""
@@ -366,7 +406,8 @@ class Session:
                 RankView(self, [healthy]).copy_to(fresh, names)
                 return
             if self._launcher.is_alive:
-                with self.recovery.lock:
+                which = ranks_text(self.ranks if chosen is None else chosen)
+                with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
                 self.failed = None
@@ -377,7 +418,8 @@ class Session:
             self._launcher.close()
             self._launcher = _make_launcher(self.options, self._on_background)
             try:
-                self._launcher.start()
+                with self._waiting("starting all ranks again"):
+                    self._launcher.start()
             except BaseException:
                 self._forget()
                 raise
@@ -423,12 +465,19 @@ class Session:
 
     # --- for views --------------------------------------------------------------------------------
 
-    def output(self) -> Output:
-        """A place for the output of one run."""
-        return (self._output or output_factory or Silent)()
+    def output(self, *, is_run: bool = True) -> Output:
+        """A place for the output of one run, or for what comes between runs."""
+        if self._output is not None:
+            return self._output()
+        if output_factory is None:
+            return Silent()
+        return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
+
+    def _waiting(self, doing: str) -> Waiting:
+        return Waiting(self.output(), doing, lambda: self._launcher.waits_for())
 
     def _on_background(self, message: Any) -> None:
-        output = self.output()
+        output = self.output(is_run=False)
         output.write(message)
         output.close()
 

@@ -24,12 +24,13 @@ from distsession.errors import (
     RunTimeoutError,
     SessionStateError,
 )
-from distsession.messages import CallRequest, CellRequest, PullRequest, Request
+from distsession.messages import CallRequest, CellRequest, PullRequest, RankReport, Request
 from distsession.outcome import collect, hang_error, mended_text, run_error
 from distsession.questions import NO_PLACE, Questions
 from distsession.ranks import ranks_text
 from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
+from distsession.tracing import LastRun
 from distsession.transfer import Progress
 
 if TYPE_CHECKING:
@@ -45,6 +46,14 @@ class Output(Protocol):
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output."""
+
+    def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
+        """Called several times a second while ranks work.
+
+        Args:
+            reports: Gives what each rank does; called with True it asks the ranks for the line
+                that they are at, which takes some milliseconds.
+        """
 
     def show(self, shown: dict[int, render.Bundle]) -> None:
         """Show the value of a cell's last expression on each rank."""
@@ -63,6 +72,9 @@ class Silent:
     """Drops all output."""
 
     def write(self, message: OutputMessage) -> None:
+        pass
+
+    def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
         pass
 
     def show(self, shown: dict[int, render.Bundle]) -> None:
@@ -84,6 +96,11 @@ class RankView:
     def __init__(self, session: Session, ranks: Sequence[int]):
         self._session = session
         self._ranks = tuple(ranks)
+
+    @property
+    def session(self) -> Session:
+        """The session that they are ranks of."""
+        return self._session
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -155,6 +172,7 @@ class RankView:
         fetch: bool = False,
         timeout: float | None = None,
         label: str | None = None,
+        profile: Sequence[int] = (),
         debug: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         """Run code in the namespace of every rank of the view, as a cell.
@@ -167,6 +185,8 @@ class RankView:
             fetch: Return the values of the last expression too.
             timeout: Seconds after which the code is interrupted. Default: none.
             label: Stands for the file name in tracebacks. Default: ``In[number of the request]``.
+            profile: Ranks of the view on which torch's profiler runs around it; ``timeline()`` of
+                the session has what it finds.
             debug: Ranks whose debugger opens at the first line.
 
         Returns:
@@ -177,7 +197,9 @@ class RankView:
             RunTimeoutError: It took longer than ``timeout``.
             RunInterrupt: Ctrl-C or Jupyter's Stop.
         """
-        return self._execute(code, fetch=fetch, timeout=timeout, label=label, debug=debug)
+        return self._execute(
+            code, fetch=fetch, timeout=timeout, label=label, profile=profile, debug=debug
+        )
 
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of one expression on every rank of the view.
@@ -372,7 +394,9 @@ class RankView:
         name = getattr(function, "__qualname__", type(function).__name__)
         payload = serialize.dump_call(function, args, kwargs)
         source = _source(function)
-        return self._submit(lambda number: CallRequest(number, name, source), payload, progress)
+        pending = self._submit(lambda number: CallRequest(number, name, source), payload, progress)
+        self._session.last_run = LastRun(pending.request, self._ranks)
+        return pending
 
     def _execute(
         self,
@@ -383,6 +407,7 @@ class RankView:
         label: str | None = None,
         expression: bool = False,
         record: bool = True,
+        profile: Sequence[int] = (),
         debug: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         began = time.perf_counter()
@@ -394,12 +419,21 @@ class RankView:
             )
         self._check_debug(debug)
 
+        elsewhere = [rank for rank in profile if rank not in self._ranks]
+        if elsewhere:
+            raise OptionsError(
+                f"profile={list(profile)}: the code does not run on "
+                f"{render.rank_label(elsewhere).strip('[]')}."
+            )
+
         def make(number: int) -> Request:
             name = label or f"In[{number}]"
-            return CellRequest(number, code, name, fetch, expression, tuple(debug))
+            return CellRequest(number, code, name, fetch, expression, tuple(profile), tuple(debug))
 
         pending = self._submit(make, [])
         pending.is_sole = threading.current_thread() is threading.main_thread()
+        if record and not expression:
+            self._session.last_run = LastRun(pending.request, self._ranks)
         name = f"%distributed {code.strip()}" if expression else label or f"In[{pending.request}]"
         entry = self._session.history.cell(self._ranks, code, name) if record else None
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
@@ -494,9 +528,14 @@ class RankView:
             Whether a stop came too late for a steady request.
         """
 
+        def reports(ask: bool) -> Mapping[int, RankReport]:
+            found = self._session.recovery.reports(pending.missing, ask=ask)
+            return {rank: found[rank] for rank in pending.ranks}
+
         def look() -> None:
             questions.look()
             watch.look()
+            output.tick(reports)
             if progress is not None:
                 self._show_transfer(pending, progress)
 

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from distsession.board import Board, file_size, make_file
@@ -70,6 +71,7 @@ class LocalLauncher(Launcher):
     def __init__(self, options: SessionOptions, on_background: Callable[[OutputMessage], None]):
         self._options = options
         self._generation = 0
+        self._forked_in: dict[int, int] = {}
         self.is_broken = False
         self._mending: Pending | None = None
         self._plan: RankPlan | None = None
@@ -194,6 +196,7 @@ class LocalLauncher(Launcher):
         for rank in world:
             if rank in ranks:
                 self.channel.set_identity(rank, self._generation)
+                self._forked_in[rank] = self._generation
             else:
                 rejoining.append(rank)
         pending = None
@@ -263,6 +266,17 @@ class LocalLauncher(Launcher):
         problem = _failure_of(pending)
         self.is_broken = bool(problem)
         return problem
+
+    def log_path(self, rank: int, stream: str) -> Path | None:
+        generation = self._forked_in[rank]
+        return Path(self._folder, "logs", f"rank{rank}-{generation}.{stream.removeprefix('std')}")
+
+    def waits_for(self) -> str:
+        if self._plan is None:
+            modules = ", ".join(("torch", *self._options.preload))
+            return f"{modules} to be imported"
+        late = self._monitor.late(range(self._plan.world_size), self._generation)
+        return f"{ranks_text(late)} to join the process group" if late else ""
 
     def trouble(self) -> str:
         has_died = self._controller is not None and self._controller.has_died

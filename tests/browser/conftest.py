@@ -89,7 +89,7 @@ def open_notebook(
             notebook.screenshot(f"failed-{notebook.name}")
     context.close()
     for notebook in opened:
-        lab.ask("DELETE", f"kernels/{notebook.kernel}")
+        lab.ask("DELETE", f"api/kernels/{notebook.kernel}")
     assert [trouble for notebook in opened for trouble in notebook.trouble] == []
 
 

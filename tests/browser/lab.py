@@ -101,7 +101,7 @@ class Lab:
     def ask(self, method: str, path: str, content: Any = None) -> Any:
         """Call the server's REST interface."""
         request = urllib.request.Request(
-            f"{self.url}/api/{path}",
+            f"{self.url}/{path}",
             method=method,
             headers={"Authorization": f"token {self.token}", "Content-Type": "application/json"},
             data=None if content is None else json.dumps(content).encode(),
@@ -191,10 +191,11 @@ class Notebook:
 
     def set_theme(self, name: str) -> None:
         """Change the theme to ``"JupyterLab Light"`` or ``"JupyterLab Dark"``."""
-        self.lab.ask("PUT", "../lab/api/settings/@jupyterlab/apputils-extension:themes",
-                     {"raw": json.dumps({"theme": name})})  # fmt: skip
-        self.page.reload()
-        wait_ready(self.page)
+        self.page.get_by_role("menuitem", name="Settings", exact=True).click()
+        self.page.locator(".lm-Menu-item", has_text="Theme").first.hover()
+        self.page.locator(".lm-Menu-itemLabel").get_by_text(name, exact=True).click()
+        is_light = str("Light" in name).lower()
+        self.page.locator(f'body[data-jp-theme-light="{is_light}"]').wait_for(state="attached")
 
     def screenshot(self, name: str, part: Locator | None = None) -> Path:
         """Keep a picture of the page, or of a part of it."""
@@ -226,7 +227,7 @@ def open_page(lab: Lab, context: BrowserContext, cells: Sequence[str], name: str
         lab.notebooks / name,
     )
     session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
-    kernel = lab.ask("POST", "sessions", session)["kernel"]["id"]
+    kernel = lab.ask("POST", "api/sessions", session)["kernel"]["id"]
     trouble: list[str] = []
 
     def check(route: Route) -> None:

@@ -49,7 +49,7 @@ def test_commands_are_typed_into_the_box(open_notebook: Open) -> None:
     notebook.screenshot("debugger", notebook.cell(1))
     type_into_box(notebook, 1, "c")
     notebook.wait(1)
-    assert "[1] x is 5" in notebook.text(1)
+    assert "x is 5" in notebook.text(1)
 
     notebook.start(2)
     type_into_box(notebook, 2, "q")

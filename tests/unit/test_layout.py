@@ -25,9 +25,11 @@ KERNEL = (
     "script.py",
     "session.py",
     "sources.py",
+    "tracing.py",
     "transfer.py",
     "translate.py",
     "view.py",
+    "waiting.py",
 )
 HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
 
