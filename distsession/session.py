@@ -19,6 +19,7 @@ from distsession.diagnosis import diagnose
 from distsession.diff import Comparison
 from distsession.errors import OptionsError, SessionStateError
 from distsession.history import History
+from distsession.messages import DebugRequest
 from distsession.options import SessionOptions, option_sources, resolve_options
 from distsession.overview import Observer
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
@@ -109,6 +110,8 @@ class Session:
         self._lifecycle = threading.RLock()
         prepare()
         self.history = History()
+        self.failed: int | None = None
+        """The rank at which the last run that failed did so first."""
         self.last_run: LastRun | None = None
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
@@ -140,10 +143,11 @@ class Session:
         timeout: float | None = None,
         label: str | None = None,
         profile: Sequence[int] = (),
+        debug: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         """Run code in the namespace of all ranks; see :meth:`RankView.execute`."""
         return self._everyone.execute(
-            code, fetch=fetch, timeout=timeout, label=label, profile=profile
+            code, fetch=fetch, timeout=timeout, label=label, profile=profile, debug=debug
         )
 
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
@@ -171,6 +175,30 @@ class Session:
     def gather(self, name: str, dim: int = 0) -> Any:
         """Join what all ranks hold under a name; see :meth:`RankView.gather`."""
         return self._everyone.gather(name, dim)
+
+    def debug(self, rank: int | None = None) -> None:
+        """Open the debugger where the last cell or call failed on a rank.
+
+        The rank keeps the error, and with it the variables of the frames that it went through,
+        until the next cell or call begins there.
+
+        Args:
+            rank: Which. Default: the one whose error was shown first.
+
+        Raises:
+            SessionStateError: Nothing has failed there.
+        """
+        self.check_open()
+        if self.channel.runs_in_caller:
+            raise SessionStateError(
+                "an inline session keeps no errors: write breakpoint() before the line that fails."
+            )
+        chosen = self.failed if rank is None else rank
+        if chosen is None:
+            raise SessionStateError("nothing has failed, so there is nothing to debug.")
+        problem = self[chosen].ask(DebugRequest, [])[chosen]
+        if problem:
+            raise SessionStateError(f"rank {chosen} {problem}.")
 
     def interrupt(self) -> bool:
         """Raise KeyboardInterrupt in whatever runs on the ranks, from any thread.
@@ -358,6 +386,11 @@ class Session:
             )
         running = self.channel.pending()
         state = "running" if running else "idle"
+        board = self._launcher.board
+        for region in board.regions if board is not None else ():
+            if region.is_asking:
+                what = "is in the debugger" if region.is_in_debugger else "waits for input"
+                state += f", rank {region.rank} {what} at {region.asks_at or 'an unknown place'}"
         trouble = self._launcher.trouble()
         return f"{self.name}: {state} ({facts}){f'. {trouble}' if trouble else ''}"
 
@@ -403,6 +436,7 @@ class Session:
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
+                self.failed = None
                 if chosen is None or len(chosen) == self.world_size:
                     self.history.clear()
                 return

@@ -10,12 +10,13 @@ captured: it is the kernel's own. Of the session's options, ``start_timeout``, `
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -83,7 +84,8 @@ class InlineChannel(Channel):
         answer: Frames = []
         self._trace.begin(request)
         try:
-            value, shown = self._perform(request, _frames(payload))
+            with _breakpoints_open_pdb():
+                value, shown = self._perform(request, _frames(payload))
             self._trace.end(request)
             if value is not NOTHING:
                 packed = time.monotonic_ns()
@@ -156,6 +158,20 @@ class InlineChannel(Channel):
 
     def forget(self, pending: Pending) -> None:
         pass
+
+
+@contextlib.contextmanager
+def _breakpoints_open_pdb() -> Iterator[None]:
+    """The hook of debugpy, which ipykernel imports, does nothing without a visual debugger."""
+    debugpy = sys.modules.get("debugpy")
+    if debugpy is None or debugpy.is_client_connected():
+        yield
+        return
+    before, sys.breakpointhook = sys.breakpointhook, sys.__breakpointhook__
+    try:
+        yield
+    finally:
+        sys.breakpointhook = before
 
 
 def _frames(payload: Payload) -> Frames:

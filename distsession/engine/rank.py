@@ -29,10 +29,12 @@ from distsession import segment, serialize
 from distsession.board import Board
 from distsession.engine import failure, join, rescue, tensors
 from distsession.engine.agent import log_path
+from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
+from distsession.engine.debug import Debugger
 from distsession.engine.entry import ShellFront, make_shell, register
-from distsession.engine.execute import NOTHING, run_call, run_cell
+from distsession.engine.execute import NOTHING, remember, run_call, run_cell
 from distsession.engine.group import Groups
 from distsession.engine.look import Looker
 from distsession.engine.process import (
@@ -53,8 +55,10 @@ from distsession.messages import (
     CallRequest,
     CellRequest,
     ControllerInfo,
+    DebugRequest,
     EngineRegistered,
     FillRequest,
+    InputReply,
     MalformedMessage,
     PartsRequest,
     PullRequest,
@@ -148,6 +152,10 @@ class Rank:
         self._looker = Looker(self._namespace, rank, self._send)
         self._front: ShellFront | None = None
         self._summary: Summary | None = None
+        self._asker = Asker(rank, self._capture, self._recorder)
+        self._debugger = Debugger(
+            self._asker, self._recorder, self._capture.streams[0], self._namespace
+        )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
 
@@ -196,6 +204,8 @@ class Rank:
             world_size=place.world_size,
             device=place.device,
         )
+        self._asker.install()
+        self._debugger.install(self._interruptor.on_signal)
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -261,6 +271,11 @@ class Rank:
         self._front.request(request.id)
         self._recorder.request(request.id)
         self._recorder.forget_stop()
+        self._asker.request = request.id
+        self._debugger.begin(
+            steps=isinstance(request, CellRequest) and self._rank in request.debug,
+            forgets=_is_run(request) and not getattr(request, "expression", False),
+        )
         began = time.perf_counter()
         answer: serialize.Frames | Shared | None = None
         shown = error = None
@@ -282,13 +297,16 @@ class Rank:
             if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
                 error = self._recorder.explain(raised)
             self._trace.end(request, error)
+        self._debugger.end()
+        self._asker.request = 0
         self._front.request(0)
         self._recorder.request(0)
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
-            failure.forget_frames(error)
+            if not (_is_run(request) and self._debugger.keep(error)):
+                failure.forget_frames(error)
         has_output = self._capture.end(request.id)
         self._send(Reply(request.id, self._rank, duration, info, shown, has_output), answer)
 
@@ -298,6 +316,8 @@ class Rank:
         value: Any = NOTHING
         match request:
             case CallRequest():
+                if request.source[1]:
+                    remember(*request.source)
                 value = self._call(self._frames(payload))
             case CellRequest():
                 value, shown = self._cell(request)
@@ -317,6 +337,8 @@ class Rank:
                 value = self._summarise(request)
             case PartsRequest():
                 value = self._parts(request)
+            case DebugRequest():
+                value = self._debugger.post_mortem()
             case TimelineRequest():
                 value = self._trace.of(request.run)
         return value, shown
@@ -377,7 +399,7 @@ class Rank:
                 f"{type(error).__name__}: {error}. A module that only the notebook has must be "
                 "on sys.path here, too."
             ) from error
-        return run_call(function, args, kwargs, self._namespace)
+        return run_call(function, args, kwargs, self._namespace, self._debugger)
 
     def _cell(self, request: CellRequest) -> tuple[Any, Any]:
         assert self._front is not None
@@ -388,6 +410,7 @@ class Rank:
                 self._namespace,
                 self._front,
                 expression=request.expression,
+                around=self._debugger,
             )
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
@@ -453,6 +476,8 @@ class Rank:
                 self._send(self._stack(message.number))
             case AskLook():
                 self._looker.ask(message)
+            case InputReply():
+                self._asker.answer(message)
             case ControllerInfo():
                 self._on_controller(message)
             case _:
@@ -480,6 +505,11 @@ class Rank:
         except Exception:
             log.exception("rank %d could not register with ipyparallel's controller", self._rank)
             report(-1)
+
+
+def _is_run(request: Request) -> bool:
+    """Whether it runs code of the user's."""
+    return isinstance(request, (CellRequest, CallRequest))
 
 
 def _set_once(future: asyncio.Future[None]) -> None:

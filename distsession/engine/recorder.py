@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from distsession import board as layout
@@ -83,6 +84,7 @@ class Recorder:
         self._streams: dict[int, Stream] = {}
         self._main = threading.main_thread().ident
         self._blocked = self.region.start + layout.BLOCKED_IN
+        self._debuggers = [region.start + layout.IN_DEBUGGER for region in board.regions]
         self.fence = threading.Lock()
         """Taking and releasing it is a memory barrier: one's own post is out before one looks."""
 
@@ -120,6 +122,11 @@ class Recorder:
         if abort is not None and abort.kind != "failed":
             text = f"the process group was given up and is not connected: {abort.text}"
             self.abort = replace(abort, kind="failed", text=text)
+
+    def somebody_is_asked(self) -> bool:
+        """Whether a rank's debugger is open, or waits for input: no time limit counts then."""
+        words = self.words
+        return any(words[at] or words[at + 1] for at in self._debuggers)
 
     @property
     def is_blocked(self) -> bool:
@@ -163,6 +170,23 @@ class Recorder:
                 return number << 32 | (frame.f_lineno or 0)
             frame = frame.f_back
         return 0
+
+    def place_of(self, frame: FrameType | None, lineno: int = 0) -> int:
+        """The innermost line of user code from a frame outwards, as a word; 0 if there is none.
+
+        Args:
+            frame: Where to begin.
+            lineno: Of that frame, if it is not the one that the frame is at.
+        """
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
+            frame, lineno = frame.f_back, 0
+        if frame is None:
+            return 0
+        name = frame.f_code.co_filename
+        number = self._places.get(name)
+        if number is None:
+            number = self._places[name] = self._add_place(name)
+        return number << 32 | (lineno or frame.f_lineno or 0)
 
     def _add_place(self, filename: str) -> int:
         name = short_name(filename)
@@ -322,7 +346,9 @@ class Stream:
                 else:
                     time.sleep(pause)
                     pause = min(LONGEST_SLEEP, pause * 1.2)
-                    if deadline is not None and time.monotonic() > deadline:
+                    if deadline is not None and recorder.somebody_is_asked():
+                        deadline = time.monotonic() + (timeout or 0.0)
+                    elif deadline is not None and time.monotonic() > deadline:
                         recorder.damage()
                         raise self._late(at, [peer[0] for peer in waiting], timeout)
                 waiting = [p for p in waiting if not self._is_here(p, sequence, fingerprint)]

@@ -59,6 +59,8 @@ def _session_parser() -> _Parser:
     )
     diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
+    debug = commands.add_parser("debug", help="open the debugger where a rank has failed")
+    debug.add_argument("rank", nargs="?", type=int, help="the one that failed first by default")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
     commands.add_parser("close", help="end all ranks")
     auto = commands.add_parser("auto", help="send plain cells to the ranks, too")
@@ -88,6 +90,9 @@ def _cell_parser() -> _Parser:
     )
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which the cell is stopped"
+    )
+    parser.add_argument(
+        "--debug", metavar="RANKS", help="ranks whose debugger opens at the first line"
     )
     add_arguments(parser)
     return parser
@@ -161,6 +166,9 @@ class Magics:
 
     def _diagnose(self, arguments: argparse.Namespace) -> Table:
         return current_session().diagnose(stacks=arguments.stacks)
+
+    def _debug(self, arguments: argparse.Namespace) -> None:
+        current_session().debug(arguments.rank)
 
     def _interrupt(self, _: argparse.Namespace) -> Table:
         hit = current_session().interrupt()
@@ -242,6 +250,7 @@ class Magics:
                 timeout=arguments.timeout,
                 label=label,
                 profile=afterwards.profile,
+                debug=parse_ranks(arguments.debug, session.world_size) if arguments.debug else (),
             )
             if arguments.out is not None:
                 self._keep(arguments.out, results)

@@ -20,6 +20,7 @@ KERNEL = (
     "launching.py",
     "outcome.py",
     "overview.py",
+    "questions.py",
     "recovery.py",
     "results.py",
     "script.py",
