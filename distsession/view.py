@@ -486,8 +486,9 @@ class RankView:
         board = self._session.recovery.launcher.board
         if board is None:
             return
+        arriving = dict(pending.arriving)
         for rank in pending.ranks:
-            done, total = board.regions[rank].transfer
+            done, total = arriving.get(rank) or board.regions[rank].transfer
             if total:
                 progress(done, total, rank)
 

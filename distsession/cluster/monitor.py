@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from distsession.errors import (
     EngineDiedError,
@@ -24,15 +25,23 @@ from distsession.messages import (
     RankExited,
     RankFailed,
     RankReady,
+    StoreReady,
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "describe_death", "mend_text"]
+__all__ = ["Monitor", "NodeGone", "agent_text", "describe_death", "mend_text"]
 
 AGENT_GONE = (
     "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
     "session.restart() brings them back, without their variables."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """The link to the agent of a node other than the first has closed."""
+
+    node: int
 
 
 class Monitor:
@@ -45,7 +54,9 @@ class Monitor:
     def __init__(self, on_death: Callable[[EngineDiedError], None]):
         self._on_death = on_death
         self._changed = threading.Condition()
-        self.host: HostInfo | None = None
+        self.hosts: dict[int, HostInfo] = {}
+        self.store_port = 0
+        self.lost_nodes: set[int] = set()
         self.ready: dict[int, RankInfo] = {}
         self.dead: dict[int, EngineDiedError] = {}
         self.pids: dict[int, int] = {}
@@ -58,12 +69,14 @@ class Monitor:
         self._exited: dict[int, RankExited] = {}
 
     def hear(self, message: object) -> None:
-        """Take in one message; None says that the agent's link has closed."""
+        """Take in one message; None says that the link of the first node's agent has closed."""
         deaths: list[EngineDiedError] = []
         with self._changed:
             match message:
                 case AgentReady():
-                    self.host = message.host
+                    self.hosts[message.node] = message.host
+                case StoreReady():
+                    self.store_port = message.port
                 case AgentFailed():
                     self._agent_problem = message.reason
                 case RankReady():
@@ -74,6 +87,9 @@ class Monitor:
                     self.engine_ids[message.rank] = message.engine_id
                 case RankExited():
                     deaths += self._note_exit(message)
+                case NodeGone():
+                    self.lost_nodes.add(message.node)
+                    deaths += self._lost_with_node(message.node)
                 case None:
                     self.agent_gone = True
                     deaths += [self._lost_with_agent(rank) for rank in self._living()]
@@ -102,13 +118,14 @@ class Monitor:
             return [error]
         return []
 
-    def _lost_with_agent(self, rank: int) -> EngineDiedError:
+    def _lost_with_node(self, node: int) -> list[EngineDiedError]:
+        ranks = [rank for rank in self._living() if self.ready[rank].node_rank == node]
+        text = node_gone_text(node, ranks)
+        return [self._lost_with_agent(rank, text) for rank in ranks]
+
+    def _lost_with_agent(self, rank: int, text: str = AGENT_GONE) -> EngineDiedError:
         info = self.ready[rank]
-        how = (
-            "ended with its session, which was closed."
-            if self.closing
-            else f"is gone: {AGENT_GONE}"
-        )
+        how = "ended with its session, which was closed." if self.closing else f"is gone: {text}"
         error = EngineDiedError(
             f"rank {rank} (pid {info.pid}) {how}",
             rank=rank,
@@ -117,6 +134,12 @@ class Monitor:
         )
         self.dead[rank] = error
         return error
+
+    def expect(self, node: int) -> None:
+        """Another agent takes the place of a node's that is gone."""
+        with self._changed:
+            self.lost_nodes.discard(node)
+            self.hosts.pop(node, None)
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -133,23 +156,34 @@ class Monitor:
             return self._changed.wait_for(
                 lambda: (
                     self.agent_gone
+                    or bool(self.lost_nodes)
                     or all(rank in self.dead or rank in self._exited for rank in ranks)
                 ),
                 timeout,
             )
 
-    def wait_host(self, is_alive: Callable[[], bool], deadline: float) -> HostInfo:
-        """Wait until the agent has imported torch."""
+    def wait_host(self, node: int, is_alive: Callable[[], bool], deadline: float) -> HostInfo:
+        """Wait until the agent of a node has imported torch."""
         with self._changed:
-            while self.host is None:
+            while node not in self.hosts:
                 if self._agent_problem:
                     raise LaunchError(self._agent_problem)
-                if self.agent_gone or not is_alive():
-                    raise LaunchError("the agent ended before it was ready.")
+                if self.agent_gone or node in self.lost_nodes or not is_alive():
+                    raise LaunchError(f"{agent_text(node)} ended before it was ready.")
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError("importing torch took too long.")
                 self._changed.wait(0.1)
-            return self.host
+            return self.hosts[node]
+
+    def wait_store(self, deadline: float) -> int:
+        """Wait until the rendezvous store has a port."""
+        with self._changed:
+            while not self.store_port:
+                self._raise_failure(())
+                if time.monotonic() > deadline:
+                    raise LaunchTimeoutError("the rendezvous store did not come up.")
+                self._changed.wait(0.1)
+            return self.store_port
 
     def wait_ready(
         self,
@@ -183,6 +217,8 @@ class Monitor:
     def _raise_failure(self, world: Sequence[int]) -> None:
         if self.agent_gone:
             raise LaunchError("the session was closed." if self.closing else AGENT_GONE)
+        for node in sorted(self.lost_nodes):
+            raise LaunchError(f"{agent_text(node)} ended, and with it the ranks of node {node}.")
         for rank in world:
             if rank in self._failed:
                 error = self._failed[rank]
@@ -219,6 +255,20 @@ def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
     tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
     last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
     return f"{who} {how}{when}.{'' if while_starting else mend_text(message.rank)}{last}"
+
+
+def agent_text(node: int) -> str:
+    """How messages call the agent of a node."""
+    return f"the agent of node {node}" if node else "the agent"
+
+
+def node_gone_text(node: int, ranks: Sequence[int]) -> str:
+    """What the end of a node's agent means, and what to do about it."""
+    return (
+        f"the agent of node {node} (the process that started its ranks) is gone, and with it "
+        f"{ranks_text(ranks)}. session.restart({list(ranks)}) starts another agent and replaces "
+        "them; restore=[...] copies variables from a rank that stays."
+    )
 
 
 def mend_text(rank: int) -> str:

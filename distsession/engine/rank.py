@@ -56,6 +56,7 @@ from distsession.messages import (
     FillRequest,
     MalformedMessage,
     PartsRequest,
+    PieceRequest,
     PullRequest,
     PushRequest,
     RankFailed,
@@ -71,6 +72,7 @@ from distsession.messages import (
     decode,
     encode,
 )
+from distsession.wire import memory_path
 
 __all__ = ["main"]
 
@@ -105,7 +107,7 @@ class Rank:
         self._generation = start.generation
         self._place = join.prepare(start, rank, store_port)
         self._rank = rank
-        self._is_alone = len(start.ranks) == start.world_size
+        self._is_alone = start.is_whole
         self._recorder = Recorder(
             Board(start.board, start.world_size), rank, check=start.check == "shared"
         )
@@ -122,7 +124,7 @@ class Rank:
         self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
         self._replies = _connect(context, zmq.PUSH, start.folder, "replies")
         self._reply_lock = threading.Lock()
-        self._link = segment.Link.connect(f"{start.folder}/memory.sock", identity.decode())
+        self._link = segment.Link.connect(memory_path(start.folder, start.node), identity.decode())
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
         self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         self._is_leaving = False
@@ -306,17 +308,23 @@ class Rank:
             case ShardsRequest():
                 value = self._transfers.shards(request.name)
             case FillRequest():
-                self._fill(request, payload)
+                value = self._fill(request, payload)
+            case PieceRequest():
+                value = self._transfers.piece(request.begin, request.shape)
             case SummaryRequest():
                 value = self._summarise(request)
             case PartsRequest():
                 value = self._parts(request)
         return value, shown
 
-    def _fill(self, request: FillRequest, payload: Any) -> None:
+    def _fill(self, request: FillRequest, payload: Any) -> Any:
+        at = request.at.get(self._rank)
+        if not isinstance(payload, Shared):  # of another host, the whole is not within reach
+            return self._transfers.put_part_aside(request.name, at)
         with self._link.receive(payload) as descriptor:
             (whole,) = segment.map_shared(descriptor, payload.sizes)
-        self._transfers.fill(request.name, request.shape, request.at.get(self._rank), whole)
+        self._transfers.fill(request.name, request.shape, at, whole)
+        return NOTHING
 
     # --- payloads ---------------------------------------------------------------------------------
 
@@ -324,8 +332,13 @@ class Rank:
         """The frames of a request, wherever they are."""
         if not isinstance(payload, Shared):
             return payload
-        with self._link.receive(payload) as descriptor:
-            return segment.map_private(descriptor, payload.sizes)
+        try:
+            with self._link.receive(payload) as descriptor:
+                return segment.map_private(descriptor, payload.sizes)
+        except OSError as error:
+            raise SessionStateError(
+                f"what was sent did not arrive on rank {self._rank}: {error}. Send it again."
+            ) from error
 
     def _pack(self, value: Any) -> serialize.Frames | Shared:
         """A value as frames, or in shared memory if it is large."""
