@@ -125,13 +125,14 @@ def _dump(values: dict[str, Any]) -> serialize.Frames:
 
 def push_frames(view: RankView, payload: Any) -> None:
     """Push a pickled dict, the same for all ranks, or for each rank its own."""
-    try:
-        view.ask(PushRequest, payload, verb="sending")
-    except BaseException:
-        with suppress(DistsessionError):  # ranks that hold it already can let it go
-            view.post(lambda number: AssignRequest(number, False))
-        raise
-    view.ask(lambda number: AssignRequest(number, True), [], steady=True)
+    with view.pushing:
+        try:
+            view.ask(PushRequest, payload, verb="sending")
+        except BaseException:
+            with suppress(DistsessionError):  # ranks that hold it already can let it go
+                view.post(lambda number: AssignRequest(number, False))
+            raise
+        view.ask(lambda number: AssignRequest(number, True), [], steady=True)
 
 
 # --- pull -----------------------------------------------------------------------------------------

@@ -336,6 +336,11 @@ class RankView:
         bringing = progress if verb == "bringing" else None
         return self._finish(pending, output, None, began, progress=bringing, steady=steady)
 
+    @property
+    def pushing(self) -> threading.Lock:
+        """Held while a push is under way."""
+        return self._session.pushing
+
     def part(self, ranks: Sequence[int]) -> RankView:
         """Some ranks of this view."""
         return RankView(self._session, ranks)

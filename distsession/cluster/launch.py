@@ -83,6 +83,7 @@ class LocalLauncher(Launcher):
         self._monitor = Monitor(self._on_death)
         self._background = Pending(0, [-1])
         self.channel = SocketChannel(self._folder, self._hear, self._background)
+        self.channel.payloads.relays.is_expected = self._monitor.is_gone
         threading.Thread(
             target=self._background.wait, args=(on_background,), name="distsession-background",
             daemon=True,
@@ -236,7 +237,8 @@ class LocalLauncher(Launcher):
     def rejoin(self, timeout: float) -> str:
         dead = self.dead_ranks()
         if dead:
-            return f"{ranks_text(sorted(dead))} died and has to be replaced first"
+            have = "has" if len(dead) == 1 else "have"
+            return f"{ranks_text(sorted(dead))} died and {have} to be replaced first"
         ranks = self._living()
         if self._mending is not None:  # an earlier attempt may still wait somewhere
             self.abort("failed", "connecting the process group anew took too long")

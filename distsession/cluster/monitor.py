@@ -141,6 +141,10 @@ class Monitor:
             self.lost_nodes.discard(node)
             self.hosts.pop(node, None)
 
+    def is_gone(self, node: int) -> bool:
+        """Whether a node's agent has ended, or is about to with the session."""
+        return self.closing or self.agent_gone or node in self.lost_nodes
+
     # --- waiting ----------------------------------------------------------------------------------
 
     def forget(self, ranks: Iterable[int]) -> None:

@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 HELLO = 1.0
 """Seconds that a relay which has connected may take to say whose it is."""
 
+SETTLE = 0.2
+"""Seconds in which it turns out whether more has ended than a relay."""
+
 Arrival = Callable[[Sequence[Any], DistsessionError | None], None]
 """Takes the frames of a payload that has arrived, or what has become of it."""
 
@@ -371,7 +374,8 @@ class Relays:
         self.listener = listen(folder)
         self._changed = threading.Condition()
         self._relays: dict[int, Relay] = {}
-        self._closed = False
+        self.is_expected: Callable[[int], bool] = lambda node: False
+        """Whether the end of a node's relay is part of something that is told anyway."""
 
     def accept(self) -> None:
         """Take in a relay that has connected."""
@@ -394,7 +398,8 @@ class Relays:
             before.close()
 
     def _on_lost(self, relay: Relay) -> None:
-        if not self._closed:
+        time.sleep(SETTLE)
+        if not self.is_expected(relay.node):
             log.warning(
                 "the relay of node %d has ended: tensors go there and back through the sockets of "
                 "its ranks, which is slower, until session.restart() starts another one",
@@ -431,7 +436,6 @@ class Relays:
 
     def close(self) -> None:
         """Close all streams, which ends the relays."""
-        self._closed = True
         self.listener.close()
         for relay in self._relays.values():
             relay.close()
