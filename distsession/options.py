@@ -152,7 +152,7 @@ def _uneven(ranks: int, nodes: int) -> str:
     fitting = max(nodes, ranks // nodes * nodes)
     return (
         f"ranks={ranks} cannot be shared out over nodes={nodes}: each node has as many ranks as "
-        f"the others, as under torchrun. Ask for {fitting} or {fitting + nodes} ranks."
+        f"the others. Ask for {fitting} or {fitting + nodes} ranks."
     )
 
 

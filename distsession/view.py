@@ -208,7 +208,7 @@ class RankView:
         """Set variables on every rank of the view.
 
         On one host a large value is written once, to shared memory. Each rank maps it
-        copy-on-write: what one changes, no other sees.
+        copy-on-write: what one changes, no other sees. To another node it crosses once.
 
         Args:
             values: By name, such as ``{"x": tensor}``.

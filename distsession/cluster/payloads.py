@@ -16,7 +16,8 @@ from typing import Any
 
 from distsession import segment
 from distsession.cluster.base import Payload
-from distsession.cluster.relay import Arrival, Relays, Upload, lost
+from distsession.cluster.relay import Arrival, Upload, lost
+from distsession.cluster.relays import Relays
 from distsession.messages import Request, Shared, encode
 from distsession.segment import LinkListener, Progress, Segment
 from distsession.serialize import Frames

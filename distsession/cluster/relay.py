@@ -1,8 +1,8 @@
-"""The kernel's end of the relays, which carry payloads to and from other nodes.
+"""The kernel's end of a relay, which carries payloads to and from another node.
 
 Runs in: the kernel.
 
-For each relay one thread sends and one receives. The thread of a caller only waits, so a Stop can
+One thread sends to it and one receives. The thread of a caller only waits, so a Stop can
 reach it anywhere without leaving a chunk half sent.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from distsession import segment
 from distsession.errors import DistsessionError, SerializationError, SessionStateError
 from distsession.messages import Shared
-from distsession.ranks import format_ranks
 from distsession.wire import (
     CHUNK,
     Cancel,
@@ -32,22 +30,14 @@ from distsession.wire import (
     Linked,
     LinkRanks,
     Open,
-    RelayHere,
     Release,
     Stored,
     Wire,
-    listen,
 )
 
-__all__ = ["Arrival", "Relay", "Relays", "Upload", "lost"]
+__all__ = ["Arrival", "Relay", "Upload", "lost"]
 
 log = logging.getLogger(__name__)
-
-HELLO = 1.0
-"""Seconds that a relay which has connected may take to say whose it is."""
-
-SETTLE = 0.2
-"""Seconds in which it turns out whether more has ended than a relay."""
 
 Arrival = Callable[[Sequence[Any], DistsessionError | None], None]
 """Takes the frames of a payload that has arrived, or what has become of it."""
@@ -183,17 +173,15 @@ class Relay:
                 upload.answer = Stored(upload.key, problem="its relay is gone")
                 return upload
             self._uploads[upload.key] = upload
-            self._orders.append(Open(upload.key, upload.sizes))
             self._sending.append(upload)
-            self._changed.notify_all()
+            self._order(Open(upload.key, upload.sizes))
         return upload
 
     def release(self, key: int, reuse: bool) -> None:
         """Have a payload let go, of which there may still be something to send."""
         with self._changed:
             self._uploads.pop(key, None)
-            self._orders.append(Release(key, reuse))
-            self._changed.notify_all()
+            self._order(Release(key, reuse))
 
     def hand(self, upload: Upload, name: str) -> Shared:
         """Give a stored payload to a rank; gives what its request says of it.
@@ -232,8 +220,7 @@ class Relay:
             if self.is_up:
                 key = next(self._keys)
                 self._downloads[key] = download
-                self._orders.append(Fetch(key, shared.sender, shared.number, download.length))
-                self._changed.notify_all()
+                self._order(Fetch(key, shared.sender, shared.number, download.length))
                 return
         done([], lost(self.node))
 
@@ -253,8 +240,12 @@ class Relay:
         self.order(DropRank(name))
 
     def order(self, message: Any) -> None:
-        """Send a message before the next chunk."""
+        """Send a message before the next chunk; of no effect once the relay is gone."""
         with self._changed:
+            self._order(message)
+
+    def _order(self, message: Any) -> None:
+        if self.is_up:
             self._orders.append(message)
             self._changed.notify_all()
 
@@ -316,7 +307,10 @@ class Relay:
                     self._changed.notify_all()
 
     def _take(self, chunk: Chunk) -> None:
-        download = self._downloads[chunk.key]
+        download = self._downloads.get(chunk.key)
+        if download is None:  # given up with the relay
+            self.wire.skip(chunk.length)
+            return
         if download.length and not download.is_wanted():
             download.memory, download.length = memoryview(b""), 0
             self.order(Cancel(chunk.key))
@@ -329,7 +323,9 @@ class Relay:
 
     def _finish(self, message: Fetched) -> None:
         with self._changed:
-            download = self._downloads.pop(message.key)
+            download = self._downloads.pop(message.key, None)
+        if download is None:
+            return
         if download.length and download.arrived == download.length:
             download.done(segment.split(download.memory, download.sizes), None)
         else:
@@ -361,81 +357,3 @@ def lost(node: int) -> SessionStateError:
         f"the result did not arrive: the relay of node {node} (the process that carries tensors "
         "there and back) has ended. The ranks keep their variables, and go on without it."
     )
-
-
-class Relays:
-    """The relays of all nodes but the kernel's own, as they come and go.
-
-    Args:
-        folder: The session's private folder.
-    """
-
-    def __init__(self, folder: str):
-        self.listener = listen(folder)
-        self._changed = threading.Condition()
-        self._relays: dict[int, Relay] = {}
-        self.is_expected: Callable[[int], bool] = lambda node: False
-        """Whether the end of a node's relay is part of something that is told anyway."""
-
-    def accept(self) -> None:
-        """Take in a relay that has connected."""
-        connection, _ = self.listener.accept()
-        connection.settimeout(HELLO)
-        wire = Wire(connection)
-        try:
-            hello = wire.receive()
-            assert isinstance(hello, RelayHere)
-        except Exception as error:
-            log.warning("somebody has connected who does not say to be a relay: %r", error)
-            wire.close()
-            return
-        connection.settimeout(None)
-        with self._changed:
-            before = self._relays.get(hello.node)
-            self._relays[hello.node] = Relay(hello.node, wire, self._on_lost)
-            self._changed.notify_all()
-        if before is not None:
-            before.close()
-
-    def _on_lost(self, relay: Relay) -> None:
-        time.sleep(SETTLE)
-        if not self.is_expected(relay.node):
-            log.warning(
-                "the relay of node %d has ended: tensors go there and back through the sockets of "
-                "its ranks, which is slower, until session.restart() starts another one",
-                relay.node,
-            )
-
-    def of(self, node: int, name: str = "") -> Relay | None:
-        """The relay of a node, if it lives and, where a rank is named, has a connection to it."""
-        relay = self._relays.get(node)
-        if relay is None or not relay.is_up or (name and name not in relay.linked):
-            return None
-        return relay
-
-    def wait_up(self, node: int, is_alive: Callable[[], bool], deadline: float) -> bool:
-        """Wait for the relay of a node; False if its agent ended or the time is up."""
-        with self._changed:
-            while self.of(node) is None:
-                if not is_alive() or time.monotonic() > deadline:
-                    return False
-                self._changed.wait(0.05)
-        return True
-
-    def trouble(self) -> str:
-        """What does not work; empty where all is well."""
-        down = [node for node, relay in self._relays.items() if not relay.is_up]
-        if not down:
-            return ""
-        one = len(down) == 1
-        return (
-            f"The relay{'' if one else 's'} of node{'' if one else 's'} {format_ranks(down)} "
-            f"ha{'s' if one else 've'} ended, so tensors go there and back through sockets, which "
-            "is slower: session.restart() starts another."
-        )
-
-    def close(self) -> None:
-        """Close all streams, which ends the relays."""
-        self.listener.close()
-        for relay in self._relays.values():
-            relay.close()

@@ -286,6 +286,19 @@ def test_a_stop_while_results_arrive_ends_the_transfer(start: Callable[..., Sess
     assert reduced(session) == [4.0] * 4
 
 
+def test_an_interrupt_while_a_result_arrives_ends_the_transfer(
+    start: Callable[..., Session],
+) -> None:
+    session = start(4, nodes=2)
+    future = session[2].submit(torch.ones, 100_000_000)
+    until(lambda: crossed(session)[1] > 10_000_000)
+    assert session.interrupt()
+    with pytest.raises(RunInterrupt, match="while what it gave was brought here"):
+        future.result(20)
+    assert crossed(session)[1] < 400_000_000
+    assert session.evaluate("1 + rank")[3] == 4
+
+
 def test_a_stopped_relay_can_be_left(start: Callable[..., Session]) -> None:
     session = start(2, nodes=2)
     session.push(x=1)
