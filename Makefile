@@ -33,7 +33,7 @@ soak: $(STAMP)  ## a thousand random faults on one session
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	.ci/install-torch $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,notebooks,docs,lint]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,browser,notebooks,docs,lint]"
 	touch $(STAMP)
 
 clean:

@@ -52,17 +52,17 @@ def __getattr__(name: str) -> Any:
         from distsession import session
 
         if session.output_factory is None:
-            session.output_factory = _printer
+            session.output_factory = _make_output
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in errors.__all__:
         return getattr(errors, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _printer() -> Any:
-    from distsession.notebook.stream import Printer
+def _make_output(log: Any) -> Any:
+    from distsession.notebook.cell import make_output
 
-    return Printer()
+    return make_output(log)
 
 
 def load_ipython_extension(shell: Any) -> None:

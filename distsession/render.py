@@ -31,6 +31,7 @@ __all__ = [
     "fold_text",
     "rank_label",
     "remote_traceback",
+    "state_and_since",
 ]
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
@@ -197,10 +198,11 @@ def diagnosis_html(
 
 
 def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:
-    return [(str(rank), *_state_and_since(reports[rank])) for rank in sorted(reports)]
+    return [(str(rank), *state_and_since(reports[rank])) for rank in sorted(reports)]
 
 
-def _state_and_since(report: RankReport) -> tuple[str, str]:
+def state_and_since(report: RankReport) -> tuple[str, str]:
+    """What a rank does, and for how long, as text."""
     operation = report.operations[-1] if report.operations else None
     if report.state == "running":
         if operation is not None and operation.is_waiting:

@@ -25,6 +25,7 @@ from distsession.recovery import Recovery
 from distsession.results import RankResults
 from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent
+from distsession.waiting import Waiting
 
 if TYPE_CHECKING:
     from distsession.cluster.base import Channel, Launcher
@@ -39,8 +40,9 @@ CLIENT_TIMEOUT = 60.0
 _open: list[Session] = []
 _names = itertools.count(1)
 
-output_factory: Callable[[], Output] | None = None
-"""Makes the place for a run's output where a session was given none; the package's face sets it."""
+output_factory: Callable[[Callable[[int], str] | None], Output] | None = None
+"""Makes the place for output where a session was given none; the package's face sets it. It gets
+what tells the path of a rank's log file, or None for output that belongs to no run."""
 
 
 class Table:
@@ -97,7 +99,8 @@ class Session:
         self.history = History()
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
-        self._world_size = len(self._launcher.start())
+        with self._waiting("starting the ranks"):
+            self._world_size = len(self._launcher.start())
         self._everyone = RankView(self, range(self.world_size))
         _open.append(self)
 
@@ -252,7 +255,8 @@ class Session:
     def client(self) -> Any:
         """The connected ``ipyparallel.Client``; waits until every rank is registered with it."""
         self.check_open()
-        return self._launcher.client(CLIENT_TIMEOUT)
+        with self._waiting("connecting ipyparallel's client"):
+            return self._launcher.client(CLIENT_TIMEOUT)
 
     def show_config(self) -> Table:
         """Backend, world size, hosts, and where each rank is."""
@@ -280,6 +284,20 @@ class Session:
             render.diagnosis_text(reports, sentence, stacks=stacks),
             render.diagnosis_html(reports, sentence, stacks=stacks),
         )
+
+    def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
+        """The file that has everything that a rank has written.
+
+        It is there until the session is closed.
+
+        Args:
+            rank: Which.
+            stream: ``"stdout"`` or ``"stderr"``.
+
+        Returns:
+            The path; None in an inline session.
+        """
+        return self._launcher.log_path(rank, stream)
 
     def status(self) -> str:
         """One line on how the session is."""
@@ -335,7 +353,8 @@ class Session:
                 RankView(self, [healthy]).copy_to(fresh, names)
                 return
             if self._launcher.is_alive:
-                with self.recovery.lock:
+                which = ranks_text(self.ranks if chosen is None else chosen)
+                with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
                 if chosen is None or len(chosen) == self.world_size:
@@ -345,7 +364,8 @@ class Session:
             self._launcher.close()
             self._launcher = _make_launcher(self.options, self._on_background)
             try:
-                self._launcher.start()
+                with self._waiting("starting all ranks again"):
+                    self._launcher.start()
             except BaseException:
                 self._forget()
                 raise
@@ -391,12 +411,19 @@ class Session:
 
     # --- for views --------------------------------------------------------------------------------
 
-    def output(self) -> Output:
-        """A place for the output of one run."""
-        return (self._output or output_factory or Silent)()
+    def output(self, *, is_run: bool = True) -> Output:
+        """A place for the output of one run, or for what comes between runs."""
+        if self._output is not None:
+            return self._output()
+        if output_factory is None:
+            return Silent()
+        return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
+
+    def _waiting(self, doing: str) -> Waiting:
+        return Waiting(self.output(), doing, lambda: self._launcher.waits_for())
 
     def _on_background(self, message: Any) -> None:
-        output = self.output()
+        output = self.output(is_run=False)
         output.write(message)
         output.close()
 

@@ -23,7 +23,7 @@ from distsession.errors import (
     RunTimeoutError,
     SessionStateError,
 )
-from distsession.messages import CallRequest, CellRequest, PullRequest, Request
+from distsession.messages import CallRequest, CellRequest, PullRequest, RankReport, Request
 from distsession.outcome import collect, hang_error, mended_text, run_error
 from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
@@ -43,6 +43,14 @@ class Output(Protocol):
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output."""
 
+    def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
+        """Called several times a second while ranks work.
+
+        Args:
+            reports: Gives what each rank does; called with True it asks the ranks for the line
+                that they are at, which takes some milliseconds.
+        """
+
     def show(self, shown: dict[int, render.Bundle]) -> None:
         """Show the value of a cell's last expression on each rank."""
 
@@ -57,6 +65,9 @@ class Silent:
     """Drops all output."""
 
     def write(self, message: OutputMessage) -> None:
+        pass
+
+    def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
         pass
 
     def show(self, shown: dict[int, render.Bundle]) -> None:
@@ -469,8 +480,13 @@ class RankView:
             Whether a stop came too late for a steady request.
         """
 
+        def reports(ask: bool) -> Mapping[int, RankReport]:
+            found = self._session.recovery.reports(pending.missing, ask=ask)
+            return {rank: found[rank] for rank in pending.ranks}
+
         def look() -> None:
             watch.look()
+            output.tick(reports)
             if progress is not None:
                 self._show_transfer(pending, progress)
 

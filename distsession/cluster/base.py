@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from distsession.board import Board
@@ -275,6 +276,14 @@ class Launcher(ABC):
 
     def rejoin(self, timeout: float) -> str:
         """Connect the process group anew; gives what prevents it, or nothing."""
+        return ""
+
+    def log_path(self, rank: int, stream: str) -> Path | None:
+        """Where everything is that a rank wrote to ``"stdout"`` or ``"stderr"``."""
+        return None
+
+    def waits_for(self) -> str:
+        """What a start or a restart that is under way waits for just now."""
         return ""
 
     def trouble(self) -> str:

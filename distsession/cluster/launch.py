@@ -9,12 +9,12 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from distsession.board import Board, file_size, make_file
@@ -22,6 +22,7 @@ from distsession.cluster.agents import Agents
 from distsession.cluster.base import Launcher, OutputMessage, Pending
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import CONTROLLER_GONE, Controller
+from distsession.cluster.folder import private_folder
 from distsession.cluster.monitor import Monitor
 from distsession.errors import (
     EngineDiedError,
@@ -48,8 +49,6 @@ __all__ = ["LocalLauncher"]
 
 log = logging.getLogger(__name__)
 
-UNIX_PATH_MAX = 100
-"""A unix socket's path has 107 bytes at most (sun_path in <sys/un.h>), less where we add a name."""
 SETTLE_BEFORE_REJOIN = 0.2
 """Seconds that ranks have to come to an end before connecting them anew is put off."""
 SETTLE = 1.0
@@ -70,6 +69,7 @@ class LocalLauncher(Launcher):
     def __init__(self, options: SessionOptions, on_background: Callable[[OutputMessage], None]):
         self._options = options
         self._generation = 0
+        self._forked_in: dict[int, int] = {}
         self.is_broken = False
         self._mending: Pending | None = None
         self._plan: RankPlan | None = None
@@ -77,7 +77,7 @@ class LocalLauncher(Launcher):
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
-        self._folder = _private_folder()
+        self._folder = private_folder()
         self._board_file = make_file()
         self._agents = Agents(self._folder, self._board_file)
         self._monitor = Monitor(self._on_death)
@@ -156,6 +156,7 @@ class LocalLauncher(Launcher):
         self._monitor.forget(ranks)
         for rank in ranks:
             self.channel.set_identity(rank, self._generation, plan.node_of(rank))
+            self._forked_in[rank] = self._generation
         self._fork(ranks, deadline)
         rejoining = [rank for rank in world if rank not in ranks]
         pending = None
@@ -266,6 +267,17 @@ class LocalLauncher(Launcher):
         problem = _failure_of(pending)
         self.is_broken = bool(problem)
         return problem
+
+    def log_path(self, rank: int, stream: str) -> Path | None:
+        generation = self._forked_in[rank]
+        return Path(self._folder, "logs", f"rank{rank}-{generation}.{stream.removeprefix('std')}")
+
+    def waits_for(self) -> str:
+        if self._plan is None:
+            modules = ", ".join(("torch", *self._options.preload))
+            return f"{modules} to be imported"
+        late = self._monitor.late(range(self._plan.world_size), self._generation)
+        return f"{ranks_text(late)} to join the process group" if late else ""
 
     def trouble(self) -> str:
         has_died = self._controller is not None and self._controller.has_died
@@ -393,21 +405,3 @@ def _failure_of(pending: Pending | None) -> str:
         if reply.error is not None:
             return f"rank {rank} could not join it: {reply.error.ename}: {reply.error.evalue}"
     return ""
-
-
-def _private_folder() -> str:
-    """A new folder that only this user can open, with a path short enough for unix sockets."""
-    for base in (tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR")):
-        if not base or not os.access(base, os.W_OK | os.X_OK) or len(base) > UNIX_PATH_MAX - 40:
-            continue
-        try:
-            folder = tempfile.mkdtemp(prefix="distsession-", dir=base)
-        except OSError:
-            continue
-        os.mkdir(os.path.join(folder, "logs"), mode=0o700)
-        return folder
-    raise LaunchError(
-        "there is no folder for the session's sockets and logs: neither "
-        f"{tempfile.gettempdir()}, /tmp nor $XDG_RUNTIME_DIR can be written to (or its path is too "
-        "long for a socket). Set TMPDIR to a short, writable path."
-    )

@@ -189,6 +189,14 @@ class Monitor:
                 self._changed.wait(0.1)
             return self.store_port
 
+    def late(self, world: Sequence[int], generation: int) -> list[int]:
+        """Ranks that are not yet in the process group of a generation."""
+
+        def here(rank: int) -> bool:
+            return rank in self.ready and self.ready[rank].generation == generation
+
+        return [rank for rank in world if not here(rank)]
+
     def wait_ready(
         self,
         world: Sequence[int],
@@ -204,16 +212,11 @@ class Monitor:
             deadline: By ``time.monotonic()``.
             problem: Asked meanwhile for what prevents it; nothing by default.
         """
-
-        def here(rank: int) -> bool:
-            return rank in self.ready and self.ready[rank].generation == generation
-
         with self._changed:
-            while not all(here(rank) for rank in world):
+            while late := self.late(world, generation):
                 self._raise_failure(world)
                 if text := problem():
                     raise ProcessGroupError(f"the process group could not be connected: {text}")
-                late = [rank for rank in world if not here(rank)]
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError(f"{ranks_text(late)} did not become ready.")
                 self._changed.wait(0.1)

@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "growth": calls.growth,
     "memory": memory.memory,
     "output": output.output,
+    "lines": notebook.lines,
     "stop": recovery.stop,
     "failure": recovery.failure,
     "replace": recovery.replace,

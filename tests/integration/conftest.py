@@ -25,6 +25,9 @@ class Recorder:
     def write(self, message: Any) -> None:
         self.messages.append(message)
 
+    def tick(self, reports: Any) -> None:
+        pass
+
     def show(self, shown: dict[int, Any]) -> None:
         self.shown.append(shown)
 

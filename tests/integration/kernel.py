@@ -23,6 +23,11 @@ class Shown:
         return self.text["stdout"]
 
     @property
+    def plain(self) -> str:
+        """What the displays say as text, without those that are empty."""
+        return "\n".join(text for d in self.data if (text := str(d.get("text/plain", ""))))
+
+    @property
     def result(self) -> str:
         return str(self.data[-1]["text/plain"])
 
@@ -58,6 +63,20 @@ class Notebook:
                 shown.error = "\n".join(content["traceback"])
             elif kind == "status" and content["execution_state"] == "idle":
                 return shown
+
+    def updates(self, request: str, timeout: float = 60) -> list[str]:
+        """All texts that the displays of a cell had, one after the other."""
+        texts = []
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            content = message["content"]
+            if message["msg_type"] in ("display_data", "update_display_data"):
+                texts.append(str(content["data"]["text/plain"]))
+            elif content.get("execution_state") == "idle":
+                return texts
 
     def close(self) -> None:
         self.client.stop_channels()

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from distsession import (
     current_session,
 )
 from tests.conftest import assert_nothing_left, traces
+
+from .conftest import Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +212,30 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path, monkeypatch) -> None:
     with pytest.raises(LaunchTimeoutError, match="start_timeout=2 s"):
         Session(1, preload=["very_slow_module"], start_timeout=2)
     assert time.monotonic() - began < 8
+
+
+def test_a_long_start_says_what_it_waits_for(start, tmp_path, monkeypatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    output = Recorder()
+    start(1, preload=["slow_to_import"], output=output)
+    assert output.notices[0].startswith(
+        "starting the ranks, waiting for torch, slow_to_import to be imported ("
+    )
+
+
+def test_a_long_restart_says_which_ranks_it_waits_for(start) -> None:
+    output = Recorder()
+    session = start(2, output=output)
+    output.clear()
+    # The agent forks the fresh rank only when it goes on.
+    agent = psutil.Process(session.infos[0].pid).parent()
+    assert agent is not None
+    agent.suspend()
+    threading.Timer(2.0, agent.resume).start()
+    session.restart([1])
+    assert any(text.startswith("restarting rank 1") for text in output.notices), output.notices
+    assert dict(session.evaluate("rank")) == {0: 0, 1: 1}
 
 
 def test_a_call_on_a_closed_session_is_refused() -> None:

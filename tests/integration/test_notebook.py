@@ -22,9 +22,9 @@ def test_a_cell_runs_on_all_ranks_and_folds_what_they_show(notebook: Notebook) -
     shown = notebook.run(
         "%%distributed\nt = torch.ones(3, device=device) * rank\ndist.all_reduce(t)\nt"
     )
-    assert shown.stdout.strip().startswith("[ranks 0-1] tensor([1., 1., 1.]")
+    assert shown.result.startswith("[ranks 0-1] tensor([1., 1., 1.]")
     shown = notebook.run("%%distributed\nrank")
-    assert shown.stdout == "[rank 0] 0\n[rank 1] 1\n"
+    assert shown.result == "[rank 0] 0\n[rank 1] 1"
 
 
 def test_the_line_magic_gives_results(notebook: Notebook) -> None:
@@ -58,7 +58,7 @@ def test_diff_says_which_ranks_differ_and_by_how_much(notebook: Notebook) -> Non
 
 def test_ranks_out_and_timeout(notebook: Notebook) -> None:
     shown = notebook.run("%%distributed 1 --out kept\nprint('only one')\nrank * 7")
-    assert shown.stdout == "[1] only one\n[rank 1] 7\n"
+    assert shown.plain == "[rank 1] only one\n[rank 1] 7"
     assert notebook.run("dict(kept)").result == "{1: 7}"
     shown = notebook.run("%%distributed --timeout 0.3\nimport time\ntime.sleep(60)")
     assert shown.ename == "RunTimeoutError"
@@ -137,27 +137,84 @@ def test_notebook_functions_classes_and_globals_work(notebook: Notebook) -> None
     assert shown.result == "[rank 0] (6, 0)\n[rank 1] (6, 1)"
 
 
-def test_output_is_marked_and_figures_have_their_rank(notebook: Notebook) -> None:
+def test_equal_output_is_folded_and_figures_stand_side_by_side(notebook: Notebook) -> None:
     shown = notebook.run(
         "%%distributed\nimport sys\nfrom IPython.display import HTML, display\n"
-        "print('a'); print('b', file=sys.stderr)\ndisplay(HTML(f'<b>{rank}</b>'))"
+        "print('a'); print(f'b{rank}', file=sys.stderr)\ndisplay(HTML(f'<b>{rank}</b>'))\n"
+        "print('after')"
     )
-    assert sorted(shown.stdout.split("\n"))[1:] == ["[0] a", "[1] a"]
-    assert sorted(shown.text["stderr"].split("\n"))[1:] == ["[0] b", "[1] b"]
-    rich = [d["text/html"] for d in shown.data if "text/html" in d]
-    assert sorted(rich) == ["<b>0</b>", "<b>1</b>"]
-    position = [d.get("text/html") for d in shown.data].index("<b>1</b>")
-    assert shown.data[position - 1]["text/plain"] == "[rank 1]"
+    assert (shown.stdout, shown.text["stderr"]) == ("", "")
+    first, second = shown.data
+    assert "<b>0</b>" in first["text/html"]
+    assert "<b>1</b>" in first["text/html"]
+    assert first["text/plain"].startswith("[rank 0]\na\nb0\n[rank 1]\na\nb1\n[rank 0] <")
+    assert second["text/plain"] == "[ranks 0-1] after"
 
 
-def test_a_progress_bar_is_one_line_for_each_rank(notebook: Notebook) -> None:
+def test_a_progress_bar_is_one_line(notebook: Notebook) -> None:
     shown = notebook.run(
         "%%distributed\nimport sys, time\nfor i in range(21):\n"
         "    print(f'\\r{5 * i}%', end='', file=sys.stderr, flush=True)\n    time.sleep(0.03)\n"
         "print(file=sys.stderr)"
     )
-    assert [d["text/plain"] for d in shown.data] == ["[0] 100%\n[1] 100%"]
+    assert shown.plain.endswith("[ranks 0-1] 100%")
     assert shown.text["stderr"] == ""
+
+
+def test_bars_of_tqdm_are_kept_as_one_line_for_each_rank(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "%%distributed\nfrom tqdm import tqdm\nimport time\n"
+        "for i in tqdm(range(5), desc='fit'): time.sleep(0.02 * (rank + 1))"
+    )
+    lines = shown.result.splitlines()
+    assert lines[0] == "[ranks 0-1]"
+    assert [line[:14] for line in lines[1:]] == ["[0] fit: 100%|", "[1] fit: 100%|"]
+
+
+def test_while_a_cell_runs_a_block_says_what_each_rank_does(notebook: Notebook) -> None:
+    request = notebook.client.execute(
+        "%%distributed\nimport time\nprint('at work')\nif rank: time.sleep(3.5)\ndist.barrier()"
+    )
+    seen = notebook.updates(request)
+    assert any("[rank 0] in barrier #" in text and ": at work" in text for text in seen), seen
+    assert any("[rank 1] running In[" in text and "line 4" in text for text in seen), seen
+    assert any(text.startswith("ranks 0-1: ") for text in seen), seen
+    assert seen[-1] == "[ranks 0-1] at work"
+
+
+def test_many_lines_stay_small_and_the_log_has_them_all(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed\nfor i in range(30_000): print('line', i, 'of', rank)")
+    assert len(str(shown.data)) < 100_000
+    assert "line 29999 of 1" in shown.result
+    assert "29,800 lines are left out here; all of them: /" in shown.result
+    counted = notebook.run("len(open(session.log_path(1)).read().split('line 29999 of 1'))")
+    assert counted.result == "2"
+
+
+def test_clear_output_clears_what_the_rank_itself_has_put_out(notebook: Notebook) -> None:
+    cell = (
+        "from IPython.display import clear_output\nprint('old')\n"
+        "if rank == 1:\n    clear_output()\nprint('new')"
+    )
+    shown = notebook.run(f"print('mine')\nsession.execute({cell!r})")
+    assert shown.stdout == "mine\n"
+    assert shown.plain == "[rank 0]\nold\nnew\n[rank 1] new"
+
+
+def test_a_display_that_is_updated_stands_by_itself(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "%%distributed 1\nfrom IPython.display import display\n"
+        "handle = display('one', display_id=True)\nhandle.update('two')"
+    )
+    assert [d["text/plain"] for d in shown.data] == ["[rank 1]", "'two'"]
+
+
+def test_what_is_written_between_runs_is_shown_too(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "import time\nsession[0].run(lambda: __import__('threading').Timer(\n"
+        "    0.3, lambda: print('from a thread')).start())\ntime.sleep(1)"
+    )
+    assert shown.stdout == "[0] from a thread\n"
 
 
 def test_px_shares_the_engines(notebook: Notebook) -> None:
@@ -189,7 +246,7 @@ def test_stop_frees_a_hung_collective_and_keeps_the_state(notebook: Notebook) ->
     assert "line 3 for rank 1, which runs" in shown.error
     assert notebook.run("%distributed kept").result == "[rank 0] 7\n[rank 1] 8"
     shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
-    assert shown.stdout == "[ranks 0-1] 2.0\n"
+    assert shown.result == "[ranks 0-1] 2.0"
 
 
 def test_diagnose_and_restart_are_magics(notebook: Notebook) -> None:
@@ -199,7 +256,7 @@ def test_diagnose_and_restart_are_magics(notebook: Notebook) -> None:
     assert notebook.run("%distributed kept").result == "[ranks 0-1] 9"
     assert "idle" in notebook.run("%session restart").result
     shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
-    assert shown.stdout == "[ranks 0-1] 2.0\n"
+    assert shown.result == "[ranks 0-1] 2.0"
 
 
 def test_close_and_what_comes_after(notebook: Notebook) -> None:

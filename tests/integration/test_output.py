@@ -147,6 +147,9 @@ class _Counter:
         self.characters[message.rank] += len(message.text)
         time.sleep(self._pause)
 
+    def tick(self, reports: object) -> None:
+        pass
+
     def show(self, shown: dict[int, object]) -> None:
         raise AssertionError(shown)
 

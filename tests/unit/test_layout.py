@@ -27,6 +27,7 @@ KERNEL = (
     "transfer.py",
     "translate.py",
     "view.py",
+    "waiting.py",
 )
 HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
 

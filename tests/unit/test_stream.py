@@ -4,74 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession.messages import ClearOutput, Display, Text
-from distsession.notebook.stream import Lines, Printer
-
-
-def feed(*pieces: str) -> tuple[list[str], str]:
-    """The finished lines, and the one that is not."""
-    lines = Lines()
-    finished = [line for piece in pieces for line, _ in lines.feed(piece)]
-    return finished, lines.partial
-
-
-@pytest.mark.parametrize(
-    ("pieces", "finished", "partial"),
-    [
-        (["a\nb\n"], ["a", "b"], ""),
-        (["a", "b\n"], ["ab"], ""),
-        (["a\nb"], ["a"], "b"),
-        (["", "\n", ""], [""], ""),
-        (["\n\n"], ["", ""], ""),
-        (["a\r\nb\r\n"], ["a", "b"], ""),
-        (["a\r", "\n"], ["a"], ""),
-        (["10%\r20%\r"], [], "20%"),
-        (["10%", "\r20%", "\r100%\n"], ["100%"], ""),
-        (["\r10%", "\r20%\ndone\n"], ["20%", "done"], ""),
-        (["loading\rdone\n"], ["doneing"], ""),
-        (["ab\r\rc\n"], ["cb"], ""),
-        (["\rab\n"], ["ab"], ""),
-    ],
-)
-def test_pieces_become_the_lines_that_a_terminal_would_show(
-    pieces: list[str], finished: list[str], partial: str
-) -> None:
-    assert feed(*pieces) == (finished, partial)
-
-
-@given(st.text(st.characters(exclude_characters="\r"), max_size=60), st.data())
-def test_nothing_is_lost_wherever_the_text_is_cut(text: str, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
-    finished, partial = feed(*pieces)
-    assert "\n".join([*finished, partial]) == text
-    assert "\n" not in partial
-
-
-@given(st.lists(st.text("ab 1%\r\n", max_size=8), max_size=6))
-def test_lines_never_hold_what_would_move_the_cursor(pieces: list[str]) -> None:
-    finished, partial = feed(*pieces)
-    assert len(finished) == sum(piece.count("\n") for piece in pieces)
-    assert not {"\r", "\n"} & set("".join([*finished, partial]))
-
-
-def test_a_line_that_was_overwritten_is_told_from_one_that_was_not() -> None:
-    lines = Lines()
-    assert lines.feed("10%\r20%\nplain\r\n") == [("20%", True), ("plain", False)]
-    lines.feed("10%\r20%")
-    assert lines.redrawn
-    assert lines.finish() == "20%"
-    assert not lines.redrawn
-    assert lines.feed("next\n") == [("next", False)]
-
-
-# --- the printer, in a terminal -------------------------------------------------------------------
+from distsession.notebook.stream import Printer
 
 
 def printed(capsys: pytest.CaptureFixture[str], *messages: Text | Display | ClearOutput) -> str:

@@ -1,0 +1,258 @@
+"""The ranks' output under a notebook's cell.
+
+Runs in: the kernel.
+
+While a run lasts, one block has a line for each rank: what it does, and what it wrote last. When
+it is over, that block says how long it took, and what the ranks put out follows, ranks that put
+out the same together. Figures do not wait for the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from distsession.cluster.base import OutputMessage
+from distsession.messages import ClearOutput, Display, RankReport, Text
+from distsession.notebook.page import (
+    Row,
+    can_embed,
+    live_html,
+    live_text,
+    section_html,
+    section_text,
+)
+from distsession.notebook.stream import Printer
+from distsession.notebook.transcript import Section, Transcript, Written
+from distsession.ranks import ranks_text
+from distsession.render import Bundle, fold_bundles, rank_label, state_and_since
+
+__all__ = ["CellOutput", "make_output"]
+
+LIVE_AFTER = 0.5
+"""Seconds that a run takes before the block of its ranks is shown."""
+LIVE_EVERY = 0.2
+PLACE_AFTER = 2.0
+"""Seconds after which ranks are asked for the line that they are at, and how often."""
+SHARE = 10
+"""How many times longer than it takes to show something the pause after it is."""
+
+
+def make_output(log: Callable[[int], str] | None) -> CellOutput | Printer:
+    """A place for output: the notebook's cell, or the terminal.
+
+    Args:
+        log: Gives the path of a rank's log file; None for output that belongs to no run.
+    """
+    # Another thread may be half-way through importing it.
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    if get_ipython is None or not hasattr(get_ipython(), "kernel"):
+        return Printer()
+    return Between() if log is None else CellOutput(log)
+
+
+class Between(Printer):
+    """Output between runs, in a notebook: text as it comes, and anything else as in a run."""
+
+    def write(self, message: OutputMessage) -> None:
+        if isinstance(message, Display):
+            output = CellOutput(lambda _: "")
+            output.write(message)
+            output.close()
+        else:
+            super().write(message)
+
+
+class CellOutput:
+    """One run's output in a notebook.
+
+    Args:
+        log: Gives the path of a rank's log file, which has everything that is left out here.
+    """
+
+    def __init__(self, log: Callable[[int], str]):
+        self._log = log
+        self._transcript = Transcript()
+        self._began = time.monotonic()
+        self._live: Any = None
+        self._live_shown: tuple[list[Row], str] = ([], "")
+        self._next_live = self._began + LIVE_AFTER
+        self._next_sections = 0.0
+        self._next_place = self._began + PLACE_AFTER
+        self._states: dict[int, RankReport] = {}
+        self._places: dict[int, tuple[int, str]] = {}
+        self._notice = ""
+
+    # --- what a run tells -------------------------------------------------------------------------
+
+    def write(self, message: OutputMessage) -> None:
+        """Take one piece of output of one rank."""
+        if isinstance(message, Text):
+            self._transcript.write(message.rank, message.stream, message.text)
+        elif isinstance(message, ClearOutput):
+            self._transcript.clear(message.rank, message.wait)
+        elif isinstance(message, Display):
+            self._take_display(message)
+        self._refresh()
+
+    def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
+        """Called several times a second while ranks work."""
+        now = time.monotonic()
+        if now < self._next_live:
+            return
+        ask = now >= self._next_place
+        if ask:
+            self._next_place = now + PLACE_AFTER / 2
+        self._states = dict(reports(ask))
+        if ask:
+            self._places = {
+                rank: (report.request, report.place) for rank, report in self._states.items()
+            }
+        self._refresh()
+
+    def notify(self, text: str) -> None:
+        """Show a line about the run that replaces the one before."""
+        self._notice = text
+        self._show_live()
+
+    def show(self, shown: dict[int, Bundle]) -> None:
+        """Show the last value of a cell, ranks that show the same folded into one."""
+        self._finish()
+        section = Section()
+        apart: dict[int, Bundle] = {}
+        for rank, (data, metadata) in shown.items():
+            if set(data) == {"text/plain"}:
+                written = section.texts[rank] = Written()
+                written.add("stdout", [(line, False) for line in data["text/plain"].split("\n")])
+            elif can_embed((data, metadata)):
+                section.displays[rank] = Display(rank, 0, data, metadata)
+            else:
+                apart[rank] = data, metadata
+        self._show_section(section)
+        for ranks, (data, metadata) in fold_bundles(apart):
+            _show_apart(ranks, data, metadata)
+
+    def close(self) -> None:
+        """The run is over."""
+        self._finish()
+
+    # --- displays ---------------------------------------------------------------------------------
+
+    def _take_display(self, message: Display) -> None:
+        if message.update:
+            _update(message)
+        elif message.display_id or not can_embed((message.data, message.metadata)):
+            self._show_displays()
+            _show_apart([message.rank], message.data, message.metadata, _own_id(message))
+        elif set(message.data) == {"text/plain"}:
+            text = f"{message.data['text/plain']}\n"
+            self._transcript.write(message.rank, "stdout", text)
+        else:
+            self._transcript.display(message)
+
+    def _show_section(self, section: Section) -> None:
+        from IPython.display import display
+
+        section.changed = False
+        as_html = section_html(section, self._log)
+        data = {"text/html": as_html, "text/plain": section_text(section, self._log)}
+        if section.handle is not None:
+            section.handle.update(data, raw=True)
+        elif as_html:
+            section.handle = display(data, raw=True, display_id=True)
+
+    # --- showing ----------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_sections:
+            self._show_displays()
+        if now >= self._next_live:
+            self._show_live()
+
+    def _show_displays(self) -> None:
+        """Sections that have something displayed, without waiting for the end."""
+        began = time.monotonic()
+        last = max(
+            (at for at, section in enumerate(self._transcript) if section.displays), default=-1
+        )
+        for section in self._transcript.sections[: last + 1]:
+            if section.changed:
+                self._show_section(section)
+        now = time.monotonic()
+        self._next_sections = now + max(LIVE_EVERY, SHARE * (now - began))
+
+    def _show_live(self) -> None:
+        self._next_live = max(self._next_live, time.monotonic() + LIVE_EVERY)
+        rows = [] if time.monotonic() - self._began < LIVE_AFTER else self._rows()
+        if (rows, self._notice) == self._live_shown:
+            return
+        self._live_shown = (rows, self._notice)
+        self._put_live(live_html(rows, self._notice), live_text(rows, self._notice))
+
+    def _put_live(self, as_html: str, as_text: str) -> None:
+        from IPython.display import display
+
+        data = {"text/html": as_html, "text/plain": as_text}
+        if self._live is not None:
+            self._live.update(data, raw=True)
+        elif as_text:
+            self._live = display(data, raw=True, display_id=True)
+
+    def _rows(self) -> list[Row]:
+        rows = []
+        for rank in sorted({*self._states, *self._transcript.ranks}):
+            state, since = "", ""
+            report = self._states.get(rank)
+            if report is not None:
+                state, since = _state(report, self._places.get(rank, (0, "")))
+            rows.append(Row(rank, state, since, self._transcript.last_line(rank)))
+        return rows
+
+    def _finish(self) -> None:
+        """Show everything, and have the block say how long it took."""
+        self._transcript.finish()
+        if self._live is not None:
+            seconds = time.monotonic() - self._began
+            who = f"{ranks_text(sorted(self._states))}: " if self._states else "took "
+            text = f"{who}{seconds:.1f} s"
+            self._put_live(live_html([], text), text)
+            self._live = None
+        for section in self._transcript:
+            if section.changed:
+                self._show_section(section)
+        self._notice, self._live_shown = "", ([], "")
+
+
+def _state(report: RankReport, place: tuple[int, str]) -> tuple[str, str]:
+    """What a rank does, and since when; the place is that of the last time it was asked."""
+    if report.state == "idle" and report.outcome:
+        return report.outcome.partition("\n")[0], ""
+    if not report.place and place[0] == report.request:
+        report = replace(report, place=place[1])
+    return state_and_since(report)
+
+
+def _own_id(message: Display) -> str:
+    """Two ranks may use the same id; they must not overwrite each other."""
+    return f"{message.display_id}-rank{message.rank}" if message.display_id else ""
+
+
+def _update(message: Display) -> None:
+    from IPython.display import update_display
+
+    update_display(message.data, raw=True, display_id=_own_id(message), metadata=message.metadata)
+
+
+def _show_apart(
+    ranks: Sequence[int], data: dict[str, Any], metadata: dict[str, Any], display_id: str = ""
+) -> None:
+    """Show by itself what cannot stand beside others, such as a widget, or is to be updated."""
+    from IPython.display import display
+
+    display({"text/plain": rank_label(ranks)}, raw=True)
+    options = {"display_id": display_id} if display_id else {}
+    display(data, raw=True, metadata=metadata, **options)

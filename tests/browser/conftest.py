@@ -1,0 +1,102 @@
+"""JupyterLab in Chromium.
+
+Where Chromium is missing these tests are skipped, but not where ``DISTSESSION_BROWSER=required``
+says that it has to be there, as in CI.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.conftest import assert_nothing_left, traces
+
+IS_REQUIRED = os.environ.get("DISTSESSION_BROWSER") == "required"
+if not IS_REQUIRED:
+    pytest.importorskip("playwright.sync_api")
+
+from playwright.sync_api import sync_playwright  # noqa: E402
+
+from tests.browser.lab import Lab, Notebook, open_page  # noqa: E402
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = (
+    "--no-sandbox",  # it cannot be had in a container; all pages are our own
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Any]:
+    """Chromium without a window."""
+    program = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if program is None:
+        if IS_REQUIRED:
+            pytest.fail(f"there is no {' or '.join(NAMES)} on PATH, and it is required")
+        pytest.skip("needs Chromium on PATH (apt-get install chromium)")
+    # Its processes come and go as it likes; they are no traces of a session.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_RUN_OF"}
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=program, args=list(ARGUMENTS), env=environ
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="package")
+def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A JupyterLab server for all tests."""
+    server = Lab(tmp_path_factory.mktemp("lab"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_leaks(_mark_processes: None, lab: Lab) -> Iterator[None]:
+    """A module leaves nothing behind but the server."""
+    before = traces()
+    yield
+    assert_nothing_left(before, within=10.0)
+
+
+@pytest.fixture
+def open_notebook(
+    lab: Lab, browser: Any, request: pytest.FixtureRequest
+) -> Iterator[Callable[[Sequence[str]], Notebook]]:
+    """Open notebooks of these cells; in the end nothing may have gone wrong in their pages."""
+    context = browser.new_context(viewport={"width": 1300, "height": 1000})
+    opened: list[Notebook] = []
+
+    def go(cells: Sequence[str]) -> Notebook:
+        name = re.sub(r"\W+", "-", f"{request.node.name}-{len(opened)}").strip("-")
+        opened.append(open_page(lab, context, cells, f"{name}.ipynb"))
+        return opened[-1]
+
+    yield go
+    for notebook in opened:
+        if getattr(request.node, "failed", False):
+            notebook.screenshot(f"failed-{notebook.name}")
+    context.close()
+    for notebook in opened:
+        lab.ask("DELETE", f"api/kernels/{notebook.kernel}")
+    assert [trouble for notebook in opened for trouble in notebook.trouble] == []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Let fixtures know whether the test failed."""
+    report = yield
+    if report.failed and call.when == "call":
+        item.failed = True  # type: ignore[attr-defined]
+    return report
