@@ -59,6 +59,7 @@ __all__ = [
     "StoreReady",
     "SummaryRequest",
     "Text",
+    "TimelineRequest",
     "decode",
     "encode",
 ]
@@ -147,6 +148,7 @@ class CellRequest(_Message):
         label: Stands for the file name in tracebacks, such as ``"In[3]"``.
         fetch: Send the value of the last expression back, not only what it displays as.
         expression: The source must be one expression.
+        profile: Ranks on which torch's profiler is to run around it.
     """
 
     id: int
@@ -154,6 +156,7 @@ class CellRequest(_Message):
     label: str
     fetch: bool = False
     expression: bool = False
+    profile: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +255,18 @@ class PartsRequest(_Message):
     paths: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineRequest(_Message):
+    """Send the record of an earlier request, if there is one.
+
+    Attributes:
+        run: The number of that request, which ran a cell or a function.
+    """
+
+    id: int
+    run: int
+
+
 Request = (
     CallRequest
     | CellRequest
@@ -264,6 +279,7 @@ Request = (
     | SummaryRequest
     | PartsRequest
     | PieceRequest
+    | TimelineRequest
 )
 
 

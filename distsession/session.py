@@ -23,6 +23,8 @@ from distsession.options import SessionOptions, resolve_options
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
 from distsession.results import RankResults
+from distsession.timeline import Timeline
+from distsession.tracing import LastRun, bring
 from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent
 from distsession.waiting import Waiting
@@ -97,6 +99,7 @@ class Session:
         """Held from what is pushed to its names being set: ranks keep one push aside at a time."""
         prepare()
         self.history = History()
+        self.last_run: LastRun | None = None
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
         with self._waiting("starting the ranks"):
@@ -126,9 +129,12 @@ class Session:
         fetch: bool = False,
         timeout: float | None = None,
         label: str | None = None,
+        profile: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         """Run code in the namespace of all ranks; see :meth:`RankView.execute`."""
-        return self._everyone.execute(code, fetch=fetch, timeout=timeout, label=label)
+        return self._everyone.execute(
+            code, fetch=fetch, timeout=timeout, label=label, profile=profile
+        )
 
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of an expression on all ranks; see :meth:`RankView.evaluate`."""
@@ -284,6 +290,22 @@ class Session:
             render.diagnosis_text(reports, sentence, stacks=stacks),
             render.diagnosis_html(reports, sentence, stacks=stacks),
         )
+
+    def timeline(self, *, waits: bool = True) -> Timeline:
+        """What the ranks did in the last cell, and who waited for whom.
+
+        The last cell is the last call of :meth:`execute`, :meth:`run` or :meth:`submit`, on all
+        ranks or on some. Expressions and transfers do not count. A notebook shows a picture;
+        ``.save("trace.json")`` writes it for Perfetto.
+
+        Args:
+            waits: Wait for ranks that are busy; otherwise they are left out.
+
+        Raises:
+            SessionStateError: No cell has run, or its ranks have been replaced since.
+        """
+        self.check_open()
+        return bring(self._everyone, self.last_run, waits=waits)
 
     def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
         """The file that has everything that a rank has written.

@@ -27,6 +27,7 @@ from distsession.messages import CallRequest, CellRequest, PullRequest, RankRepo
 from distsession.outcome import collect, hang_error, mended_text, run_error
 from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
+from distsession.tracing import LastRun
 from distsession.transfer import Progress
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ class RankView:
     def __init__(self, session: Session, ranks: Sequence[int]):
         self._session = session
         self._ranks = tuple(ranks)
+
+    @property
+    def session(self) -> Session:
+        """The session that they are ranks of."""
+        return self._session
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -160,6 +166,7 @@ class RankView:
         fetch: bool = False,
         timeout: float | None = None,
         label: str | None = None,
+        profile: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         """Run code in the namespace of every rank of the view, as a cell.
 
@@ -171,6 +178,8 @@ class RankView:
             fetch: Return the values of the last expression too.
             timeout: Seconds after which the code is interrupted. Default: none.
             label: Stands for the file name in tracebacks. Default: ``In[number of the request]``.
+            profile: Ranks of the view on which torch's profiler runs around it; ``timeline()`` of
+                the session has what it finds.
 
         Returns:
             With ``fetch``, each rank's value; otherwise None.
@@ -180,7 +189,9 @@ class RankView:
             RunTimeoutError: It took longer than ``timeout``.
             RunInterrupt: Ctrl-C or Jupyter's Stop.
         """
-        return self._execute(code, fetch=fetch, timeout=timeout, label=label)
+        return self._execute(
+            code, fetch=fetch, timeout=timeout, label=label, profile=tuple(profile)
+        )
 
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of one expression on every rank of the view.
@@ -379,7 +390,9 @@ class RankView:
             )
         name = getattr(function, "__qualname__", type(function).__name__)
         payload = serialize.dump_call(function, args, kwargs)
-        return self._submit(lambda number: CallRequest(number, name), payload, progress)
+        pending = self._submit(lambda number: CallRequest(number, name), payload, progress)
+        self._session.last_run = LastRun(pending.request, self._ranks)
+        return pending
 
     def _execute(
         self,
@@ -390,6 +403,7 @@ class RankView:
         label: str | None = None,
         expression: bool = False,
         record: bool = True,
+        profile: tuple[int, ...] = (),
     ) -> RankResults[Any] | None:
         began = time.perf_counter()
         self._session.check_open()
@@ -399,11 +413,20 @@ class RankView:
                 "the calling thread: leave it out, or use launcher='local'."
             )
 
+        elsewhere = [rank for rank in profile if rank not in self._ranks]
+        if elsewhere:
+            raise OptionsError(
+                f"profile={list(profile)}: the code does not run on "
+                f"{render.rank_label(elsewhere).strip('[]')}."
+            )
+
         def make(number: int) -> Request:
-            return CellRequest(number, code, label or f"In[{number}]", fetch, expression)
+            return CellRequest(number, code, label or f"In[{number}]", fetch, expression, profile)
 
         pending = self._submit(make, [])
         pending.is_sole = threading.current_thread() is threading.main_thread()
+        if record and not expression:
+            self._session.last_run = LastRun(pending.request, self._ranks)
         name = f"%distributed {code.strip()}" if expression else label or f"In[{pending.request}]"
         entry = self._session.history.cell(self._ranks, code, name) if record else None
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)

@@ -42,6 +42,7 @@ from distsession.engine.process import (
 )
 from distsession.engine.recorder import Recorder
 from distsession.engine.summary import Summary
+from distsession.engine.trace import Trace
 from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError, SessionStateError
 from distsession.messages import (
@@ -69,6 +70,7 @@ from distsession.messages import (
     StackReply,
     StartRanks,
     SummaryRequest,
+    TimelineRequest,
     decode,
     encode,
 )
@@ -117,6 +119,7 @@ class Rank:
             self._groups = Groups(self._recorder, detail=start.check == "detail")
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
+        self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._refused: set[int] = set()
         context = zmq.Context()
@@ -263,14 +266,16 @@ class Rank:
         began = time.perf_counter()
         answer: serialize.Frames | Shared | None = None
         shown = error = None
+        self._trace.begin(request)
         try:
             with self._interruptor.user_code(request.id):
                 value, shown = self._perform(request, payload)
                 del payload
+                self._trace.end(request)
                 duration = time.perf_counter() - began
                 # None, which most functions return, needs no frames.
                 if value is not NOTHING and value is not None:
-                    answer = self._pack(value)
+                    answer = self._pack(request, value)
         except _Stop:
             raise
         except BaseException as raised:
@@ -278,6 +283,7 @@ class Rank:
             duration = time.perf_counter() - began
             if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
                 error = self._recorder.explain(raised)
+            self._trace.end(request, error)
         self._front.request(0)
         self._recorder.request(0)
         info = None
@@ -302,7 +308,7 @@ class Rank:
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
-                self._transfers.put_aside(self._frames(payload))
+                self._put_aside(request, payload)
             case AssignRequest():
                 self._transfers.assign(request.keep)
             case ShardsRequest():
@@ -315,15 +321,24 @@ class Rank:
                 value = self._summarise(request)
             case PartsRequest():
                 value = self._parts(request)
+            case TimelineRequest():
+                value = self._trace.of(request.run)
         return value, shown
+
+    def _put_aside(self, request: PushRequest, payload: Any) -> None:
+        began, frames = time.monotonic_ns(), self._frames(payload)
+        self._transfers.put_aside(frames)
+        self._trace.moved(request, segment.nbytes(frames), began)
 
     def _fill(self, request: FillRequest, payload: Any) -> Any:
         at = request.at.get(self._rank)
         if not isinstance(payload, Shared):  # of another host, the whole is not within reach
             return self._transfers.put_part_aside(request.name, at)
+        began = time.monotonic_ns()
         with self._link.receive(payload) as descriptor:
             (whole,) = segment.map_shared(descriptor, payload.sizes)
-        self._transfers.fill(request.name, request.shape, at, whole)
+        size = self._transfers.fill(request.name, request.shape, at, whole)
+        self._trace.moved(request, size, began)
         return NOTHING
 
     # --- payloads ---------------------------------------------------------------------------------
@@ -340,9 +355,11 @@ class Rank:
                 f"what was sent did not arrive on rank {self._rank}: {error}. Send it again."
             ) from error
 
-    def _pack(self, value: Any) -> serialize.Frames | Shared:
+    def _pack(self, request: Request, value: Any) -> serialize.Frames | Shared:
         """A value as frames, or in shared memory if it is large."""
+        began = time.monotonic_ns()
         frames = serialize.dump_value(value, what=f"the result of rank {self._rank}")
+        size = segment.nbytes(frames)
         try:
             offered = segment.offer(frames, self._note_progress)
             if offered is None:
@@ -354,6 +371,8 @@ class Rank:
             return frames
         finally:
             self._note_progress(0, 0)
+            if not isinstance(request, FillRequest):  # which only says where a part belongs
+                self._trace.moved(request, size, began)
 
     def _note_progress(self, done: int, total: int) -> None:
         """Where the kernel sees how much of a large result has been written."""
@@ -376,13 +395,14 @@ class Rank:
 
     def _cell(self, request: CellRequest) -> tuple[Any, Any]:
         assert self._front is not None
-        value, show = run_cell(
-            request.source,
-            request.label,
-            self._namespace,
-            self._front,
-            expression=request.expression,
-        )
+        with self._trace.around(request):
+            value, show = run_cell(
+                request.source,
+                request.label,
+                self._namespace,
+                self._front,
+                expression=request.expression,
+            )
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
 

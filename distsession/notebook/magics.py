@@ -20,6 +20,7 @@ from distsession.export import parse_cells
 from distsession.notebook.auto import MARK, Auto
 from distsession.notebook.cell import make_output
 from distsession.notebook.look import Sight
+from distsession.notebook.timeline import Afterwards, add_arguments
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
@@ -87,6 +88,7 @@ def _cell_parser() -> _Parser:
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which the cell is stopped"
     )
+    add_arguments(parser)
     return parser
 
 
@@ -220,6 +222,8 @@ class Magics:
         pulled = _names("--pull", arguments.pull)
         session = current_session()
         view = _view(session, arguments.ranks)
+        label = f"In[{_cell_number(self._shell)}]"
+        afterwards = Afterwards(arguments, view, label)
         if pushed:
             view.push(pushed)
         if is_automatic:
@@ -230,19 +234,28 @@ class Magics:
         # the user sees. A cell magic below it must come first to be one.
         is_bare = is_automatic or cell.lstrip().startswith("%%")
         source = cell if is_bare else f"# %%distributed {line}\n{cell}"
-        results = view.execute(
-            source,
-            fetch=arguments.out is not None,
-            timeout=arguments.timeout,
-            label=f"In[{_cell_number(self._shell)}]",
-        )
-        if arguments.out is not None:
-            self._keep(arguments.out, results)
-        if pulled:
-            brought = view.pull(*pulled)
-            for name in pulled:
-                values = {r: v[name] for r, v in brought.items()} if len(pulled) > 1 else brought
-                self._keep(name, RankResults(values, duration=brought.duration))
+        try:
+            results = view.execute(
+                source,
+                fetch=arguments.out is not None,
+                timeout=arguments.timeout,
+                label=label,
+                profile=afterwards.profile,
+            )
+            if arguments.out is not None:
+                self._keep(arguments.out, results)
+            if pulled:
+                self._pull(view, pulled)
+        except BaseException:
+            afterwards.show(failed=True)
+            raise
+        afterwards.show()
+
+    def _pull(self, view: RankView, names: Sequence[str]) -> None:
+        brought = view.pull(*names)
+        for name in names:
+            values = {r: v[name] for r, v in brought.items()} if len(names) > 1 else brought
+            self._keep(name, RankResults(values, duration=brought.duration))
 
     def _to_push(self, text: str) -> dict[str, Any]:
         names = _names("--push", text)

@@ -24,6 +24,7 @@ KERNEL = (
     "script.py",
     "session.py",
     "sources.py",
+    "tracing.py",
     "transfer.py",
     "translate.py",
     "view.py",

@@ -53,6 +53,7 @@ from distsession.messages import (
     StoreReady,
     SummaryRequest,
     Text,
+    TimelineRequest,
     decode,
     encode,
 )
@@ -117,6 +118,7 @@ EXAMPLES: list[Any] = [
     Reply(1, 0, 0.25, ERROR, ({"text/plain": "3"}, {}), has_output=True),
     START,
     StopRanks((0, 1)),
+    TimelineRequest(5, 4),
     Text(0, 2, "stdout", "naïve \udc80 text\n"),
 ]
 
