@@ -130,6 +130,7 @@ class LocalLauncher(Launcher):
         """Start the agents of some nodes and wait until they can fork."""
         for node in nodes:
             self._monitor.expect(node)
+            self._gauges_asked.pop(node, None)
             self._agents.start(node)
         for node, link in self._agents.accept(deadline).items():
             self.channel.hear_agent(node, link)
