@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pexpect
 import pytest
 
 nbformat = pytest.importorskip("nbformat")
@@ -31,13 +32,20 @@ def this_python(tmp_path, monkeypatch):
 
 
 def execute(path):
-    """Run a notebook; cells tagged ``raises-exception`` may fail, no others."""
+    """Run a notebook; cells tagged ``raises-exception`` may fail, no others.
+
+    Those tagged ``skip-execution`` need somebody who answers.
+    """
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
     nbclient.NotebookClient(
         notebook, timeout=TIMEOUT, kernel_name="python3", resources=resources
     ).execute()
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [
+        cell
+        for cell in notebook.cells
+        if cell.cell_type == "code" and "skip-execution" not in cell.metadata.get("tags", [])
+    ]
 
 
 def outputs(cell, kind):
@@ -85,6 +93,61 @@ def test_a_notebook_runs_through(path, this_python):
         assert texts[3].startswith("CollectiveMismatchError on ranks 0-3")
         assert "was killed by SIGKILL" in texts[5]
         assert "dist.new_group([0, 1, 2, 3])" in texts[6]
+
+
+def test_what_the_ranks_do_can_be_read_without_a_browser(this_python):
+    cells = execute(FOLDER / "05_see_the_ranks.ipynb")
+    texts = [
+        "\n".join(
+            output.get("text") or output["data"]["text/plain"]
+            for output in cell.outputs
+            if output.output_type in ("stream", "display_data", "execute_result")
+        )
+        for cell in cells
+    ]
+    [panel] = [text for cell, text in zip(cells, texts, strict=True) if cell.source == "session"]
+    assert re.search(r"^backend +gloo", panel, re.MULTILINE)
+    assert re.search(r"^3 .* idle", panel, re.MULTILINE)
+    [training] = [text for text in texts if "all ranks have trained" in text]
+    assert "[ranks 0-3]" in training
+    assert training.count("40/40") == 4
+    assert any("19,800 lines are left out here; all of them: /" in text for text in texts)
+    waits = [text for text in texts if text.startswith("The others waited for rank 2: ")]
+    assert len(waits) == 2  # of the cell, and of its timeline
+    assert any(re.match("model is equal on ranks 0-3", text) for text in texts)
+    assert any(text.startswith("x: rank 1, rank 2, rank 3 differ") for text in texts)
+
+
+def test_the_same_notebook_runs_in_a_terminal(tmp_path, this_python):
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
+        encoding="utf-8",
+        timeout=TIMEOUT - 20,
+        dimensions=(50, 300),
+        cwd=str(tmp_path),
+    )
+    child.expect_exact("In [1]: ")
+    notebook = nbformat.read(FOLDER / "05_see_the_ranks.ipynb", as_version=4)
+    for cell in notebook.cells:
+        if "skip-execution" in cell.metadata.get("tags", []):
+            cell.source = ""
+    nbformat.write(notebook, tmp_path / "it.ipynb")
+    child.sendline(
+        "import nbformat; _ = [get_ipython().run_cell(cell.source, store_history=True) for cell in "
+        "nbformat.read('it.ipynb', 4).cells if cell.cell_type == 'code']; print('all is' + ' run')"
+    )
+    child.expect_exact("all is run")
+    written = str(child.before).replace("\r\n", "\n")
+    child.sendline("exit()")
+    child.expect(pexpect.EOF)
+    assert "Traceback" not in written
+    assert re.search(r"^backend +gloo", written, re.MULTILINE)
+    for rank in range(4):
+        assert f"[{rank}] all ranks have trained" in written
+    assert "The others waited for rank 2: " in written
+    assert "model is equal on ranks 0-3" in written
+    assert "<div" not in written
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
