@@ -39,6 +39,7 @@ REGION = HEADER + STREAMS * STREAM + TEXTS * TEXT_BYTES // 8
 
 # Words of a header.
 STREAM_COUNT, REQUEST, SINCE, TEXT_COUNT, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
+IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 # Words of a stream's head.
 KEY, NAME, MEMBERS, COUNT = range(4)
 # Words of a slot.
@@ -135,6 +136,11 @@ class Region:
         self._words[self.start + STREAM_COUNT] = count + 1
         return at
 
+    def ask_nothing(self) -> None:
+        """Its rank has died, so it is in no debugger and waits for no input; the kernel says so."""
+        for word in (IN_DEBUGGER, ASKS):
+            self._words[self.start + word] = 0
+
     # --- reading ----------------------------------------------------------------------------------
 
     def text(self, number: int) -> str:
@@ -183,6 +189,21 @@ class Region:
     def transfer(self) -> tuple[int, int]:
         """Bytes written of a large result, and of how many; zeros where there is none."""
         return self._words[self.start + WRITTEN], self._words[self.start + TO_WRITE]
+
+    @property
+    def is_in_debugger(self) -> bool:
+        """Whether its debugger is open, also while it runs what it was told to."""
+        return self._words[self.start + IN_DEBUGGER] != 0
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether its main thread waits for somebody to type something."""
+        return self._words[self.start + ASKS] != 0
+
+    @property
+    def asks_at(self) -> str:
+        """The line of user code at which it waits for that."""
+        return self.place(self._words[self.start + ASKS_AT])
 
     @property
     def is_damaged(self) -> bool:

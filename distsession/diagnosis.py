@@ -242,6 +242,8 @@ class _Findings:
                 "are stopped (SIGSTOP): kill -CONT lets them go on",
             ),
             "debugged": (6, "is held by a debugger", "are held by a debugger"),
+            "debugging": (6, *_at("is in the debugger", "are in the debugger", report.place)),
+            "asking": (6, *_at("waits for input", "wait for input", report.place)),
             "silent": (
                 6,
                 "does not answer: it computes in C code that holds the interpreter's lock",
@@ -249,6 +251,11 @@ class _Findings:
             ),
         }
         return states.get(report.state, (6, f"is {report.state}", f"are {report.state}"))
+
+
+def _at(one: str, many: str, place: str) -> tuple[str, str]:
+    at = f" at {place}" if place else ""
+    return f"{one}{at}", f"{many}{at}"
 
 
 def _takes_part(report: RankReport, operation: Operation) -> bool:

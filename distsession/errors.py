@@ -189,6 +189,11 @@ class RunError(DistsessionError, RuntimeError):
         """The cause: what was given first; that of the lowest rank, if several failed alike."""
         return self._in_order()[0]
 
+    @property
+    def first_rank(self) -> int:
+        """The rank of the cause."""
+        return self._order[0]
+
     def _in_order(self) -> list[BaseException]:
         return [self.by_rank[rank] for rank in self._order]
 

@@ -23,6 +23,7 @@ __all__ = [
     "AgentFailed",
     "AgentReady",
     "AskGauges",
+    "AskInput",
     "AskLook",
     "AskStack",
     "AssignRequest",
@@ -30,12 +31,14 @@ __all__ = [
     "CellRequest",
     "ClearOutput",
     "ControllerInfo",
+    "DebugRequest",
     "Display",
     "EngineRegistered",
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
     "Gauges",
+    "InputReply",
     "LookReply",
     "MalformedMessage",
     "Operation",
@@ -59,6 +62,7 @@ __all__ = [
     "StopRanks",
     "SummaryRequest",
     "Text",
+    "TimelineRequest",
     "decode",
     "encode",
 ]
@@ -133,10 +137,16 @@ class Shared(_Message):
 
 @dataclass(frozen=True, slots=True)
 class CallRequest(_Message):
-    """Call a function. Payload: function, args, kwargs."""
+    """Call a function. Payload: function, args, kwargs.
+
+    Attributes:
+        source: Of a function of the notebook, the name that its code has for a file, and the lines
+            of its cell, which no rank has; for its debugger.
+    """
 
     id: int
     name: str
+    source: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +157,8 @@ class CellRequest(_Message):
         label: Stands for the file name in tracebacks, such as ``"In[3]"``.
         fetch: Send the value of the last expression back, not only what it displays as.
         expression: The source must be one expression.
+        profile: Ranks on which torch's profiler is to run around it.
+        debug: Ranks whose debugger stops at the first line.
     """
 
     id: int
@@ -154,6 +166,8 @@ class CellRequest(_Message):
     label: str
     fetch: bool = False
     expression: bool = False
+    profile: tuple[int, ...] = ()
+    debug: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +249,25 @@ class PartsRequest(_Message):
     paths: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DebugRequest(_Message):
+    """Open the debugger where the last cell or call failed; the value says why that cannot be."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRequest(_Message):
+    """Send the record of an earlier request, if there is one.
+
+    Attributes:
+        run: The number of that request, which ran a cell or a function.
+    """
+
+    id: int
+    run: int
+
+
 Request = (
     CallRequest
     | CellRequest
@@ -246,6 +279,8 @@ Request = (
     | FillRequest
     | SummaryRequest
     | PartsRequest
+    | DebugRequest
+    | TimelineRequest
 )
 
 
@@ -392,6 +427,22 @@ class ClearOutput(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class AskInput(_Message):
+    """A rank wants a line of input, and waits for the ``InputReply``; sent in order with its text.
+
+    Attributes:
+        number: Of the question, from 1.
+        secret: What is typed is not to be seen.
+    """
+
+    rank: int
+    request: int
+    number: int
+    prompt: str = ""
+    secret: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OutputEnd(_Message):
     """All output of a request has been sent."""
 
@@ -433,9 +484,10 @@ class RankReport(_Message):
     """What one rank does.
 
     Attributes:
-        state: ``"idle"``, ``"running"``, ``"dead"``, ``"stopped"`` (SIGSTOP), ``"debugged"`` (a
-            debugger holds it), or ``"silent"`` (its main thread holds the interpreter's lock, in C
-            code, so nothing more can be known).
+        state: ``"idle"``, ``"running"``, ``"dead"``, ``"debugging"`` (its Python debugger waits
+            for a command), ``"asking"`` (its code waits for input), ``"stopped"`` (SIGSTOP),
+            ``"debugged"`` (a debugger of processes holds it), or ``"silent"`` (its main thread
+            holds the interpreter's lock, in C code, so nothing more can be known).
         seconds: For how long it has been in that state.
         request: Number of the request that runs; 0 if none.
         place: The line of user code that runs, such as ``"In[3] line 7"``.
@@ -499,6 +551,21 @@ class AskLook(_Message):
     number: int
     code: str
     inspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputReply(_Message):
+    """What was typed.
+
+    Attributes:
+        number: Of the question.
+        text: Without the line's end; None at the end of the input.
+        why: Why nobody could be asked; empty if somebody was.
+    """
+
+    number: int
+    text: str | None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,9 +101,12 @@ class Recovery:
         region = launcher.board.regions[rank]
         operations, sequences = region.operations(), region.sequences()
         if launcher.channel.is_busy(rank):
-            state = {"T": "stopped", "t": "debugged"}.get(_process_state(pid), "running")
+            state, place = "running", ""
+            if region.is_asking:
+                state, place = "debugging" if region.is_in_debugger else "asking", region.asks_at
+            state = {"T": "stopped", "t": "debugged"}.get(_process_state(pid), state)
             return RankReport(
-                rank, state, region.seconds, region.request, "", "", operations, sequences
+                rank, state, region.seconds, region.request, place, "", operations, sequences
             )
         outcome = ""
         for pending in pendings:
@@ -116,8 +119,8 @@ class Recovery:
 
     # --- stop -------------------------------------------------------------------------------------
 
-    def stop(self, pending: Pending) -> None:
-        """Interrupt a run; ``pending.stopped`` then says where its ranks were."""
+    def stop(self, pending: Pending, why: str = "") -> None:
+        """Interrupt a run; ``pending.stopped`` then says why, or where its ranks were."""
         launcher = self.launcher
         with self.lock:
             missing = pending.missing
@@ -145,8 +148,8 @@ class Recovery:
             )
             where = f"{where[:1].upper()}{where[1:]}"
             run = f"the run on {ranks_text(pending.ranks)}"
-            pending.stopped = f"{run} was stopped. {where}".rstrip()
-            text = f"stopped. {where}".rstrip()
+            pending.stopped = why or f"{run} was stopped. {where}".rstrip()
+            text = why or f"stopped. {where}".rstrip()
             launcher.abort("stop", text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
 
@@ -236,6 +239,13 @@ class Watch:
         recovery = self._recovery
         launcher = recovery.launcher
         if launcher.board is None or self.verdict is not None or self._pending.stopped:
+            return
+        if where := self._pending.debugger_quit:
+            if self._pending.missing:
+                recovery.stop(self._pending, f"stopped {where}.")
+            return
+        if any(region.is_asking for region in launcher.board.regions):
+            self._progress_at = time.monotonic()  # everybody waits for a person, who takes time
             return
         if launcher.is_broken and recovery.verdict is not None:
             self._adopt(recovery.verdict, recovery.reports(ask=False))

@@ -143,6 +143,7 @@ def table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 _DIAGNOSIS_HEAD = ("rank", "state", "since")
+_ASKING = {"debugging": "in the debugger", "asking": "waiting for input"}
 _HALTED = {"stopped": "stopped", "debugged": "held by a debugger", "silent": "not answering"}
 
 
@@ -182,6 +183,9 @@ def state_and_since(report: RankReport) -> tuple[str, str]:
         if operation is not None and operation.is_waiting:
             return f"in {_operation_text(operation)}", _seconds(operation.seconds)
         return f"running {report.place}".rstrip(), _seconds(report.seconds)
+    if report.state in _ASKING:
+        at = f" at {report.place}" if report.place else ""
+        return f"{_ASKING[report.state]}{at}", _seconds(report.seconds)
     state = _HALTED.get(report.state, report.state)
     outcome = report.outcome.strip().partition("\n")[0]
     return f"{state} ({outcome})" if outcome else state, _seconds(report.seconds)

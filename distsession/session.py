@@ -19,11 +19,14 @@ from distsession.diagnosis import diagnose
 from distsession.diff import Comparison
 from distsession.errors import OptionsError, SessionStateError
 from distsession.history import History
+from distsession.messages import DebugRequest
 from distsession.options import SessionOptions, option_sources, resolve_options
 from distsession.overview import Observer
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
 from distsession.results import RankResults
+from distsession.timeline import Timeline
+from distsession.tracing import LastRun, bring
 from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent
 from distsession.waiting import Waiting
@@ -107,6 +110,9 @@ class Session:
         self._lifecycle = threading.RLock()
         prepare()
         self.history = History()
+        self.failed: int | None = None
+        """The rank at which the last run that failed did so first."""
+        self.last_run: LastRun | None = None
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
         with self._waiting("starting the ranks"):
@@ -136,9 +142,13 @@ class Session:
         fetch: bool = False,
         timeout: float | None = None,
         label: str | None = None,
+        profile: Sequence[int] = (),
+        debug: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         """Run code in the namespace of all ranks; see :meth:`RankView.execute`."""
-        return self._everyone.execute(code, fetch=fetch, timeout=timeout, label=label)
+        return self._everyone.execute(
+            code, fetch=fetch, timeout=timeout, label=label, profile=profile, debug=debug
+        )
 
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of an expression on all ranks; see :meth:`RankView.evaluate`."""
@@ -165,6 +175,30 @@ class Session:
     def gather(self, name: str, dim: int = 0) -> Any:
         """Join what all ranks hold under a name; see :meth:`RankView.gather`."""
         return self._everyone.gather(name, dim)
+
+    def debug(self, rank: int | None = None) -> None:
+        """Open the debugger where the last cell or call failed on a rank.
+
+        The rank keeps the error, and with it the variables of the frames that it went through,
+        until the next cell or call begins there.
+
+        Args:
+            rank: Which. Default: the one whose error was shown first.
+
+        Raises:
+            SessionStateError: Nothing has failed there.
+        """
+        self.check_open()
+        if self.channel.runs_in_caller:
+            raise SessionStateError(
+                "an inline session keeps no errors: write breakpoint() before the line that fails."
+            )
+        chosen = self.failed if rank is None else rank
+        if chosen is None:
+            raise SessionStateError("nothing has failed, so there is nothing to debug.")
+        problem = self[chosen].ask(DebugRequest, [])[chosen]
+        if problem:
+            raise SessionStateError(f"rank {chosen} {problem}.")
 
     def interrupt(self) -> bool:
         """Raise KeyboardInterrupt in whatever runs on the ranks, from any thread.
@@ -305,6 +339,22 @@ class Session:
             render.diagnosis_html(reports, sentence, stacks=stacks),
         )
 
+    def timeline(self, *, waits: bool = True) -> Timeline:
+        """What the ranks did in the last cell, and who waited for whom.
+
+        The last cell is the last call of :meth:`execute`, :meth:`run` or :meth:`submit`, on all
+        ranks or on some. Expressions and transfers do not count. A notebook shows a picture;
+        ``.save("trace.json")`` writes it for Perfetto.
+
+        Args:
+            waits: Wait for ranks that are busy; otherwise they are left out.
+
+        Raises:
+            SessionStateError: No cell has run, or its ranks have been replaced since.
+        """
+        self.check_open()
+        return bring(self._everyone, self.last_run, waits=waits)
+
     def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
         """The file that has everything that a rank has written.
 
@@ -336,6 +386,11 @@ class Session:
             )
         running = self.channel.pending()
         state = "running" if running else "idle"
+        board = self._launcher.board
+        for region in board.regions if board is not None else ():
+            if region.is_asking:
+                what = "is in the debugger" if region.is_in_debugger else "waits for input"
+                state += f", rank {region.rank} {what} at {region.asks_at or 'an unknown place'}"
         trouble = self._launcher.trouble()
         return f"{self.name}: {state} ({facts}){f'. {trouble}' if trouble else ''}"
 
@@ -381,6 +436,7 @@ class Session:
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
+                self.failed = None
                 if chosen is None or len(chosen) == self.world_size:
                     self.history.clear()
                 return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import linecache
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,11 @@ from distsession.errors import (
 )
 from distsession.messages import CallRequest, CellRequest, PullRequest, RankReport, Request
 from distsession.outcome import collect, hang_error, mended_text, run_error
+from distsession.questions import NO_PLACE, Questions
+from distsession.ranks import ranks_text
 from distsession.recovery import BACK, Recovery, Watch
 from distsession.results import RankResults
+from distsession.tracing import LastRun
 from distsession.transfer import Progress
 
 if TYPE_CHECKING:
@@ -60,6 +64,9 @@ class Output(Protocol):
     def close(self) -> None:
         """The run is over."""
 
+    # An output may have a method ``ask(prompt: str, secret: bool) -> str``, too. What ranks ask is
+    # put to somebody by it, in the main thread; it raises EOFError at the end of the input.
+
 
 class Silent:
     """Drops all output."""
@@ -89,6 +96,11 @@ class RankView:
     def __init__(self, session: Session, ranks: Sequence[int]):
         self._session = session
         self._ranks = tuple(ranks)
+
+    @property
+    def session(self) -> Session:
+        """The session that they are ranks of."""
+        return self._session
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -160,6 +172,8 @@ class RankView:
         fetch: bool = False,
         timeout: float | None = None,
         label: str | None = None,
+        profile: Sequence[int] = (),
+        debug: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         """Run code in the namespace of every rank of the view, as a cell.
 
@@ -171,6 +185,9 @@ class RankView:
             fetch: Return the values of the last expression too.
             timeout: Seconds after which the code is interrupted. Default: none.
             label: Stands for the file name in tracebacks. Default: ``In[number of the request]``.
+            profile: Ranks of the view on which torch's profiler runs around it; ``timeline()`` of
+                the session has what it finds.
+            debug: Ranks whose debugger opens at the first line.
 
         Returns:
             With ``fetch``, each rank's value; otherwise None.
@@ -180,7 +197,9 @@ class RankView:
             RunTimeoutError: It took longer than ``timeout``.
             RunInterrupt: Ctrl-C or Jupyter's Stop.
         """
-        return self._execute(code, fetch=fetch, timeout=timeout, label=label)
+        return self._execute(
+            code, fetch=fetch, timeout=timeout, label=label, profile=profile, debug=debug
+        )
 
     def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
         """The value of one expression on every rank of the view.
@@ -374,7 +393,10 @@ class RankView:
             )
         name = getattr(function, "__qualname__", type(function).__name__)
         payload = serialize.dump_call(function, args, kwargs)
-        return self._submit(lambda number: CallRequest(number, name), payload, progress)
+        source = _source(function)
+        pending = self._submit(lambda number: CallRequest(number, name, source), payload, progress)
+        self._session.last_run = LastRun(pending.request, self._ranks)
+        return pending
 
     def _execute(
         self,
@@ -385,6 +407,8 @@ class RankView:
         label: str | None = None,
         expression: bool = False,
         record: bool = True,
+        profile: Sequence[int] = (),
+        debug: Sequence[int] = (),
     ) -> RankResults[Any] | None:
         began = time.perf_counter()
         self._session.check_open()
@@ -393,18 +417,41 @@ class RankView:
                 f"timeout={timeout:g} is not possible in an inline session, which runs code in "
                 "the calling thread: leave it out, or use launcher='local'."
             )
+        self._check_debug(debug)
+
+        elsewhere = [rank for rank in profile if rank not in self._ranks]
+        if elsewhere:
+            raise OptionsError(
+                f"profile={list(profile)}: the code does not run on "
+                f"{render.rank_label(elsewhere).strip('[]')}."
+            )
 
         def make(number: int) -> Request:
-            return CellRequest(number, code, label or f"In[{number}]", fetch, expression)
+            name = label or f"In[{number}]"
+            return CellRequest(number, code, name, fetch, expression, tuple(profile), tuple(debug))
 
         pending = self._submit(make, [])
         pending.is_sole = threading.current_thread() is threading.main_thread()
+        if record and not expression:
+            self._session.last_run = LastRun(pending.request, self._ranks)
         name = f"%distributed {code.strip()}" if expression else label or f"In[{pending.request}]"
         entry = self._session.history.cell(self._ranks, code, name) if record else None
         results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
         if entry is not None:
             self._session.history.keep(entry)
         return results if fetch else None
+
+    def _check_debug(self, ranks: Sequence[int]) -> None:
+        if ranks and self._session.channel.runs_in_caller:
+            raise OptionsError(
+                "an inline session runs code in the calling thread: write breakpoint() there, "
+                "or use launcher='local'."
+            )
+        if wrong := [rank for rank in ranks if rank not in self._ranks]:
+            raise OptionsError(
+                f"{ranks_text(wrong)} cannot be debugged: the code runs on "
+                f"{ranks_text(self._ranks)}."
+            )
 
     def _submit(
         self,
@@ -433,9 +480,10 @@ class RankView:
         """Wait for a request, handing on its output; make results or an error of its answers."""
         recovery = self._session.recovery
         watch = Watch(recovery, pending, output.notify)
+        questions = self._questions(pending, output)
         is_late = False
         try:
-            is_late = self._wait(pending, output, timeout, watch, progress, steady)
+            is_late = self._wait(pending, output, timeout, watch, questions, progress, steady)
             results, failed = collect(pending, time.perf_counter() - began)
             shown = {
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
@@ -450,12 +498,16 @@ class RankView:
         if pending.stopped:
             end = mended_text(problem) if pending.was_begun else ""
             raise RunInterrupt(f"{pending.stopped}{end}")
+        if pending.debugger_quit:
+            raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
         verdict = watch.verdict
         if verdict is not None and not verdict.failed and failed.keys() & watch.waited.keys():
             raise hang_error(verdict, problem)
         if failed:
             freed = watch.waited if verdict is not None else {}
-            raise run_error(failed, results, self._session.infos, freed, problem)
+            error = run_error(failed, results, self._session.infos, freed, problem)
+            self._session.failed = error.first_rank
+            raise error
         if is_late:
             raise RunInterrupt("this was stopped when it was done already: the variables are set.")
         return results
@@ -466,6 +518,7 @@ class RankView:
         output: Output,
         timeout: float | None,
         watch: Watch,
+        questions: Questions,
         progress: Progress | None,
         steady: bool,
     ) -> bool:
@@ -480,13 +533,14 @@ class RankView:
             return {rank: found[rank] for rank in pending.ranks}
 
         def look() -> None:
+            questions.look()
             watch.look()
             output.tick(reports)
             if progress is not None:
                 self._show_transfer(pending, progress)
 
         try:
-            pending.wait(output.write, timeout, look)
+            pending.wait(output.write, timeout, look, questions.put)
         except KeyboardInterrupt:
             if steady:
                 with suppress(RunTimeoutError):
@@ -497,6 +551,12 @@ class RankView:
             text = self._stop(pending, output)
             raise RunTimeoutError(f"{error} {text[:1].upper()}{text[1:]}") from None
         return False
+
+    def _questions(self, pending: Pending, output: Output) -> Questions:
+        board = self._session.recovery.launcher.board
+        if threading.current_thread() is not threading.main_thread():
+            return Questions(pending, board, None)
+        return Questions(pending, board, getattr(output, "ask", None), NO_PLACE)
 
     def _show_transfer(self, pending: Pending, progress: Progress) -> None:
         board = self._session.recovery.launcher.board
@@ -531,3 +591,11 @@ class RankView:
             return str(error)
         except EngineDiedError as error:
             return str(error).splitlines()[0]
+
+
+def _source(function: Callable[..., Any]) -> tuple[str, str]:
+    """Where a function of the notebook comes from, and the lines of that cell."""
+    name = getattr(getattr(function, "__code__", None), "co_filename", "")
+    if "ipykernel_" not in name and not name.startswith("<ipython-input-"):
+        return "", ""
+    return name, "".join(linecache.getlines(name))

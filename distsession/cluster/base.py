@@ -18,9 +18,12 @@ from typing import Any
 from distsession.board import Board
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.messages import (
+    AskInput,
     ClearOutput,
     Display,
+    ErrorInfo,
     Gauges,
+    InputReply,
     LookReply,
     OutputEnd,
     Reply,
@@ -33,6 +36,7 @@ from distsession.segment import Progress, Segment
 from distsession.serialize import Frames
 
 __all__ = [
+    "NOBODY",
     "Budget",
     "Channel",
     "Launcher",
@@ -65,6 +69,8 @@ def python_command(module: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+NOBODY = "nobody waits for this run in the main thread, so there is nobody to ask."
+_QUITS = ("DebuggerQuit", "BdbQuit")
 _DONE = object()
 
 
@@ -120,13 +126,19 @@ class Pending:
         """Whether its ranks had begun with it when it was stopped."""
         self.is_sole = False
         """Its caller blocks the kernel's main thread: nothing else will be asked of the ranks."""
+        self.paused = 0.0
+        """Seconds for which somebody was asked something; no time limit counts them."""
+        self.answer: Callable[[int, InputReply], None] = lambda rank, reply: None
+        """Sends a rank what was typed."""
 
     # --- the channel's thread ---------------------------------------------------------------------
 
-    def put_output(self, message: OutputMessage | OutputEnd) -> None:
+    def put_output(self, message: OutputMessage | OutputEnd | AskInput) -> None:
         if isinstance(message, OutputEnd):
             self._ended.add(message.rank)
             self._check()
+        elif isinstance(message, AskInput):
+            self._events.put(message)
         else:
             self._budget.add(_weight(message))
             self._events.put(message)
@@ -156,11 +168,21 @@ class Pending:
         """Ranks that have neither answered nor died."""
         return tuple(r for r in self.ranks if r not in self.replies and r not in self.deaths)
 
+    @property
+    def debugger_quit(self) -> str:
+        """In whose debugger the run was ended, if it was, and where."""
+        for rank, (reply, _) in sorted(self.replies.items()):
+            if reply.error is not None and reply.error.ename in _QUITS:
+                place = _cell_line(reply.error)
+                return f"in the debugger of rank {rank}{f' at {place}' if place else ''}"
+        return ""
+
     def wait(
         self,
         on_output: Callable[[OutputMessage], None],
         timeout: float | None = None,
         look: Callable[[], None] | None = None,
+        on_ask: Callable[[AskInput], None] | None = None,
     ) -> None:
         """Hand on output until every rank has answered or died.
 
@@ -168,12 +190,13 @@ class Pending:
             on_output: Gets each piece of output.
             timeout: In seconds.
             look: Called every ``LOOK`` seconds meanwhile.
+            on_ask: Gets what ranks ask; without it, they are told that nobody answers.
 
         Raises:
             RunTimeoutError: That took longer than ``timeout`` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         began = time.monotonic()
+        paused = self.paused
         next_look = None if look is None else began + LOOK
         while True:
             now = time.monotonic()
@@ -181,6 +204,9 @@ class Pending:
                 look()
                 is_early = now - began < LONG
                 next_look = time.monotonic() + (LOOK if is_early else LATER_LOOK)
+            deadline = None
+            if timeout is not None:
+                deadline = began + timeout + self.paused - paused
             if deadline is not None and now >= deadline and self._events.empty():
                 raise RunTimeoutError(
                     f"{ranks_text(self.missing)} did not finish within {timeout:g} s."
@@ -192,8 +218,23 @@ class Pending:
                 continue
             if event is _DONE:
                 return
+            if isinstance(event, AskInput):
+                (on_ask or self.refuse)(event)
+                continue
             self._budget.add(-_weight(event))
             on_output(event)
+
+    def refuse(self, question: AskInput, why: str = NOBODY) -> None:
+        """Tell a rank that nobody answers."""
+        self.answer(question.rank, InputReply(question.number, None, why))
+
+
+def _cell_line(error: ErrorInfo) -> str:
+    """The innermost line of a cell."""
+    for frame in reversed(error.frames):
+        if frame.filename.startswith("In["):
+            return f"{frame.filename} line {frame.lineno}"
+    return ""
 
 
 class Channel(ABC):

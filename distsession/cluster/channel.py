@@ -22,10 +22,12 @@ from typing import Any
 import zmq
 
 from distsession import segment
-from distsession.cluster.base import Budget, Channel, Payload, Pending
+from distsession.cluster.base import NOBODY, Budget, Channel, Payload, Pending
 from distsession.errors import EngineDiedError, SessionStateError
 from distsession.messages import (
+    AskInput,
     AskStack,
+    InputReply,
     LookReply,
     MalformedMessage,
     OutputEnd,
@@ -166,6 +168,7 @@ class SocketChannel(Channel):
                         raise copy.copy(self._dead[rank])  # it may be given notes
                 request = make(next(self._numbers))
                 pending = Pending(request.id, ranks, self.budget)
+                pending.answer = self.send_control
                 self._pending[request.id] = pending
                 encoded: dict[int, list[Any]] = {}
                 for rank in ranks:
@@ -342,6 +345,8 @@ class SocketChannel(Channel):
             pending = self._pending.get(message.request)
             if pending is not None:
                 pending.put_output(message)
+            elif isinstance(message, AskInput):
+                self.send_control(message.rank, InputReply(message.number, None, NOBODY))
             elif not isinstance(message, OutputEnd):
                 self._background.put_output(message)
         else:

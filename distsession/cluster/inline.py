@@ -10,12 +10,13 @@ captured: it is the kernel's own. Of the session's options, ``start_timeout``, `
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,7 @@ from distsession.messages import (
     Request,
     ShardsRequest,
     SummaryRequest,
+    TimelineRequest,
 )
 from distsession.options import SessionOptions
 from distsession.ranks import RankInfo
@@ -57,11 +59,13 @@ class InlineChannel(Channel):
     runs_in_caller = True
 
     def __init__(self, namespace: dict[str, Any]):
+        from distsession.engine.trace import Trace
         from distsession.engine.transfer import Transfers
 
         self._numbers = itertools.count(1)
         self.namespace = namespace
         self._transfers = Transfers(namespace, 0)
+        self._trace = Trace(0, None)
 
     def submit(
         self,
@@ -78,13 +82,19 @@ class InlineChannel(Channel):
         began = time.perf_counter()
         info = shown = None
         answer: Frames = []
+        self._trace.begin(request)
         try:
-            value, shown = self._perform(request, _frames(payload))
+            with _breakpoints_open_pdb():
+                value, shown = self._perform(request, _frames(payload))
+            self._trace.end(request)
             if value is not NOTHING:
+                packed = time.monotonic_ns()
                 answer = _copies(serialize.dump_value(value, what="the result of rank 0"))
+                self._trace.moved(request, segment.nbytes(answer), packed)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            self._trace.end(request, error)
             info, answer = failure.describe(error), failure.pickled(error)
         duration = time.perf_counter() - began
         pending.put_reply(Reply(request.id, 0, duration, info, shown), answer)
@@ -97,13 +107,14 @@ class InlineChannel(Channel):
         match request:
             case CellRequest():
                 front = PlainFront()
-                value, show = run_cell(
-                    request.source,
-                    request.label,
-                    self.namespace,
-                    front,
-                    expression=request.expression,
-                )
+                with self._trace.around(request):
+                    value, show = run_cell(
+                        request.source,
+                        request.label,
+                        self.namespace,
+                        front,
+                        expression=request.expression,
+                    )
                 shown = front.render(value) if show and not request.expression else None
                 return (value if request.fetch else NOTHING), shown
             case CallRequest():
@@ -117,27 +128,50 @@ class InlineChannel(Channel):
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
-                self._transfers.put_aside(_copies(payload))
+                self._put_aside(request, payload)
             case AssignRequest():
                 self._transfers.assign(request.keep)
             case ShardsRequest():
                 value = self._transfers.shards(request.name)
             case FillRequest():
                 (whole,) = payload
-                self._transfers.fill(request.name, request.shape, request.at.get(0), whole)
+                began, at = time.monotonic_ns(), request.at.get(0)
+                size = self._transfers.fill(request.name, request.shape, at, whole)
+                self._trace.moved(request, size, began)
             case SummaryRequest():
                 from distsession.engine.summary import Summary
 
                 label, front = f"In[{request.id}]", PlainFront()
                 found = run_cell(request.expression, label, self.namespace, front, expression=True)
                 value = Summary(found[0]).leaves  # of one rank nothing else is asked
+            case TimelineRequest():
+                value = self._trace.of(request.run)
         return value, None
+
+    def _put_aside(self, request: PushRequest, payload: Frames) -> None:
+        began = time.monotonic_ns()
+        self._transfers.put_aside(_copies(payload))
+        self._trace.moved(request, segment.nbytes(payload), began)
 
     def pending(self) -> list[Pending]:
         return []
 
     def forget(self, pending: Pending) -> None:
         pass
+
+
+@contextlib.contextmanager
+def _breakpoints_open_pdb() -> Iterator[None]:
+    """The hook of debugpy, which ipykernel imports, does nothing without a visual debugger."""
+    debugpy = sys.modules.get("debugpy")
+    if debugpy is None or debugpy.is_client_connected():
+        yield
+        return
+    before, sys.breakpointhook = sys.breakpointhook, sys.__breakpointhook__
+    try:
+        yield
+    finally:
+        sys.breakpointhook = before
 
 
 def _frames(payload: Payload) -> Frames:

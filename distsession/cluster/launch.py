@@ -381,6 +381,8 @@ class LocalLauncher(Launcher):
         return dict(self._monitor.dead)
 
     def _on_death(self, error: EngineDiedError) -> None:
+        if self.board is not None:
+            self.board.regions[error.rank].ask_nothing()
         self.channel.bury(error)
 
     # --- close ------------------------------------------------------------------------------------

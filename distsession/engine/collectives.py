@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "describe", "size"]
 
 _OPS = {
     hash(getattr(dist.ReduceOp, name)): name.lower()
@@ -228,3 +228,45 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 def _sizes(send: Sequence[int], receive: Sequence[int]) -> str:
     return f"send {','.join(map(str, send))} receive {','.join(map(str, receive))}"
+
+
+# --- texts and sizes ------------------------------------------------------------------------------
+
+
+def describe(key: tuple[Any, ...]) -> str:
+    """``all_reduce float32 [4, 2], sum`` from what was called."""
+    name, *parts = key
+    detail = ", ".join(part for part in map(_part, parts) if part)
+    return f"{name} {detail}".replace(", [", " [").strip()
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, torch.dtype):
+        return str(part).removeprefix("torch.")
+    if isinstance(part, torch.Size):
+        return str(list(part))
+    if isinstance(part, (str, int)):
+        return str(part)
+    if part is None:
+        return ""
+    if isinstance(part, tuple):
+        return ", ".join(map(_part, part))
+    return str(part)
+
+
+def size(key: tuple[Any, ...]) -> int:
+    """Bytes that the caller itself puts in, or in which it receives."""
+    total = itemsize = count = 0
+    for part in key[1:]:
+        if isinstance(
+            part, torch.dtype
+        ):  # each tensor is a dtype, and a shape or what stands for it
+            total += itemsize * count
+            itemsize, count = part.itemsize, 1
+        elif isinstance(part, torch.Size):
+            count *= part.numel()
+        elif isinstance(part, str) and part.startswith("send "):
+            count *= sum(int(n) for n in part.split()[1].split(",") if n.isdigit())
+        elif isinstance(part, str) and part.endswith(" elements"):
+            count *= int(part.split()[0])
+    return total + itemsize * count

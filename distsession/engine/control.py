@@ -41,7 +41,7 @@ class Interruptor:
         self._running = 0
         self._wanted = 0
         self._main = threading.main_thread()
-        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
 
     @contextmanager
     def user_code(self, request: int) -> Iterator[None]:
@@ -61,7 +61,8 @@ class Interruptor:
         if self._wanted and self._running == self._wanted and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """The handler of SIGINT."""
         if self._running and self._running == self._wanted:
             self._wanted = 0
             raise KeyboardInterrupt

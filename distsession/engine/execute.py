@@ -11,6 +11,7 @@ import __future__
 
 import ast
 import asyncio
+import contextlib
 import dis
 import functools
 import inspect
@@ -20,13 +21,16 @@ import operator
 import signal
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-__all__ = ["NOTHING", "Front", "PlainFront", "rebound", "run_call", "run_cell"]
+__all__ = ["NOTHING", "Front", "PlainFront", "rebound", "remember", "run_call", "run_cell"]
 
 NOTHING: Any = type("Nothing", (), {"__repr__": lambda self: "NOTHING"})()
 """Stands for the value of a cell that ends in a statement."""
+
+_NOTHING_AROUND: AbstractContextManager[None] = contextlib.nullcontext()
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 
@@ -91,7 +95,13 @@ _runner: asyncio.Runner | None = None
 
 
 def run_cell(
-    source: str, label: str, namespace: dict[str, Any], front: Front, *, expression: bool = False
+    source: str,
+    label: str,
+    namespace: dict[str, Any],
+    front: Front,
+    *,
+    expression: bool = False,
+    around: AbstractContextManager[None] = _NOTHING_AROUND,
 ) -> tuple[Any, bool]:
     """Run a cell.
 
@@ -101,13 +111,15 @@ def run_cell(
         namespace: Globals of the code.
         front: Magics and rich display.
         expression: The source must be a single expression.
+        around: Entered while the user's own code runs; for a cell twice, if it ends in an
+            expression.
 
     Returns:
         The value of the last expression (``NOTHING`` if the cell ends in a statement), and
         whether it is to be shown.
     """
     text = front.transform(source)
-    _remember(label, text)
+    remember(label, text)
     if expression:
         text = text.strip()
         final: CodeType | None = _compile(text, label, "eval")
@@ -122,14 +134,18 @@ def run_cell(
     front.before(source)
     try:
         if first is not None:
-            _evaluate(first, namespace)
-        value = NOTHING if final is None else _evaluate(final, namespace)
+            with around:
+                _evaluate(first, namespace)
+        value = NOTHING
+        if final is not None:
+            with around:
+                value = _evaluate(final, namespace)
     finally:
         front.after()
     return value, value is not NOTHING and value is not None and not _is_quiet(source)
 
 
-def _remember(label: str, source: str) -> None:
+def remember(label: str, source: str) -> None:
     """Let tracebacks and ``inspect`` find the lines of a cell."""
     lines = source.splitlines(keepends=True)
     linecache.cache[label] = (len(source), None, lines, label)
@@ -181,6 +197,7 @@ def run_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     namespace: dict[str, Any],
+    around: AbstractContextManager[None] = _NOTHING_AROUND,
 ) -> Any:
     """Call a function that came from the kernel.
 
@@ -196,9 +213,10 @@ def run_call(
                 target[name] = borrowed[name] = namespace[name]
     before = dict(borrowed)
     try:
-        value = function(*args, **kwargs)
-        if inspect.iscoroutine(value):
-            value = _run_async(value)
+        with around:
+            value = function(*args, **kwargs)
+            if inspect.iscoroutine(value):
+                value = _run_async(value)
         return value
     finally:
         for target, _ in used:

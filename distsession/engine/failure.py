@@ -23,6 +23,7 @@ __all__ = [
     "describe",
     "forget_frames",
     "innermost",
+    "is_own",
     "is_user_code",
     "pickled",
     "short_name",
@@ -97,7 +98,7 @@ def _safely(make: Callable[[], T], fallback: T) -> T:
 def _frames(error: BaseException) -> Iterator[FrameInfo]:
     frames = [(frame, lineno) for frame, lineno in traceback.walk_tb(error.__traceback__)]
     # Everything up to the last frame of this folder at the beginning is how we called the user.
-    while frames and _is_own(frames[0][0]):
+    while frames and is_own(frames[0][0]):
         frames.pop(0)
     if isinstance(error, CollectiveError):  # raised by us within torch: neither explains anything
         while frames and frames[-1][0].f_code.co_filename.startswith((_TORCH, _OWN)):
@@ -115,9 +116,9 @@ def _frames(error: BaseException) -> Iterator[FrameInfo]:
 def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
     """The frames of a running thread, outermost first, without those by which we called it."""
     frames = [(f, lineno) for f, lineno in traceback.walk_stack(frame)][::-1]
-    while frames and not _is_own(frames[0][0]):
+    while frames and not is_own(frames[0][0]):
         frames.pop(0)  # Python's own start of the process
-    while frames and _is_own(frames[0][0]):
+    while frames and is_own(frames[0][0]):
         frames.pop(0)
     return tuple(
         FrameInfo(
@@ -150,7 +151,8 @@ def short_name(filename: str) -> str:
     return filename if filename.startswith("In[") else os.path.basename(filename)
 
 
-def _is_own(frame: FrameType) -> bool:
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame belongs to how a rank runs code."""
     return os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == _OWN
 
 

@@ -253,7 +253,7 @@ class SwappableGroup(Collectives):
             if sizes is not None:
                 stream.compare_sizes(at, *sizes)
         except BaseException:
-            stream.end(at)
+            stream.fail(at)
             raise
         try:
             recorder.block(at)

@@ -29,10 +29,12 @@ from distsession import segment, serialize
 from distsession.board import Board
 from distsession.engine import failure, join, rescue, tensors
 from distsession.engine.agent import log_path
+from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
+from distsession.engine.debug import Debugger
 from distsession.engine.entry import ShellFront, make_shell, register
-from distsession.engine.execute import NOTHING, run_call, run_cell
+from distsession.engine.execute import NOTHING, remember, run_call, run_cell
 from distsession.engine.group import Groups
 from distsession.engine.look import Looker
 from distsession.engine.process import (
@@ -42,6 +44,7 @@ from distsession.engine.process import (
 )
 from distsession.engine.recorder import Recorder
 from distsession.engine.summary import Summary
+from distsession.engine.trace import Trace
 from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError, SessionStateError
 from distsession.messages import (
@@ -52,8 +55,10 @@ from distsession.messages import (
     CallRequest,
     CellRequest,
     ControllerInfo,
+    DebugRequest,
     EngineRegistered,
     FillRequest,
+    InputReply,
     MalformedMessage,
     PartsRequest,
     PullRequest,
@@ -68,6 +73,7 @@ from distsession.messages import (
     StackReply,
     StartRanks,
     SummaryRequest,
+    TimelineRequest,
     decode,
     encode,
 )
@@ -115,6 +121,7 @@ class Rank:
             self._groups = Groups(self._recorder, detail=start.check == "detail")
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
+        self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._refused: set[int] = set()
         context = zmq.Context()
@@ -145,6 +152,10 @@ class Rank:
         self._looker = Looker(self._namespace, rank, self._send)
         self._front: ShellFront | None = None
         self._summary: Summary | None = None
+        self._asker = Asker(rank, self._capture, self._recorder)
+        self._debugger = Debugger(
+            self._asker, self._recorder, self._capture.streams[0], self._namespace
+        )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
 
@@ -193,6 +204,8 @@ class Rank:
             world_size=place.world_size,
             device=place.device,
         )
+        self._asker.install()
+        self._debugger.install(self._interruptor.on_signal)
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -258,17 +271,24 @@ class Rank:
         self._front.request(request.id)
         self._recorder.request(request.id)
         self._recorder.forget_stop()
+        self._asker.request = request.id
+        self._debugger.begin(
+            steps=isinstance(request, CellRequest) and self._rank in request.debug,
+            forgets=_is_run(request) and not getattr(request, "expression", False),
+        )
         began = time.perf_counter()
         answer: serialize.Frames | Shared | None = None
         shown = error = None
+        self._trace.begin(request)
         try:
             with self._interruptor.user_code(request.id):
                 value, shown = self._perform(request, payload)
                 del payload
+                self._trace.end(request)
                 duration = time.perf_counter() - began
                 # None, which most functions return, needs no frames.
                 if value is not NOTHING and value is not None:
-                    answer = self._pack(value)
+                    answer = self._pack(request, value)
         except _Stop:
             raise
         except BaseException as raised:
@@ -276,13 +296,17 @@ class Rank:
             duration = time.perf_counter() - began
             if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
                 error = self._recorder.explain(raised)
+            self._trace.end(request, error)
+        self._debugger.end()
+        self._asker.request = 0
         self._front.request(0)
         self._recorder.request(0)
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
-            failure.forget_frames(error)
+            if not (_is_run(request) and self._debugger.keep(error)):
+                failure.forget_frames(error)
         has_output = self._capture.end(request.id)
         self._send(Reply(request.id, self._rank, duration, info, shown, has_output), answer)
 
@@ -292,6 +316,8 @@ class Rank:
         value: Any = NOTHING
         match request:
             case CallRequest():
+                if request.source[1]:
+                    remember(*request.source)
                 value = self._call(self._frames(payload))
             case CellRequest():
                 value, shown = self._cell(request)
@@ -300,7 +326,7 @@ class Rank:
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
-                self._transfers.put_aside(self._frames(payload))
+                self._put_aside(request, payload)
             case AssignRequest():
                 self._transfers.assign(request.keep)
             case ShardsRequest():
@@ -311,12 +337,23 @@ class Rank:
                 value = self._summarise(request)
             case PartsRequest():
                 value = self._parts(request)
+            case DebugRequest():
+                value = self._debugger.post_mortem()
+            case TimelineRequest():
+                value = self._trace.of(request.run)
         return value, shown
 
+    def _put_aside(self, request: PushRequest, payload: Any) -> None:
+        began, frames = time.monotonic_ns(), self._frames(payload)
+        self._transfers.put_aside(frames)
+        self._trace.moved(request, segment.nbytes(frames), began)
+
     def _fill(self, request: FillRequest, payload: Any) -> None:
+        began = time.monotonic_ns()
         with self._link.receive(payload) as descriptor:
             (whole,) = segment.map_shared(descriptor, payload.sizes)
-        self._transfers.fill(request.name, request.shape, request.at.get(self._rank), whole)
+        size = self._transfers.fill(request.name, request.shape, request.at.get(self._rank), whole)
+        self._trace.moved(request, size, began)
 
     # --- payloads ---------------------------------------------------------------------------------
 
@@ -327,9 +364,11 @@ class Rank:
         with self._link.receive(payload) as descriptor:
             return segment.map_private(descriptor, payload.sizes)
 
-    def _pack(self, value: Any) -> serialize.Frames | Shared:
+    def _pack(self, request: Request, value: Any) -> serialize.Frames | Shared:
         """A value as frames, or in shared memory if it is large."""
+        began = time.monotonic_ns()
         frames = serialize.dump_value(value, what=f"the result of rank {self._rank}")
+        size = segment.nbytes(frames)
         try:
             offered = segment.offer(frames, self._note_progress)
             if offered is None:
@@ -341,6 +380,7 @@ class Rank:
             return frames
         finally:
             self._note_progress(0, 0)
+            self._trace.moved(request, size, began)
 
     def _note_progress(self, done: int, total: int) -> None:
         """Where the kernel sees how much of a large result has been written."""
@@ -359,17 +399,19 @@ class Rank:
                 f"{type(error).__name__}: {error}. A module that only the notebook has must be "
                 "on sys.path here, too."
             ) from error
-        return run_call(function, args, kwargs, self._namespace)
+        return run_call(function, args, kwargs, self._namespace, self._debugger)
 
     def _cell(self, request: CellRequest) -> tuple[Any, Any]:
         assert self._front is not None
-        value, show = run_cell(
-            request.source,
-            request.label,
-            self._namespace,
-            self._front,
-            expression=request.expression,
-        )
+        with self._trace.around(request):
+            value, show = run_cell(
+                request.source,
+                request.label,
+                self._namespace,
+                self._front,
+                expression=request.expression,
+                around=self._debugger,
+            )
         shown = self._front.render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
 
@@ -434,6 +476,8 @@ class Rank:
                 self._send(self._stack(message.number))
             case AskLook():
                 self._looker.ask(message)
+            case InputReply():
+                self._asker.answer(message)
             case ControllerInfo():
                 self._on_controller(message)
             case _:
@@ -461,6 +505,11 @@ class Rank:
         except Exception:
             log.exception("rank %d could not register with ipyparallel's controller", self._rank)
             report(-1)
+
+
+def _is_run(request: Request) -> bool:
+    """Whether it runs code of the user's."""
+    return isinstance(request, (CellRequest, CallRequest))
 
 
 def _set_once(future: asyncio.Future[None]) -> None:

@@ -21,13 +21,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
-
-import torch
 
 from distsession import board as layout
 from distsession.board import Board, key_of
+from distsession.engine.collectives import describe
 from distsession.engine.failure import is_user_code, short_name
+from distsession.engine.trace import ENDED, FAILED, FLAGS, Entry, Log
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.messages import Abort
 from distsession.ranks import format_ranks
@@ -43,7 +44,10 @@ WHY = 0.5
 FOR_THE_OTHERS = 0.05
 """Seconds that a rank which has seen a mismatch waits for what the rest posts, to name them too."""
 
-_FRAMES = 24
+NAMES = 1000
+"""How many texts of places are kept before those of old cells are dropped."""
+
+_FRAMES = range(24)
 """How far up a place in user code is looked for."""
 _SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
 
@@ -51,6 +55,7 @@ _SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
 _HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
 _FINGERPRINT, _SIGNATURE, _PLACE = layout.FINGERPRINT, layout.SIGNATURE, layout.PLACE
 _BEGAN, _STATE, _COUNT = layout.BEGAN, layout.STATE, layout.COUNT
+_now = time.monotonic_ns
 _ISSUED, _WAITING, _DONE = layout.ISSUED, layout.WAITING, layout.DONE
 
 
@@ -71,10 +76,15 @@ class Recorder:
         self.region = board.regions[rank]
         self.abort: Abort | None = None
         self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self.log: Log | None = None
+        """Where every operation is kept for a timeline, while code of the user runs."""
+        self.names: dict[int, str] = {}
+        """Texts of places, by their numbers; unlike the board's, none is overwritten."""
         self._places: dict[str, int] = {}
         self._streams: dict[int, Stream] = {}
         self._main = threading.main_thread().ident
         self._blocked = self.region.start + layout.BLOCKED_IN
+        self._debuggers = [region.start + layout.IN_DEBUGGER for region in board.regions]
         self.fence = threading.Lock()
         """Taking and releasing it is a memory barrier: one's own post is out before one looks."""
 
@@ -86,6 +96,7 @@ class Recorder:
         self.region.clear()
         self.signatures.clear()
         self._places.clear()
+        self.names = {}  # a log that is still read keeps the old one
         self._streams.clear()
         self.words[self.region.start + layout.SINCE] = since
         self.words[self.region.start + layout.REQUEST] = request
@@ -97,12 +108,25 @@ class Recorder:
         self.words[start + layout.SINCE] = time.monotonic_ns()
         self.words[start + layout.REQUEST] = number
 
+    def begin_log(self) -> Log:
+        """Every operation is kept from here on, until :attr:`log` is None again."""
+        if len(self.names) > NAMES:  # only those that are cached can still be met
+            known = set(self._places.values())
+            self.names = {n: name for n, name in self.names.items() if n in known}
+        self.log = Log(self.names)
+        return self.log
+
     def forget_stop(self) -> None:
         """What the group was given up for concerned an earlier request; it is gone all the same."""
         abort = self.abort
         if abort is not None and abort.kind != "failed":
             text = f"the process group was given up and is not connected: {abort.text}"
             self.abort = replace(abort, kind="failed", text=text)
+
+    def somebody_is_asked(self) -> bool:
+        """Whether a rank's debugger is open, or waits for input: no time limit counts then."""
+        words = self.words
+        return any(words[at] or words[at + 1] for at in self._debuggers)
 
     @property
     def is_blocked(self) -> bool:
@@ -121,7 +145,7 @@ class Recorder:
 
     def sign(self, key: tuple[Any, ...]) -> tuple[int, int]:
         """Fingerprint and text of an operation that is seen for the first time."""
-        text = _describe(key)
+        text = describe(key)
         if len(self.signatures) >= layout.TEXTS // 2 or len(self._places) >= layout.TEXTS // 4:
             self.signatures.clear()  # the board keeps a limited number of texts
             self._places.clear()
@@ -133,21 +157,42 @@ class Recorder:
 
     def place(self) -> int:
         """The innermost line of code that is neither torch's nor ours, as a word."""
-        frame = sys._getframe(3)
-        for _ in range(_FRAMES):
+        frame = sys._getframe(3).f_back  # of the group's method
+        places = self._places
+        for _ in _FRAMES:
+            if frame is None:
+                break
             name = frame.f_code.co_filename
-            number = self._places.get(name)
+            number = places.get(name)
             if number is None:
-                theirs = is_user_code(name)
-                number = self._places[name] = (
-                    self.region.add_text(short_name(name)) if theirs else 0
-                )
+                number = places[name] = self._add_place(name) if is_user_code(name) else 0
             if number:
                 return number << 32 | (frame.f_lineno or 0)
-            if frame.f_back is None:
-                break
             frame = frame.f_back
         return 0
+
+    def place_of(self, frame: FrameType | None, lineno: int = 0) -> int:
+        """The innermost line of user code from a frame outwards, as a word; 0 if there is none.
+
+        Args:
+            frame: Where to begin.
+            lineno: Of that frame, if it is not the one that the frame is at.
+        """
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
+            frame, lineno = frame.f_back, 0
+        if frame is None:
+            return 0
+        name = frame.f_code.co_filename
+        number = self._places.get(name)
+        if number is None:
+            number = self._places[name] = self._add_place(name)
+        return number << 32 | (lineno or frame.f_lineno or 0)
+
+    def _add_place(self, filename: str) -> int:
+        name = short_name(filename)
+        number = self.region.add_text(name)
+        self.names[number] = name
+        return number
 
     def block(self, at: int) -> None:
         """The main thread waits in this operation from here on; 0 for none."""
@@ -201,8 +246,10 @@ class Stream:
         self.name = name
         self.count = 0
         self._key = key
-        self._members = tuple(members)
         self._words = recorder.words
+        self.members = tuple(members)
+        self.open: dict[int, Entry] = {}
+        """What is logged and has not ended, by where it is posted."""
         self.at = recorder.region.add_stream(key, name, members)
         others = [rank for rank in members if rank != me]
         self._peers = [[rank, -1] for rank in others] if recorder.check else []
@@ -226,20 +273,34 @@ class Stream:
         words = self._words
         words[at + _FINGERPRINT] = fingerprint
         words[at + _SIGNATURE] = text
-        words[at + _PLACE] = recorder.place()
-        words[at + _BEGAN] = time.monotonic_ns()
+        words[at + _PLACE] = place = recorder.place()
+        words[at + _BEGAN] = began = _now()
         words[at + _STATE] = _ISSUED
         words[at] = sequence
         words[self.at + _COUNT] = sequence
+        log = recorder.log
+        if log is not None:
+            entry = self.open[at] = [self, sequence, key, place, began, 0, 0, 0]
+            log.count += 1
+            log.append(entry)
         return at
 
     def end(self, at: int) -> None:
         """That operation is over, well or not."""
         self._words[at + _STATE] = _DONE
+        entry = self.open.pop(at, None)
+        if entry is not None:
+            entry[ENDED] = _now()
+
+    def fail(self, at: int) -> None:
+        """That operation is over, without having been done."""
+        if at in self.open:
+            self.open[at][FLAGS] |= FAILED
+        self.end(at)
 
     def withdraw(self, at: int) -> None:
         """That operation failed here alone: to its peers it is one that this rank has not begun."""
-        self.end(at)
+        self.fail(at)
         if self.recorder.abort is None and self._words[at] == self.count:
             self._words[at] = 0
             self.count -= 1
@@ -285,7 +346,9 @@ class Stream:
                 else:
                     time.sleep(pause)
                     pause = min(LONGEST_SLEEP, pause * 1.2)
-                    if deadline is not None and time.monotonic() > deadline:
+                    if deadline is not None and recorder.somebody_is_asked():
+                        deadline = time.monotonic() + (timeout or 0.0)
+                    elif deadline is not None and time.monotonic() > deadline:
                         recorder.damage()
                         raise self._late(at, [peer[0] for peer in waiting], timeout)
                 waiting = [p for p in waiting if not self._is_here(p, sequence, fingerprint)]
@@ -321,8 +384,8 @@ class Stream:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
         """
         sequence = self._words[at]
-        me = self._members.index(self.recorder.rank)
-        for number, rank in enumerate(self._members):
+        me = self.members.index(self.recorder.rank)
+        for number, rank in enumerate(self.members):
             theirs = _SIZES.search(self._signature(rank, sequence))
             if theirs is None or rank == self.recorder.rank:
                 continue
@@ -345,7 +408,7 @@ class Stream:
     def _posted(self, sequence: int) -> dict[tuple[str, str], list[int]]:
         """What each rank that has come has posted, and where: signature and place -> ranks."""
         found: dict[tuple[str, str], list[int]] = {}
-        for rank in self._members:
+        for rank in self.members:
             region = self.recorder.board.regions[rank]
             begins = region.find_stream(self._key)
             at = begins + _HEAD + (sequence % _RING) * _SLOT
@@ -357,7 +420,7 @@ class Stream:
     def _mismatch(self, sequence: int) -> CollectiveMismatchError:
         deadline = time.monotonic() + FOR_THE_OTHERS
         posted = self._posted(sequence)
-        while sum(map(len, posted.values())) < len(self._members) and time.monotonic() < deadline:
+        while sum(map(len, posted.values())) < len(self.members) and time.monotonic() < deadline:
             time.sleep(0.001)
             posted = self._posted(sequence)
         sides = "; ".join(
@@ -385,24 +448,3 @@ def _readable(signature: str) -> str:
 
 def _titled(name: str) -> str:
     return "the default group" if name == "world" else name.replace("world ", "", 1)
-
-
-def _describe(key: tuple[Any, ...]) -> str:
-    """``all_reduce float32 [4, 2], sum`` from what was called."""
-    name, *parts = key
-    detail = ", ".join(part for part in map(_part, parts) if part)
-    return f"{name} {detail}".replace(", [", " [").strip()
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, torch.dtype):
-        return str(part).removeprefix("torch.")
-    if isinstance(part, torch.Size):
-        return str(list(part))
-    if isinstance(part, (str, int)):
-        return str(part)
-    if part is None:
-        return ""
-    if isinstance(part, tuple):
-        return ", ".join(map(_part, part))
-    return str(part)

@@ -139,8 +139,8 @@ class Transfers:
             return Shards("list", None, (len(value),), len(value))
         return Shards(type(value).__name__)
 
-    def fill(self, name: str, shape: Sequence[int], at: Sequence[int] | None, whole: Any) -> None:
-        """Write this rank's part into the whole.
+    def fill(self, name: str, shape: Sequence[int], at: Sequence[int] | None, whole: Any) -> int:
+        """Write this rank's part into the whole; gives its bytes.
 
         Args:
             name: Of the part.
@@ -150,10 +150,10 @@ class Transfers:
         """
         value = self.find(name)
         if at is None:
-            from distsession.engine.sharded import write
+            from distsession.engine.sharded import elements, write
 
             write(value, _tensor_over(whole, value.dtype, shape))
-            return
+            return elements(value) * int(value.dtype.itemsize)
         window = tuple(slice(a, a + n) for a, n in zip(at, value.shape, strict=True))
         if type(value).__module__.partition(".")[0] == "numpy":
             import numpy
@@ -161,6 +161,7 @@ class Transfers:
             numpy.frombuffer(whole, value.dtype).reshape(shape)[window] = value
         else:
             _tensor_over(whole, value.dtype, shape)[window].copy_(value.detach())
+        return int(value.nbytes)
 
 
 def _tensor_over(memory: Any, dtype: Any, shape: Sequence[int]) -> Any:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distsession.engine.recorder import Recorder, Stream
+from distsession.engine.trace import FAILED, FLAGS, IS_ASYNC, IS_FUTURE, begin_wait, end
 
 __all__ = ["AnySource", "IssuedWork", "await_collective"]
 
@@ -33,28 +34,44 @@ class IssuedWork(dist.Work):
         self._inner = inner
         self._stream = stream
         self._at = at
+        self._entry = stream.open.pop(at, None)  # its slot may be another's before it ends
+        if self._entry is not None:
+            self._entry[FLAGS] |= IS_ASYNC
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        recorder = self._stream.recorder
+        recorder, entry = self._stream.recorder, self._entry
         recorder.block(self._at)
+        if entry is not None:
+            begin_wait(entry, is_over=bool(self._inner.is_completed()))
         try:
             if args or kwargs or self._is_message:  # a message's wait must not end too early
                 return bool(self._inner.wait(*args, **kwargs))
             return await_collective(self._inner, recorder)
         except RuntimeError as error:
+            if entry is not None:
+                entry[FLAGS] |= FAILED
             raise recorder.explain(error) from None
         finally:
             recorder.block(0)
-            self._stream.end(self._at)
+            self._end()
+
+    def _end(self) -> None:
+        self._stream.end(self._at)
+        if self._entry is not None:
+            end(self._entry)
 
     def is_completed(self) -> bool:
         done = bool(self._inner.is_completed())
         if done:
-            self._stream.end(self._at)
+            self._end()
         return done
 
     def get_future(self) -> Any:
-        return self._inner.get_future()
+        future, entry = self._inner.get_future(), self._entry
+        if entry is not None:  # C++ waits for the future, as in a backward, and does not say when
+            entry[FLAGS] |= IS_FUTURE
+            future.add_done_callback(lambda _: end(entry))
+        return future
 
     def get_future_result(self) -> Any:
         return self._inner.get_future_result()

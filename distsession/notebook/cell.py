@@ -17,6 +17,7 @@ from typing import Any
 
 from distsession.cluster.base import OutputMessage
 from distsession.messages import ClearOutput, Display, RankReport, Text
+from distsession.notebook import debug
 from distsession.notebook.page import (
     Row,
     can_embed,
@@ -138,6 +139,18 @@ class CellOutput:
     def close(self) -> None:
         """The run is over."""
         self._finish()
+
+    def ask(self, prompt: str, secret: bool) -> str:
+        """Have somebody answer a rank, below all that has been put out so far."""
+        if self._live is not None:
+            self._put_live("", "")
+            self._live = None
+        self._finish()
+        self._transcript = Transcript()  # what comes from now on belongs below the answer
+        try:
+            return debug.ask(prompt, secret)
+        finally:
+            self._next_live = time.monotonic() + LIVE_AFTER
 
     # --- displays ---------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from distsession.notebook.auto import MARK, Auto
 from distsession.notebook.cell import make_output
 from distsession.notebook.look import Sight
 from distsession.notebook.panel import make_panel
+from distsession.notebook.timeline import Afterwards, add_arguments
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
@@ -58,6 +59,8 @@ def _session_parser() -> _Parser:
     )
     diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
+    debug = commands.add_parser("debug", help="open the debugger where a rank has failed")
+    debug.add_argument("rank", nargs="?", type=int, help="the one that failed first by default")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
     commands.add_parser("close", help="end all ranks")
     auto = commands.add_parser("auto", help="send plain cells to the ranks, too")
@@ -88,6 +91,10 @@ def _cell_parser() -> _Parser:
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which the cell is stopped"
     )
+    parser.add_argument(
+        "--debug", metavar="RANKS", help="ranks whose debugger opens at the first line"
+    )
+    add_arguments(parser)
     return parser
 
 
@@ -160,6 +167,9 @@ class Magics:
     def _diagnose(self, arguments: argparse.Namespace) -> Table:
         return current_session().diagnose(stacks=arguments.stacks)
 
+    def _debug(self, arguments: argparse.Namespace) -> None:
+        current_session().debug(arguments.rank)
+
     def _interrupt(self, _: argparse.Namespace) -> Table:
         hit = current_session().interrupt()
         return _line("interrupted." if hit else "nothing was running.")
@@ -221,6 +231,8 @@ class Magics:
         pulled = _names("--pull", arguments.pull)
         session = current_session()
         view = _view(session, arguments.ranks)
+        label = f"In[{_cell_number(self._shell)}]"
+        afterwards = Afterwards(arguments, view, label)
         if pushed:
             view.push(pushed)
         if is_automatic:
@@ -231,19 +243,29 @@ class Magics:
         # the user sees. A cell magic below it must come first to be one.
         is_bare = is_automatic or cell.lstrip().startswith("%%")
         source = cell if is_bare else f"# %%distributed {line}\n{cell}"
-        results = view.execute(
-            source,
-            fetch=arguments.out is not None,
-            timeout=arguments.timeout,
-            label=f"In[{_cell_number(self._shell)}]",
-        )
-        if arguments.out is not None:
-            self._keep(arguments.out, results)
-        if pulled:
-            brought = view.pull(*pulled)
-            for name in pulled:
-                values = {r: v[name] for r, v in brought.items()} if len(pulled) > 1 else brought
-                self._keep(name, RankResults(values, duration=brought.duration))
+        try:
+            results = view.execute(
+                source,
+                fetch=arguments.out is not None,
+                timeout=arguments.timeout,
+                label=label,
+                profile=afterwards.profile,
+                debug=parse_ranks(arguments.debug, session.world_size) if arguments.debug else (),
+            )
+            if arguments.out is not None:
+                self._keep(arguments.out, results)
+            if pulled:
+                self._pull(view, pulled)
+        except BaseException:
+            afterwards.show(failed=True)
+            raise
+        afterwards.show()
+
+    def _pull(self, view: RankView, names: Sequence[str]) -> None:
+        brought = view.pull(*names)
+        for name in names:
+            values = {r: v[name] for r, v in brought.items()} if len(names) > 1 else brought
+            self._keep(name, RankResults(values, duration=brought.duration))
 
     def _to_push(self, text: str) -> dict[str, Any]:
         names = _names("--push", text)

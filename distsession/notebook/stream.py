@@ -18,6 +18,7 @@ from typing import Any
 
 from distsession.cluster.base import OutputMessage
 from distsession.messages import Display, RankReport, Text
+from distsession.notebook import debug
 from distsession.notebook.lines import Lines
 from distsession.render import Bundle, fold_bundles, rank_label
 
@@ -73,6 +74,12 @@ class Printer:
         """Write what is still held back."""
         self._finish_lines()
         self._notice.show("")
+
+    def ask(self, prompt: str, secret: bool) -> str:
+        """Have somebody answer a rank, below all that has been put out so far."""
+        self._finish_lines()
+        self._notice.show("")
+        return debug.ask(prompt, secret)
 
     # --- text -------------------------------------------------------------------------------------
 

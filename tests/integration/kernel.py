@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +20,7 @@ class Shown:
     data: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     ename: str = ""
+    prompts: list[str] = field(default_factory=list)
 
     @property
     def stdout(self) -> str:
@@ -32,20 +36,30 @@ class Shown:
         return str(self.data[-1]["text/plain"])
 
 
+Answer = str | Callable[[], str | None]
+"""What is typed into the box; or what is done instead, which may give what is typed then."""
+
+
 class Notebook:
     """A kernel and the cells run in it."""
 
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel()
 
-    def run(self, code: str, timeout: float = 60) -> Shown:
-        return self.collect(self.client.execute(code), timeout)
+    def run(self, code: str, timeout: float = 60, answers: Sequence[Answer] = ()) -> Shown:
+        return self.collect(self.client.execute(code), timeout, answers)
 
-    def collect(self, request: str, timeout: float = 60) -> Shown:
-        shown, displays = Shown(), {}
+    def collect(self, request: str, timeout: float = 60, answers: Sequence[Answer] = ()) -> Shown:
+        """What a cell shows until it has ended; asks are answered in turn."""
+        shown, displays, left = Shown(), {}, deque(answers)
         deadline = time.monotonic() + timeout
         while True:
-            message = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            self._answer(shown, left)
+            try:
+                message = self.client.get_iopub_msg(timeout=0.05)
+            except queue.Empty:
+                assert time.monotonic() < deadline, f"it does not end: {shown}"
+                continue
             if message["parent_header"].get("msg_id") != request:
                 continue
             kind, content = message["msg_type"], message["content"]
@@ -63,6 +77,18 @@ class Notebook:
                 shown.error = "\n".join(content["traceback"])
             elif kind == "status" and content["execution_state"] == "idle":
                 return shown
+
+    def _answer(self, shown: Shown, answers: deque[Answer]) -> None:
+        try:
+            question = self.client.get_stdin_msg(timeout=0)["content"]
+        except queue.Empty:
+            return
+        shown.prompts.append(question["prompt"])
+        assert answers, f"nothing is left to answer: {shown}"
+        answer = answers.popleft()
+        text = answer if isinstance(answer, str) else answer()
+        if text is not None:
+            self.client.input(text)
 
     def updates(self, request: str, timeout: float = 60) -> list[str]:
         """All texts that the displays of a cell had, one after the other."""

@@ -116,6 +116,12 @@ NOTHING = [
         "rank 1 is idle.",
     ),
     nothing(
+        "one is in its debugger and one asks",
+        on(0, "debugging", place="In[3] line 4") | on(1, "asking"),
+        "no rank waits for a missing one: rank 0 is in the debugger at In[3] line 4; "
+        "rank 1 waits for input.",
+    ),
+    nothing(
         "all are in the operation",
         waiting(0, 1, 2, 3),
         f"no rank waits for a missing one: ranks 0-3 are in {SUM_TEXT}.",

@@ -40,6 +40,7 @@ def groups(ranks: int, *, check: bool) -> list[Any]:
     made = []
     for rank in range(ranks):
         recorder = Recorder(board, rank, check=check and rank == 0)
+        recorder.begin_log()  # as while a cell runs
         limit = timedelta(seconds=60)
         group = SwappableGroup(Groups(recorder), "0", range(ranks), rank, limit, True)
         group.inner = Nothing(rank, ranks)

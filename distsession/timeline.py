@@ -1,0 +1,211 @@
+"""The timeline of a cell, as text, picture and file.
+
+Runs in: both.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from distsession import chrome_trace, timeline_view
+from distsession.ranks import ranks_text
+from distsession.timeline_view import seconds_text, size_text
+from distsession.waits import Merged, Share, Step, Wait, shares, waits
+
+__all__ = ["Timeline"]
+
+LONG = 0.001
+"""Seconds from which it is told that somebody waited."""
+LARGE = 0.01
+"""And as a share of the cell."""
+TOLD = 3
+"""How many waits are told."""
+
+_HEAD = ("rank", "cell", "work", "in operations", "waiting", "operations", "bytes")
+
+
+class Timeline:
+    """What the ranks did in one cell, and who waited for whom.
+
+    A notebook shows it as a picture; :meth:`save` writes it for Perfetto.
+
+    Args:
+        merged: The records of all ranks.
+        names: What each rank is called in a saved trace, such as ``"rank 0 (cpu)"``.
+        backend: Of the process group.
+    """
+
+    def __init__(self, merged: Merged, *, names: Mapping[int, str], backend: str):
+        self.merged = merged
+        self._names = dict(names)
+        self._backend = backend
+        self.waits: tuple[Wait, ...] = tuple(waits(merged))
+
+    @property
+    def label(self) -> str:
+        """The cell, such as ``"In[3]"``, or the function that was called."""
+        return self.merged.label
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have a record of it."""
+        return tuple(self.merged.traces)
+
+    @property
+    def records(self) -> tuple[Step, ...]:
+        """All operations of all ranks, in the order in which they were begun."""
+        steps = [step for steps in self.merged.steps.values() for step in steps]
+        return tuple(sorted(steps, key=lambda step: (step.record.began, step.rank)))
+
+    @property
+    def shares(self) -> dict[int, Share]:
+        """Where the seconds of each rank went."""
+        return {rank: shares(self.merged, rank) for rank in self.ranks}
+
+    @property
+    def sentence(self) -> str:
+        """For whom the others waited."""
+        return self._told()[0]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
+
+        What torch's profiler has recorded is part of it.
+
+        Args:
+            path: The file; one that is there is overwritten.
+
+        Returns:
+            Its path.
+        """
+        target = Path(path)
+        text = json.dumps(chrome_trace.trace(self.merged, self._names))
+        target.write_text(text, encoding="utf-8")
+        return target
+
+    # --- words ------------------------------------------------------------------------------------
+
+    def _told(self) -> list[str]:
+        """The waits that matter, most of all first; or why there is nothing to tell."""
+        if not any(trace.is_recorded for trace in self.merged.traces.values()):
+            return [
+                f"Collectives of {self._backend} are not recorded here, so it is not known who "
+                "waited for whom."
+            ]
+        if not any(self.merged.steps.values()):
+            return ["The ranks called no collective."]
+        told = [wait for wait in self.waits if self._is_long(wait)]
+        if not told:
+            longest = max((max(wait.seconds.values()) for wait in self.waits), default=0.0)
+            at_most = f": {seconds_text(longest)} at most" if longest else ""
+            return [f"No rank waited long for another{at_most}."]
+        return [self._wait_text(wait) for wait in told[:TOLD]]
+
+    def _is_long(self, wait: Wait) -> bool:
+        total = (self.merged.ended - self.merged.began) / 1e9
+        return max(wait.seconds.values()) >= max(LONG, LARGE * total)
+
+    def _wait_text(self, wait: Wait) -> str:
+        waiting, longest = sorted(wait.seconds), max(wait.seconds.values())
+        others = [rank for rank in self.ranks if rank not in wait.late]
+        who = "The others" if len(others) > 1 and waiting == others else _upper(ranks_text(waiting))
+        came = "" if self._came(wait) else ", which did not come"
+        rank = max(wait.seconds, key=lambda r: wait.seconds[r])
+        step = wait.longest[rank]
+        assert step.held is not None
+        part = (step.held[1] - step.held[0]) / 1e9
+        times = f"in {wait.count:,} operations, the longest {seconds_text(part)} "
+        of_it = "" if part > 0.9 * longest else times
+        where = f" at {step.record.place}" if step.record.place else ""
+        up_to = "up to " if min(wait.seconds.values()) < 0.9 * longest else ""
+        return (
+            f"{who} waited for {ranks_text(wait.late)}{came}: {up_to}{seconds_text(longest)} "
+            f"{of_it}in {step.title}{where}."
+        )
+
+    def _came(self, wait: Wait) -> bool:
+        return all(
+            any(
+                (other.record.group, other.record.sequence) == (s.record.group, s.record.sequence)
+                for other in self.merged.steps.get(rank, ())
+            )
+            or s.record.detail == "any source"
+            for rank in wait.late
+            for s in wait.longest.values()
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else one has to know to read it."""
+        found = []
+        for rank, trace in self.merged.traces.items():
+            if trace.error:
+                found.append(f"Rank {rank} ended with {trace.error}")
+            if trace.dropped:
+                kept = len(trace.operations)
+                found.append(
+                    f"Rank {rank} began {trace.dropped + kept:,} operations; the last {kept:,} are "
+                    "kept."
+                )
+        if self.merged.absent:
+            found.append(
+                f"{_upper(ranks_text(self.merged.absent))} took part, and the record is gone with "
+                "the process."
+            )
+        return tuple(found)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for rank, share in self.shares.items():
+            steps = self.merged.steps[rank]
+            rows.append(
+                (
+                    str(rank),
+                    seconds_text(share.total),
+                    _part(share.work, share.total),
+                    _part(share.run, share.total),
+                    _part(share.wait, share.total),
+                    f"{len(steps):,}",
+                    size_text(sum(step.record.size for step in steps)),
+                )
+            )
+        return rows
+
+    def __repr__(self) -> str:
+        rows = [_HEAD, *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        table = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        return "\n".join([*self._told(), *self.notes, "", self.label, *table])
+
+    def _repr_html_(self) -> str:
+        told = self._told()
+        lines = "".join(
+            f"<div{' style=font-weight:bold' if not number else ''}>{html.escape(line)}</div>"
+            for number, line in enumerate([*told, *self.notes])
+        )
+        late = self.waits[0].late if self.waits and self._is_long(self.waits[0]) else ()
+        picture = timeline_view.picture(self.merged, title=told[0], late=late)
+        head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
+            for row in self._rows()
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        summary = f"<summary>{html.escape(self.label)}, rank by rank</summary>"
+        return f"<div>{lines}{picture}<details>{summary}{table}</details></div>"
+
+
+def _part(seconds: float, total: float) -> str:
+    share = round(100 * seconds / total) if total else 0
+    return f"{seconds_text(seconds)} {share:>3}%"
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
