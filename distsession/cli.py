@@ -204,6 +204,9 @@ def _trial(options: dict[str, object]) -> Iterator[Finding]:
 
 def _ranks(infos: Sequence[RankInfo]) -> Iterator[Finding]:
     yield Finding("backend", infos[0].backend)
+    if infos[0].nodes > 1:
+        each = infos[0].local_world_size
+        yield Finding("nodes", f"{infos[0].nodes}, {each} rank{'s' * (each > 1)} on each")
     for text in render.devices_text(infos).splitlines()[1:]:
         rank, rest = text.split(None, 1)
         yield Finding(f"rank {rank}", " ".join(rest.split()))

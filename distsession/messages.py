@@ -21,6 +21,7 @@ from distsession.ranks import HostInfo, RankInfo
 __all__ = [
     "Abort",
     "AgentFailed",
+    "AgentHere",
     "AgentReady",
     "AskGauges",
     "AskInput",
@@ -44,6 +45,7 @@ __all__ = [
     "Operation",
     "OutputEnd",
     "PartsRequest",
+    "PieceRequest",
     "PrepareAgent",
     "PullRequest",
     "PushRequest",
@@ -60,6 +62,7 @@ __all__ = [
     "StackReply",
     "StartRanks",
     "StopRanks",
+    "StoreReady",
     "SummaryRequest",
     "Text",
     "TimelineRequest",
@@ -219,7 +222,10 @@ class ShardsRequest(_Message):
 
 @dataclass(frozen=True, slots=True)
 class FillRequest(_Message):
-    """Write this rank's parts into the whole. Payload: the whole, shared by all ranks.
+    """Write this rank's parts into the whole. Payload: the whole, shared by the ranks of one host.
+
+    A rank that gets no such memory keeps its part aside for ``PieceRequest`` and says where it
+    belongs.
 
     Attributes:
         shape: Of the whole.
@@ -231,6 +237,20 @@ class FillRequest(_Message):
     name: str
     shape: tuple[int, ...]
     at: dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRequest(_Message):
+    """Send a piece of the part that a ``FillRequest`` has kept aside.
+
+    Attributes:
+        begin: Where it begins within the part, in each dimension; None lets go of the part.
+        shape: Of the piece.
+    """
+
+    id: int
+    begin: tuple[int, ...] | None
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +300,7 @@ Request = (
     | SummaryRequest
     | PartsRequest
     | DebugRequest
+    | PieceRequest
     | TimelineRequest
 )
 
@@ -592,11 +613,16 @@ class StartRanks(_Message):
     """Fork these ranks.
 
     Attributes:
-        ranks: Ranks to start, all on this host.
-        devices: torch device of every local rank of the host.
+        ranks: Ranks to start, all of the agent's node; on the first node there may be none, if only
+            the store is needed.
+        devices: torch device of every local rank of the node.
         check: How collectives are compared (see ``SessionOptions.check``).
         board: The descriptor of the shared memory of ``board``, inherited from the kernel.
         environ: The kernel's environment; the rank's own variables are laid over it.
+        is_whole: All ranks of the world are new, so there are no groups to agree on.
+        node: Of which node the agent is.
+        nodes: How many there are, all with as many ranks.
+        store_port: Of the rendezvous store; 0 on the first node, whose agent has it.
     """
 
     ranks: tuple[int, ...]
@@ -614,6 +640,10 @@ class StartRanks(_Message):
     cwd: str
     sys_path: tuple[str, ...]
     environ: dict[str, str] = field(repr=False)
+    is_whole: bool = True
+    node: int = 0
+    nodes: int = 1
+    store_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,10 +659,12 @@ class AskGauges(_Message):
 
     Attributes:
         gpus: UUID of the GPU of each rank that has one.
+        node: Whose agent is asked.
     """
 
     number: int
     gpus: dict[int, str]
+    node: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -658,7 +690,7 @@ class RankUse(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Gauges(_Message):
-    """What the ranks of a host use.
+    """What the ranks of a node use.
 
     Attributes:
         at: When, by a clock that only goes forward.
@@ -667,6 +699,14 @@ class Gauges(_Message):
     number: int
     at: float
     uses: tuple[RankUse, ...]
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHere(_Message):
+    """The first message of an agent: of which node it is."""
+
+    node: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -674,6 +714,14 @@ class AgentReady(_Message):
     """The agent has imported torch and can fork."""
 
     host: HostInfo
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady(_Message):
+    """The rendezvous store, which the agent of the first node has forked, listens there."""
+
+    port: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ class SessionOptions:
 
     Attributes:
         ranks: Number of ranks. Default: one per visible GPU, or 2 where there is none.
+        nodes: Number of nodes that this machine plays, each with an agent of its own and as many
+            ranks as the others. Payloads then travel between them as between hosts.
         backend: Process-group backend, any name that torch knows, also one for each device type
             (``"cpu:gloo,cuda:nccl"``). Default: nccl on GPUs, gloo on CPU.
         devices: Numbers of the GPUs to use, in the order of the local ranks. Default: the first.
@@ -80,6 +82,7 @@ class SessionOptions:
     """
 
     ranks: int | None = _option(None, "number of ranks", int)
+    nodes: int = _option(1, "nodes that this machine plays, to try code for several hosts", int)
     backend: str | None = _option(None, "process-group backend, such as gloo or nccl", str)
     devices: tuple[int, ...] | None = _option(
         None, "GPUs to use, in local rank order: 0,2", _read_ints
@@ -95,7 +98,7 @@ class SessionOptions:
     hang_grace: float = _option(2.0, "seconds until a certain deadlock is ended; 0: never", float)
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "threads"):
+        for name in ("ranks", "nodes", "threads"):
             self._check(name, lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
         for name in ("timeout", "start_timeout"):
             self._check(name, lambda v: _is_number(v) and v > 0, "a number of seconds above 0")
@@ -117,6 +120,13 @@ class SessionOptions:
                     f"ranks={self.ranks} but devices names {len(self.devices)} GPUs "
                     f"{list(self.devices)}: give one device for each rank, or leave out ranks."
                 )
+        if self.ranks is not None and self.ranks % self.nodes:
+            raise OptionsError(_uneven(self.ranks, self.nodes))
+        if self.launcher == "inline" and self.nodes > 1:
+            raise OptionsError(
+                f"launcher='inline' runs one rank in this process, nodes={self.nodes} asks for "
+                "more: use launcher='local'."
+            )
         if self.launcher == "inline" and self.ranks not in (None, 1):
             raise OptionsError(
                 f"launcher='inline' runs one rank in this process, ranks={self.ranks} asks for "
@@ -143,6 +153,14 @@ class SessionOptions:
 
     def _refuse(self, name: str, what: str) -> None:
         raise OptionsError(f"{name}={getattr(self, name)!r} is not possible: it takes {what}.")
+
+
+def _uneven(ranks: int, nodes: int) -> str:
+    fitting = max(nodes, ranks // nodes * nodes)
+    return (
+        f"ranks={ranks} cannot be shared out over nodes={nodes}: each node has as many ranks as "
+        f"the others. Ask for {fitting} or {fitting + nodes} ranks."
+    )
 
 
 def _is_int(value: Any) -> bool:
@@ -237,12 +255,24 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks_flags: Sequence[str]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How many ranks a host gets, on which devices, with which backend."""
+    """How many ranks a host gets, on which devices, with which backend.
+
+    Attributes:
+        nodes: How many nodes it plays; each has a block of as many ranks.
+    """
 
     world_size: int
     devices: tuple[str, ...]
     backend: str
     threads: int
+    nodes: int = 1
+
+    def node_of(self, rank: int) -> int:
+        return rank // (self.world_size // self.nodes)
+
+    def ranks_of(self, node: int) -> range:
+        count = self.world_size // self.nodes
+        return range(node * count, (node + 1) * count)
 
 
 def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
@@ -278,9 +308,11 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
                     else f"backend {backend!r} runs on the CPU: leave one of the two out."
                 )
             )
-        devices = ("cpu",) * (options.ranks or 2)
+        devices = ("cpu",) * (options.ranks or max(2, options.nodes))
+    if len(devices) % options.nodes:
+        raise OptionsError(_uneven(len(devices), options.nodes))
     threads = options.threads or max(1, host.cpus // len(devices))
-    return RankPlan(world_size=len(devices), devices=devices, backend=backend, threads=threads)
+    return RankPlan(len(devices), devices, backend, threads, options.nodes)
 
 
 def _backend_pairs(backend: str | None, host: HostInfo) -> list[tuple[str, str]]:

@@ -124,6 +124,13 @@ class Recovery:
         launcher = self.launcher
         with self.lock:
             missing = pending.missing
+            if missing and set(missing) <= set(pending.arriving):
+                pending.was_begun = False  # nothing has to be mended
+                pending.stopped = (
+                    f"the run on {ranks_text(pending.ranks)} was stopped while what it gave was "
+                    "brought here; the ranks have finished it and keep their variables."
+                )
+                return
             later = [
                 other.request
                 for other in launcher.channel.pending()

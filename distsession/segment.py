@@ -38,10 +38,15 @@ __all__ = [
     "LinkListener",
     "Pool",
     "Segment",
+    "check_room",
+    "length_of",
     "map_private",
     "map_shared",
     "nbytes",
     "offer",
+    "offsets",
+    "own_memory",
+    "split",
 ]
 
 log = logging.getLogger(__name__)
@@ -52,6 +57,14 @@ ranks is faster than what a segment costs by itself, about 0.1 ms (``make bench`
 
 CHUNK = 16 << 20
 """Bytes that are written between two looks at whether to stop."""
+
+HUGE = 8 << 20
+"""Bytes from which memory is asked for in large pages: a third of the time of the first touch, and
+at most one of them (2 MB) more than is needed."""
+
+BOUNCE = 1 << 20
+"""Bytes of the buffer through which new memory is filled from a socket: the system finds memory
+faster for a write than for a first touch, by more than the second copy costs."""
 
 ASK_MEMORY = 64 << 20
 """Bytes of a payload from which it is first asked whether there is room for it."""
@@ -75,7 +88,7 @@ def nbytes(frames: Sequence[Any]) -> int:
     return sum(memoryview(frame).nbytes for frame in frames)
 
 
-def _offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Where each frame begins and ends; a tensor's memory has to be aligned."""
     at = 0
     for size in sizes:
@@ -83,8 +96,9 @@ def _offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         at += -(-size // _ALIGN) * _ALIGN
 
 
-def _length(sizes: Sequence[int]) -> int:
-    return max((end for _, end in _offsets(sizes)), default=0)
+def length_of(sizes: Sequence[int]) -> int:
+    """Bytes from the first byte of some frames to the last."""
+    return max((end for _, end in offsets(sizes)), default=0)
 
 
 class Segment:
@@ -96,7 +110,7 @@ class Segment:
 
     def __init__(self, sizes: Sequence[int]):
         self.sizes = tuple(sizes)
-        self.capacity = _length(sizes)
+        self.capacity = length_of(sizes)
         first = os.memfd_create("distsession", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(first, self.capacity)
@@ -122,7 +136,7 @@ class Segment:
     def write(self, frames: Sequence[Any], progress: Progress | None = None) -> None:
         """Write all frames."""
         total, done = nbytes(frames), 0
-        for frame, (at, _) in zip(frames, _offsets(self.sizes), strict=True):
+        for frame, (at, _) in zip(frames, offsets(self.sizes), strict=True):
             rest = memoryview(frame).cast("B") if memoryview(frame).nbytes else memoryview(b"")
             while rest:
                 written = self._write(rest[:CHUNK], at)
@@ -135,10 +149,36 @@ class Segment:
         """The system finds memory faster for a write; memory that is there is faster mapped."""
         if not self._is_written:
             return os.pwrite(self.descriptor, data, at)
+        self._mapped()[at : at + len(data)] = data
+        return len(data)
+
+    def _mapped(self) -> memoryview:
         if self._memory is None:
             (self._memory,) = map_shared(self.descriptor, [self.capacity])
-        self._memory[at : at + len(data)] = data
-        return len(data)
+        return self._memory
+
+    def receive(self, at: int, count: int, read: Callable[[memoryview], None]) -> None:
+        """Fill a part of it from elsewhere.
+
+        Args:
+            at: Where it begins.
+            count: How many bytes.
+            read: Reads that many bytes as the memory has that it is given.
+        """
+        if self._is_written:
+            read(self._mapped()[at : at + count])
+            return
+        buffer = memoryview(bytearray(min(count, BOUNCE)))
+        while count:
+            part = buffer[: min(count, len(buffer))]
+            read(part)
+            while part:
+                written = os.pwrite(self.descriptor, part, at)
+                part, at, count = part[written:], at + written, count - written
+
+    def set_written(self) -> None:
+        """All of its memory is there now."""
+        self._is_written = True
 
     def close(self) -> None:
         """Let go of it; who has mapped it keeps it."""
@@ -164,7 +204,7 @@ class Pool:
 
     def take(self, sizes: Sequence[int]) -> Segment | None:
         """A segment of about the right size that is free."""
-        length = _length(sizes)
+        length = length_of(sizes)
         with self._lock:
             for entry in self._kept:
                 segment = entry[1]
@@ -223,13 +263,7 @@ def offer(
     total = nbytes(frames)
     if total < THRESHOLD:
         return None
-    if total >= ASK_MEMORY:
-        room = available_memory()
-        if total > room:
-            raise SerializationError(
-                f"{_size(total)} cannot be sent: only {_size(room)} of memory are free on this "
-                "machine. Send it in parts, or have each rank load or make its own."
-            )
+    check_room(total)
     sizes = [memoryview(frame).nbytes for frame in frames]
     segment = None
     try:
@@ -245,6 +279,25 @@ def offer(
             segment.close()
         raise
     return segment
+
+
+def check_room(total: int, verb: str = "sent", where: str = "this machine") -> None:
+    """Refuse a payload for which there is no memory.
+
+    Raises:
+        SerializationError: Its message says what to do instead.
+    """
+    if total < ASK_MEMORY:
+        return
+    room = available_memory()
+    if total > room:
+        instead = "Send it in parts, or have each rank load or make its own."
+        if verb != "sent":
+            instead = "Bring it in parts, or from some of the ranks."
+        raise SerializationError(
+            f"{_size(total)} cannot be {verb}: only {_size(room)} of memory are free on "
+            f"{where}. {instead}"
+        )
 
 
 def _warn(error: OSError) -> None:
@@ -300,14 +353,35 @@ def map_shared(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _map(descriptor: int, sizes: Sequence[int], flags: int) -> list[memoryview]:
-    length = _length(sizes)
+    length = length_of(sizes)
     if not length:
-        return [memoryview(bytearray()) for _ in sizes]
+        return split(memoryview(bytearray()), sizes)
     # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
     extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     access = mmap.PROT_READ | mmap.PROT_WRITE
     whole = memoryview(mmap.mmap(descriptor, length, flags=flags, prot=access, **extra))
-    return [whole[begin:end] for begin, end in _offsets(sizes)]
+    return split(whole, sizes)
+
+
+def own_memory(sizes: Sequence[int]) -> memoryview:
+    """New memory of this process alone, laid out as a segment of frames of these sizes.
+
+    Raises:
+        OSError: There is not as much.
+    """
+    length = length_of(sizes)
+    if not length:
+        return memoryview(bytearray())
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if length >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # it is only faster
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def split(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """The frames that lie in some memory."""
+    return [memory[begin:end] for begin, end in offsets(sizes)]
 
 
 class Link:
@@ -341,13 +415,17 @@ class Link:
             raise
         return cls(connection, sender)
 
-    def send(self, segment: Segment) -> Shared:
+    def send(self, segment: Segment, number: int = 0) -> Shared:
         """Hand a segment over; gives what a message says of it.
+
+        Args:
+            segment: What.
+            number: A higher one than any before, if not this link but somebody else counts.
 
         Raises:
             OSError: The other end is gone, or does not read.
         """
-        number = next(self._numbers)
+        number = number or next(self._numbers)
         socket.send_fds(self._socket, [_HEAD.pack(number)], [segment.descriptor])
         return Shared(self._sender, number, segment.sizes)
 

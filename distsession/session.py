@@ -108,6 +108,8 @@ class Session:
         self._closed = False
         self._owner = os.getpid()
         self._lifecycle = threading.RLock()
+        self.pushing = threading.Lock()
+        """Held from what is pushed to its names being set: ranks keep one push aside at a time."""
         prepare()
         self.history = History()
         self.failed: int | None = None

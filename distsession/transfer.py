@@ -5,11 +5,13 @@ Runs in: the kernel.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distsession import serialize
@@ -23,13 +25,14 @@ from distsession.errors import (
 from distsession.messages import (
     AssignRequest,
     FillRequest,
+    PieceRequest,
     PullRequest,
     PushRequest,
     ShardsRequest,
 )
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
-from distsession.segment import Segment, map_private
+from distsession.segment import Segment, map_private, map_shared
 
 if TYPE_CHECKING:
     from distsession.view import RankView
@@ -40,6 +43,8 @@ SHOW_AFTER = 1.0
 """Seconds that a transfer takes before it is shown."""
 SHOW_EVERY = 0.2
 BAR = 24
+PIECE_MIN, PIECE_MAX = 1 << 20, 16 << 20
+"""Bytes of a piece of what a rank of another host gathers; in between a sixteenth of the whole."""
 
 
 def prepare() -> None:
@@ -120,13 +125,14 @@ def _dump(values: dict[str, Any]) -> serialize.Frames:
 
 def push_frames(view: RankView, payload: Any) -> None:
     """Push a pickled dict, the same for all ranks, or for each rank its own."""
-    try:
-        view.ask(PushRequest, payload, verb="sending")
-    except BaseException:
-        with suppress(DistsessionError):  # ranks that hold it already can let it go
-            view.post(lambda number: AssignRequest(number, False))
-        raise
-    view.ask(lambda number: AssignRequest(number, True), [], steady=True)
+    with view.pushing:
+        try:
+            view.ask(PushRequest, payload, verb="sending")
+        except BaseException:
+            with suppress(DistsessionError):  # ranks that hold it already can let it go
+                view.post(lambda number: AssignRequest(number, False))
+            raise
+        view.ask(lambda number: AssignRequest(number, True), [], steady=True)
 
 
 # --- pull -----------------------------------------------------------------------------------------
@@ -256,15 +262,67 @@ def gather(view: RankView, name: str, dim: int) -> Any:
     else:
         shape, at = _whole_of_parts(name, {r: s.shape for r, s in shards.items()}, dim)
     with Segment([math.prod(shape) * first.dtype.itemsize]) as whole:
-        view.ask(lambda number: FillRequest(number, name, shape, at), whole, verb="bringing")
+        found = view.ask(
+            lambda number: FillRequest(number, name, shape, at), whole, verb="bringing"
+        )
+        apart = {rank: part for rank, part in found.items() if part is not None}
+        if apart:
+            (memory,) = map_shared(whole.descriptor, whole.sizes)
+            _bring_parts(view, apart, _over(memory, kind, first.dtype, shape))
+            del memory
         (memory,) = map_private(whole.descriptor, whole.sizes)
+    return _over(memory, kind, first.dtype, shape)
+
+
+def _over(memory: Any, kind: str, dtype: Any, shape: Sequence[int]) -> Any:
+    """A tensor or array over some memory."""
     if kind == "array":
         import numpy
 
-        return numpy.frombuffer(memory, first.dtype).reshape(shape)
+        return numpy.frombuffer(memory, dtype).reshape(shape)
     from distsession.engine.tensors import over
 
-    return over(memory, first.dtype, shape)
+    return over(memory, dtype, shape)
+
+
+def _bring_parts(view: RankView, parts: Mapping[int, Any], whole: Any) -> None:
+    """Bring what ranks of other hosts have put aside, in pieces: the whole is all that is here.
+
+    Args:
+        view: With these ranks.
+        parts: Where the part of each belongs.
+        whole: A tensor or array over the memory of all of it.
+    """
+    size = whole.dtype.itemsize
+    limit = min(PIECE_MAX, max(PIECE_MIN, whole.nbytes // 16)) // size
+    apart = view.part(list(parts))
+    try:
+        for rank, part in parts.items():
+            for begin, shape in _pieces(part.shape, limit):
+                piece = view.part([rank]).ask(partial(PieceRequest, begin=begin, shape=shape), [])
+                window = tuple(
+                    slice(at + b, at + b + n)
+                    for at, b, n in zip(part.at, begin, shape, strict=True)
+                )
+                whole[window] = piece[rank]
+    finally:
+        with suppress(DistsessionError):
+            apart.post(lambda number: PieceRequest(number, None))
+
+
+def _pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a shape into blocks of a limited number of elements: where each begins, and its shape."""
+    cut = 0
+    while cut < len(shape) - 1 and math.prod(shape[cut + 1 :]) > limit:
+        cut += 1
+    if 0 in shape:
+        return
+    step = max(1, limit // math.prod(shape[cut + 1 :])) if shape else 1
+    for outer in itertools.product(*map(range, shape[:cut])):
+        for at in range(0, shape[cut], step) if shape else [0]:
+            begin = (*outer, at, *(0,) * (len(shape) - cut - 1))[: len(shape)]
+            rows = (min(step, shape[cut] - at),) if shape else ()
+            yield begin, (*(1,) * cut, *rows, *shape[cut + 1 :])
 
 
 def _whole_of_shards(name: str, shards: Mapping[int, Any]) -> tuple[int, ...]:

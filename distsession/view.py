@@ -238,7 +238,7 @@ class RankView:
         """Set variables on every rank of the view.
 
         On one host a large value is written once, to shared memory. Each rank maps it
-        copy-on-write: what one changes, no other sees.
+        copy-on-write: what one changes, no other sees. To another node it crosses once.
 
         Args:
             values: By name, such as ``{"x": tensor}``.
@@ -365,6 +365,11 @@ class RankView:
         pending.is_sole = threading.current_thread() is threading.main_thread()
         bringing = progress if verb == "bringing" else None
         return self._finish(pending, output, None, began, progress=bringing, steady=steady)
+
+    @property
+    def pushing(self) -> threading.Lock:
+        """Held while a push is under way."""
+        return self._session.pushing
 
     def part(self, ranks: Sequence[int]) -> RankView:
         """Some ranks of this view."""
@@ -562,8 +567,9 @@ class RankView:
         board = self._session.recovery.launcher.board
         if board is None:
             return
+        arriving = dict(pending.arriving)
         for rank in pending.ranks:
-            done, total = board.regions[rank].transfer
+            done, total = arriving.get(rank) or board.regions[rank].transfer
             if total:
                 progress(done, total, rank)
 

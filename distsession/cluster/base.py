@@ -124,6 +124,10 @@ class Pending:
         """Why the caller is to be told that it was stopped; empty if it was not."""
         self.was_begun = True
         """Whether its ranks had begun with it when it was stopped."""
+        self.arriving: dict[int, tuple[int, int]] = {}
+        """Ranks of other nodes whose answers are on their way: bytes that are here, of how many."""
+        self.is_over = False
+        """Nobody waits any more."""
         self.is_sole = False
         """Its caller blocks the kernel's main thread: nothing else will be asked of the ranks."""
         self.paused = 0.0
@@ -144,6 +148,9 @@ class Pending:
             self._events.put(message)
 
     def put_reply(self, reply: Reply, payload: Sequence[Any]) -> None:
+        self.arriving.pop(reply.rank, None)
+        if reply.rank in self.deaths:  # it died while its answer was on its way
+            return
         if reply.has_output:
             self._open.add(reply.rank)
         self.replies[reply.rank] = (reply, list(payload))

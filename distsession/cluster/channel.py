@@ -15,18 +15,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Listener
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
 
-from distsession import segment
+from distsession import serialize
 from distsession.cluster.base import NOBODY, Budget, Channel, Payload, Pending
-from distsession.errors import EngineDiedError, SessionStateError
+from distsession.cluster.monitor import NodeGone
+from distsession.cluster.payloads import Payloads
+from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
 from distsession.messages import (
     AskInput,
     AskStack,
+    ErrorInfo,
     InputReply,
     LookReply,
     MalformedMessage,
@@ -38,7 +43,7 @@ from distsession.messages import (
     decode,
     encode,
 )
-from distsession.segment import LinkListener, Segment
+from distsession.segment import Progress, Segment
 
 __all__ = ["SocketChannel"]
 
@@ -54,8 +59,8 @@ class SocketChannel(Channel):
     Args:
         folder: An existing folder that only this user can open.
         on_event: Called by the channel's thread with every message that is no part of a run:
-            readiness, failures and ends of ranks and agents. ``None`` says that the agent's link
-            has closed. It must not block.
+            readiness, failures and ends of ranks and agents. ``NodeGone`` says that the link of a
+            node's agent has closed; ``None`` the same of the first node's. It must not block.
         background: Takes output that belongs to no run.
     """
 
@@ -83,11 +88,10 @@ class SocketChannel(Channel):
         self._answers: dict[int, dict[int, Any]] = {}
         self._asked = 0
         self._answered = threading.Condition()
-        self._agent: Connection | None = None
-        self._pool = segment.Pool()
-        self._sent: dict[int, list[Segment]] = {}
-        self._links = LinkListener(os.path.join(folder, "memory.sock"))
-        self._listener = Listener(os.path.join(folder, "agent.sock"), family="AF_UNIX")
+        self.payloads = Payloads(folder)
+        self._poller = zmq.Poller()
+        self._agents: dict[int, tuple[int, Connection]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
         self._wake_reader, self._wake_writer = os.pipe()
         self._closed = False
         self.malformed = 0
@@ -106,61 +110,48 @@ class SocketChannel(Channel):
         socket.bind(f"ipc://{self._folder}/{name}.sock")
         return socket
 
-    # --- the agent --------------------------------------------------------------------------------
+    # --- agents -----------------------------------------------------------------------------------
 
-    def accept_agent(self, is_alive: Callable[[], bool], deadline: float) -> bool:
-        """Wait for the agent to connect; False if it ended or the time is up."""
-        from multiprocessing.connection import wait
+    def hear_agent(self, node: int, connection: Connection) -> None:
+        """Listen to the agent of a node, too."""
 
-        inner = self._listener._listener._socket  # type: ignore[attr-defined]
-        while not wait([inner], timeout=0.05):
-            if not is_alive() or time.monotonic() > deadline:
-                return False
-        connection = self._listener.accept()
-        assert isinstance(connection, Connection)
-        self._agent = connection
-        self._thread.start()
-        return True
+        def begin() -> None:
+            self._agents[connection.fileno()] = (node, connection)
+            self._poller.register(connection.fileno(), zmq.POLLIN)
 
-    def send_agent(self, message: Any) -> None:
-        with self._lock:
-            if self._agent is None or self._agent.closed:
-                raise SessionStateError("the agent of this session is gone: call restart().")
-            try:
-                self._agent.send(message)
-            except OSError as error:
-                raise SessionStateError(
-                    f"the agent of this session is gone ({error}): call session.restart()."
-                ) from error
+        if self._thread.ident:
+            self._soon(begin)
+        else:
+            begin()
+            self._thread.start()
+
+    def _soon(self, work: Callable[[], None]) -> None:
+        """Have something done by the thread that receives everything."""
+        self._calls.append(work)
+        if not self._closed:
+            os.write(self._wake_writer, b"x")
 
     # --- sending ----------------------------------------------------------------------------------
 
-    def set_identity(self, rank: int, generation: int) -> None:
+    def set_identity(self, rank: int, generation: int, node: int = 0) -> None:
         """Requests for a rank go to its process of this generation from here on."""
         with self._lock:
-            before = self._identities.get(rank)
-            if before is not None:
-                self._links.drop(before.decode())
-            self._identities[rank] = f"{generation}.{rank}".encode()
+            name = f"{generation}.{rank}"
+            self.payloads.place(rank, name, node)
+            self._identities[rank] = name.encode()
             self._dead.pop(rank, None)
             self._busy[rank] = set()
-
-    def link(self, ranks: Sequence[int]) -> None:
-        """Take the connections of ranks that have just become ready."""
-        for rank in ranks:
-            with contextlib.suppress(OSError):  # it has died: that is told elsewhere
-                self._links.link(self._identities[rank].decode())
 
     def submit(
         self,
         ranks: Sequence[int],
         make: Callable[[int], Request],
         payload: Payload,
-        progress: segment.Progress | None = None,
+        progress: Progress | None = None,
     ) -> Pending:
         with contextlib.ExitStack() as stack:
             # Written before the lock is taken: it may take long, and a stop must not wait for it.
-            parts = self._prepare(ranks, payload, progress, stack)
+            parts = self.payloads.prepare(ranks, payload, progress, stack)
             with self._lock:
                 self._check_open()
                 for rank in ranks:
@@ -173,8 +164,8 @@ class SocketChannel(Channel):
                 encoded: dict[int, list[Any]] = {}
                 for rank in ranks:
                     part = parts[rank]
-                    if isinstance(part, Segment):
-                        frames = self._hand_over(rank, request, part)
+                    if not isinstance(part, list):
+                        frames = self.payloads.encode(rank, request, part)
                     else:
                         if id(part) not in encoded:
                             encoded[id(part)] = encode(request, part)
@@ -182,39 +173,9 @@ class SocketChannel(Channel):
                     self._busy[rank].add(request.id)
                     identity, is_small = self._identities[rank], len(frames) == 1
                     self._route(self._requests, identity, frames, is_small=is_small)
-                made = [] if isinstance(payload, Segment) else _segments(parts)
-                if made:
-                    self._sent[request.id] = made
-                    stack.pop_all()
+                if not isinstance(payload, Segment):  # which its owner keeps
+                    self.payloads.keep(request.id, parts, stack)
         return pending
-
-    def _prepare(
-        self,
-        ranks: Sequence[int],
-        payload: Payload,
-        progress: segment.Progress | None,
-        stack: contextlib.ExitStack,
-    ) -> dict[int, Any]:
-        """What goes to each rank: frames, or a segment, which the stack closes."""
-
-        def prepared(frames: Any) -> Any:
-            offered = segment.offer(frames, progress, self._pool)
-            return frames if offered is None else stack.enter_context(offered)
-
-        if isinstance(payload, Segment):
-            return dict.fromkeys(ranks, payload)
-        if isinstance(payload, Mapping):
-            return {rank: prepared(payload[rank]()) for rank in ranks}
-        return dict.fromkeys(ranks, prepared(payload))
-
-    def _hand_over(self, rank: int, request: Request, part: Segment) -> list[Any]:
-        """Give a rank a segment; gives the frames that tell it so."""
-        try:
-            link = self._links.link(self._identities[rank].decode())
-            return encode(request, link.send(part))
-        except OSError as error:  # if the rank has died, that is told elsewhere
-            log.warning("rank %d does not take shared memory: %s", rank, error)
-            return encode(request, segment.map_private(part.descriptor, part.sizes))
 
     def send_control(self, rank: int, message: Any) -> None:
         with self._lock:
@@ -280,12 +241,9 @@ class SocketChannel(Channel):
     # --- receiving --------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._replies, zmq.POLLIN)
-        poller.register(self._wake_reader, zmq.POLLIN)
-        assert self._agent is not None
-        agent_fd = self._agent.fileno()
-        poller.register(agent_fd, zmq.POLLIN)
+        poller, relays = self._poller, self.payloads.relays.listener.fileno()
+        for source in (self._replies, self._wake_reader, relays):
+            poller.register(source, zmq.POLLIN)
         reading = False
         while not self._closed:
             if reading == self.budget.is_over:
@@ -299,8 +257,16 @@ class SocketChannel(Channel):
                 self._drain(self._replies)
             if self._output in ready:
                 self._drain(self._output, at_most=32)
-            if agent_fd in ready and not self._hear_agent():
-                poller.unregister(agent_fd)
+            if self._wake_reader in ready:
+                os.read(self._wake_reader, 4096)
+                while self._calls:
+                    self._calls.popleft()()
+            if relays in ready and not self._closed:
+                self.payloads.relays.accept()
+            for descriptor, (node, agent) in list(self._agents.items()):
+                if descriptor in ready and not self._hear(node, agent):
+                    poller.unregister(descriptor)
+                    del self._agents[descriptor]
         for socket in (self._requests, self._replies, self._output, self._control):
             socket.close(0)
 
@@ -313,7 +279,10 @@ class SocketChannel(Channel):
             try:
                 message, payload = decode(frames)
                 if isinstance(payload, Shared):
-                    payload = self._open(payload)
+                    if not self.payloads.is_here(payload):
+                        self._fetch(message, payload)
+                        continue
+                    payload = self.payloads.open(payload)
                 self._take(message, payload)
             except MalformedMessage as error:
                 self.malformed += 1
@@ -322,11 +291,29 @@ class SocketChannel(Channel):
                 self.malformed += 1
                 log.exception("dropped a message that could not be handled")
 
-    def _open(self, shared: Shared) -> Sequence[Any]:
-        # Whoever sends has connected before; if it has been replaced since, nobody waits.
-        link = self._links.link(shared.sender, patience=0.2)
-        with link.receive(shared) as descriptor:
-            return segment.map_private(descriptor, shared.sizes)
+    def _fetch(self, reply: Reply, shared: Shared) -> None:
+        """A rank of another node has answered; the reply is taken when its payload is here."""
+        rank, pending = reply.rank, self._pending.get(reply.id)
+        self._busy[rank].discard(reply.id)
+        if pending is not None:
+            pending.arriving[rank] = 0, sum(shared.sizes)
+
+        def is_wanted() -> bool:
+            return pending is not None and not pending.is_over and not pending.stopped
+
+        def note(done: int, total: int) -> None:
+            if pending is not None:
+                pending.arriving[rank] = done, total
+
+        def done(frames: Sequence[Any], error: DistsessionError | None) -> None:
+            if error is None:
+                self._soon(lambda: self._take(reply, frames))
+            else:
+                info = ErrorInfo(type(error).__name__, str(error))
+                failed = serialize.dump_value(error, what="an error")
+                self._soon(lambda: self._take(replace(reply, error=info), failed))
+
+        self.payloads.fetch(shared, is_wanted, note, done)
 
     def _take(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):
@@ -353,21 +340,17 @@ class SocketChannel(Channel):
             self._on_event(message)
 
     def forget(self, pending: Pending) -> None:
+        pending.is_over = True
         with self._lock:
             self._pending.pop(pending.request, None)
-            sent = self._sent.pop(pending.request, [])
-        for made in sent:
-            if pending.missing:  # a rank that has not come to it yet cannot be seen to want it
-                made.close()
-            else:
-                self._pool.keep(made)
+            self.payloads.forget(pending.request, taken=not pending.missing)
 
-    def _hear_agent(self) -> bool:
-        assert self._agent is not None
+    def _hear(self, node: int, agent: Connection) -> bool:
+        """Take in a message of an agent; False if there will be no more."""
         try:
-            message = self._agent.recv()
+            message = agent.recv()
         except (EOFError, OSError):
-            self._on_event(None)
+            self._on_event(NodeGone(node) if node else None)
             return False
         except Exception:
             self.malformed += 1
@@ -392,25 +375,13 @@ class SocketChannel(Channel):
             if self._closed:
                 return
             self._closed = True
-            if self._agent is not None:
-                self._agent.close()
         os.write(self._wake_writer, b"x")
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2.0)
         elif not self._thread.ident:
             for socket in (self._requests, self._replies, self._output, self._control):
                 socket.close(0)
-        with contextlib.suppress(FileNotFoundError):  # the agent may have removed the folder
-            self._listener.close()
-        self._links.close()
-        self._pool.close()
-        for made in itertools.chain(*self._sent.values()):
-            made.close()
+        self.payloads.close()
         self._context.destroy(0)
         os.close(self._wake_reader)
         os.close(self._wake_writer)
-
-
-def _segments(parts: Mapping[int, Any]) -> list[Segment]:
-    """The segments among what goes to ranks, each once."""
-    return list({id(p): p for p in parts.values() if isinstance(p, Segment)}.values())

@@ -241,7 +241,7 @@ class InlineLauncher(Launcher):
             "device": device,
         }
         self.channel = InlineChannel(namespace)
-        place = join.Place(0, 0, 1, 1, "gloo", options.timeout, device, 0, f"{os.getpid()}")
+        place = join.Place(0, 0, 1, 1, 0, 1, "gloo", options.timeout, device, 0, f"{os.getpid()}")
         self._infos = (join.rank_info(place, 0),)
         return self._infos
 

@@ -1,28 +1,29 @@
-"""Ranks on this machine: one agent that forks them.
+"""Ranks on this machine: agents that fork them, one for each node that the machine plays.
 
 Runs in: the kernel.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distsession.board import Board, file_size, make_file
-from distsession.cluster.base import Launcher, OutputMessage, Pending, python_command
+from distsession.cluster.agents import Agents
+from distsession.cluster.base import Launcher, OutputMessage, Pending
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import CONTROLLER_GONE, Controller
-from distsession.cluster.monitor import Monitor, has_answered
+from distsession.cluster.folder import private_folder
+from distsession.cluster.monitor import Monitor
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -44,15 +45,12 @@ from distsession.messages import (
     StopRanks,
 )
 from distsession.options import RankPlan, SessionOptions, plan_ranks
-from distsession.ranks import RankInfo, ranks_text
+from distsession.ranks import HostInfo, RankInfo, ranks_text
 
 __all__ = ["LocalLauncher"]
 
 log = logging.getLogger(__name__)
 
-UNIX_PATH_MAX = 100
-"""A unix socket's path has 107 bytes at most (sun_path in <sys/un.h>), less where we add a name."""
-AGENT_LOG_TAIL = 2000
 SETTLE_BEFORE_REJOIN = 0.2
 """Seconds that ranks have to come to an end before connecting them anew is put off."""
 SETTLE = 1.0
@@ -60,7 +58,7 @@ SETTLE = 1.0
 
 
 class LocalLauncher(Launcher):
-    """Starts an agent and, through it, ranks on this machine.
+    """Starts agents and, through them, ranks on this machine.
 
     Args:
         options: What to start.
@@ -76,18 +74,19 @@ class LocalLauncher(Launcher):
         self._forked_in: dict[int, int] = {}
         self.is_broken = False
         self._mending: Pending | None = None
-        self._gauges_asked = 0
+        self._gauges_asked: dict[int, int] = {}
         self._plan: RankPlan | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._controller: Controller | None = None
-        self._board_file = -1
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
-        self._folder = _private_folder()
+        self._folder = private_folder()
+        self._board_file = make_file()
+        self._agents = Agents(self._folder, self._board_file)
         self._monitor = Monitor(self._on_death)
         self._background = Pending(0, [-1])
-        self.channel = SocketChannel(self._folder, self._monitor.hear, self._background)
+        self.channel = SocketChannel(self._folder, self._hear, self._background)
+        self.channel.payloads.relays.is_expected = self._monitor.is_gone
         threading.Thread(
             target=self._background.wait, args=(on_background,), name="distsession-background",
             daemon=True,
@@ -103,15 +102,7 @@ class LocalLauncher(Launcher):
     def start(self) -> tuple[RankInfo, ...]:
         deadline = time.monotonic() + self._options.start_timeout
         try:
-            self._spawn_agent()
-            if not self.channel.accept_agent(self._agent_runs, deadline):
-                raise LaunchError(
-                    "the agent did not come up."
-                    if self._agent_runs()
-                    else "the agent ended before it was ready."
-                )
-            self.channel.send_agent(PrepareAgent(self._options.preload, tuple(sys.path)))
-            host = self._monitor.wait_host(self._agent_runs, deadline)
+            host = self._start_agents(range(self._options.nodes), deadline)
             self._plan = plan_ranks(self._options, host)
             os.ftruncate(self._board_file, file_size(self._plan.world_size))
             self.board = Board(self._board_file, self._plan.world_size)
@@ -135,40 +126,31 @@ class LocalLauncher(Launcher):
             self.close()
             raise
 
-    def _spawn_agent(self) -> None:
-        environ = {
-            **os.environ,
-            # One thread only: a child forked from a process with a thread pool hangs in it.
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            # For each connection that is shut to free a rank, torch would print a C++ stack.
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            # Counting GPUs must not initialise CUDA.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
-        self._board_file = make_file()
-        with open(os.path.join(self._folder, "agent.log"), "wb") as output:
-            self._process = subprocess.Popen(
-                [*python_command("distsession.engine.agent"), self._folder],
-                pass_fds=[self._board_file],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
-            )
+    def _start_agents(self, nodes: Sequence[int], deadline: float) -> HostInfo:
+        """Start the agents of some nodes and wait until they can fork."""
+        for node in nodes:
+            self._monitor.expect(node)
+            self._gauges_asked.pop(node, None)
+            self._agents.start(node)
+        for node, link in self._agents.accept(deadline).items():
+            self.channel.hear_agent(node, link)
+            self._agents.send(node, PrepareAgent(self._options.preload, tuple(sys.path)))
+        hosts = [
+            self._monitor.wait_host(node, partial(self._agents.runs, node), deadline)
+            for node in nodes
+        ]
+        return hosts[0]
 
-    def _agent_runs(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+    def _hear(self, event: object) -> None:
+        self._monitor.hear(event)
+        if event is None:  # the store is gone with the first agent: no rank can go on without it
+            self._agents.terminate()
 
     def _close_with_log(self) -> str:
-        """End everything; gives what the agent wrote, for the message."""
-        tail = ""
-        with contextlib.suppress(OSError), open(os.path.join(self._folder, "agent.log"), "rb") as f:
-            tail = f.read()[-AGENT_LOG_TAIL:].decode("utf-8", "replace").strip()
+        """End everything; gives what the agents wrote, for the message."""
+        tails = self._agents.log_tails()
         self.close()
-        return f"\nThe agent's last lines:\n{tail}" if tail else ""
+        return tails
 
     def _launch(self, ranks: Sequence[int], deadline: float) -> tuple[RankInfo, ...]:
         """Fork these ranks into the present generation and wait for the whole world."""
@@ -176,32 +158,11 @@ class LocalLauncher(Launcher):
         assert plan is not None
         world = range(plan.world_size)
         self._monitor.forget(ranks)
-        self.channel.send_agent(
-            StartRanks(
-                ranks=tuple(ranks),
-                world_size=plan.world_size,
-                generation=self._generation,
-                devices=plan.devices,
-                backend=plan.backend,
-                timeout=self._options.timeout,
-                seed=self._options.seed,
-                seed_per_rank=self._options.seed_per_rank,
-                threads=plan.threads,
-                check=self._options.check,
-                board=self._board_file,
-                folder=self._folder,
-                cwd=os.getcwd(),
-                sys_path=tuple(sys.path),
-                environ=dict(os.environ),
-            )
-        )
-        rejoining = []
-        for rank in world:
-            if rank in ranks:
-                self.channel.set_identity(rank, self._generation)
-                self._forked_in[rank] = self._generation
-            else:
-                rejoining.append(rank)
+        for rank in ranks:
+            self.channel.set_identity(rank, self._generation, plan.node_of(rank))
+            self._forked_in[rank] = self._generation
+        self._fork(ranks, deadline)
+        rejoining = [rank for rank in world if rank not in ranks]
         pending = None
         if rejoining:
             pending = self.channel.submit(
@@ -214,9 +175,49 @@ class LocalLauncher(Launcher):
         finally:
             if pending is not None:
                 self.channel.forget(pending)
-        self.channel.link(ranks)
+        self.channel.payloads.link(ranks)
         self.is_broken = False
         return self.infos
+
+    def _fork(self, ranks: Sequence[int], deadline: float) -> None:
+        """Have the agents fork these ranks; that of the first node, which has the store, first."""
+        plan = self._plan
+        assert plan is not None
+        start = StartRanks(
+            ranks=(),
+            world_size=plan.world_size,
+            generation=self._generation,
+            devices=(),
+            backend=plan.backend,
+            timeout=self._options.timeout,
+            seed=self._options.seed,
+            seed_per_rank=self._options.seed_per_rank,
+            threads=plan.threads,
+            check=self._options.check,
+            board=self._board_file,
+            folder=self._folder,
+            cwd=os.getcwd(),
+            sys_path=tuple(sys.path),
+            environ=dict(os.environ),
+            is_whole=len(ranks) == plan.world_size,
+            nodes=plan.nodes,
+        )
+        self._monitor.store_port = port = 0
+        for node in range(plan.nodes):
+            here = plan.ranks_of(node)
+            wanted = tuple(rank for rank in ranks if rank in here)
+            if node and not wanted:
+                continue
+            if node:
+                port = port or self._monitor.wait_store(deadline)
+            devices = tuple(plan.devices[rank] for rank in here)
+            self._agents.send(
+                node, replace(start, ranks=wanted, devices=devices, node=node, store_port=port)
+            )
+            if node and not self.channel.payloads.relays.wait_up(
+                node, partial(self._agents.runs, node), deadline
+            ):
+                raise LaunchError(f"the relay of node {node} did not come up.")
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
@@ -241,7 +242,8 @@ class LocalLauncher(Launcher):
     def rejoin(self, timeout: float) -> str:
         dead = self.dead_ranks()
         if dead:
-            return f"{ranks_text(sorted(dead))} died and has to be replaced first"
+            have = "has" if len(dead) == 1 else "have"
+            return f"{ranks_text(sorted(dead))} died and {have} to be replaced first"
         ranks = self._living()
         if self._mending is not None:  # an earlier attempt may still wait somewhere
             self.abort("failed", "connecting the process group anew took too long")
@@ -283,7 +285,8 @@ class LocalLauncher(Launcher):
 
     def trouble(self) -> str:
         has_died = self._controller is not None and self._controller.has_died
-        return CONTROLLER_GONE if has_died else ""
+        parts = [CONTROLLER_GONE if has_died else "", self.channel.payloads.relays.trouble()]
+        return " ".join(filter(None, parts))
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.ask_stacks(ranks, timeout)
@@ -294,13 +297,17 @@ class LocalLauncher(Launcher):
         return self.channel.ask(ranks, lambda number: AskLook(number, code, inspect), timeout)
 
     def gauges(self, timeout: float) -> Gauges | None:
-        monitor = self._monitor
-        # A stopped agent must not be sent questions until there is no room for them.
-        if not self._gauges_asked or has_answered(monitor.gauges, self._gauges_asked):
-            self._gauges_asked += 1
-            gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
-            self.channel.send_agent(AskGauges(self._gauges_asked, gpus))
-        return monitor.wait_gauges(self._gauges_asked, timeout)
+        assert self._plan is not None
+        gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
+        nodes = [node for node in range(self._plan.nodes) if self._agents.runs(node)]
+        for node in nodes:
+            last = self._gauges_asked.get(node, 0)
+            # A stopped agent must not be sent questions until there is no room for them.
+            if not last or self._monitor.has_gauges(node, last):
+                self._gauges_asked[node] = last + 1
+                self._agents.send(node, AskGauges(last + 1, gpus, node))
+        asked = {node: self._gauges_asked[node] for node in nodes}
+        return self._monitor.wait_gauges(asked, timeout)
 
     def _living(self) -> list[int]:
         assert self._plan is not None
@@ -309,8 +316,7 @@ class LocalLauncher(Launcher):
     # --- ipyparallel ------------------------------------------------------------------------------
 
     def _start_controller(self) -> None:
-        assert self._process is not None
-        self._controller = Controller(self._folder, self._process.pid)
+        self._controller = Controller(self._folder, self._agents.pid())
         self._controller.start(self._register_all)
 
     def _register_all(self, info: ControllerInfo) -> None:
@@ -340,8 +346,13 @@ class LocalLauncher(Launcher):
             self._wait_idle(others)
         engine_ids = [self._monitor.engine_ids.get(rank, rank) for rank in wanted]
         living = [rank for rank in wanted if rank not in self._monitor.dead]
+        gone = [node for node in range(self._plan.nodes) if not self._agents.runs(node)]
+        if gone:
+            self._start_agents(gone, deadline)
+        for node in range(self._plan.nodes):
+            if here := tuple(rank for rank in living if rank in self._plan.ranks_of(node)):
+                self._agents.send(node, StopRanks(here))
         if living:
-            self.channel.send_agent(StopRanks(tuple(living)))
             self._monitor.wait_exited(living, self._options.start_timeout)
         self._generation += 1
         infos = self._launch(wanted, deadline)
@@ -375,7 +386,7 @@ class LocalLauncher(Launcher):
 
     @property
     def is_alive(self) -> bool:
-        return not self._closed and self._agent_runs() and not self._monitor.agent_gone
+        return not self._closed and self._agents.runs() and not self._monitor.agent_gone
 
     def dead_ranks(self) -> dict[int, EngineDiedError]:
         return dict(self._monitor.dead)
@@ -395,21 +406,14 @@ class LocalLauncher(Launcher):
                 return
             self._closed = True
         self._monitor.closing = True
-        self.channel.close()  # the agent ends its ranks and itself when this link closes
+        self.channel.close()
+        self._agents.release()
         if self._controller is not None:
             self._controller.close()
-        if self._process is not None:
-            self._process.terminate()  # in case it is in the midst of an import
-            try:
-                self._process.wait(timeout=3.0)
-            except subprocess.TimeoutExpired:
-                log.warning("the agent did not end by itself and is killed")
-                self._process.kill()
-                self._process.wait()
+        self._agents.close()
         self._monitor.hear(None)
         self._background.put_death(EngineDiedError("", rank=-1, pid=0, returncode=0))
-        if self._board_file >= 0:
-            os.close(self._board_file)
+        os.close(self._board_file)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -420,21 +424,3 @@ def _failure_of(pending: Pending | None) -> str:
         if reply.error is not None:
             return f"rank {rank} could not join it: {reply.error.ename}: {reply.error.evalue}"
     return ""
-
-
-def _private_folder() -> str:
-    """A new folder that only this user can open, with a path short enough for unix sockets."""
-    for base in (tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR")):
-        if not base or not os.access(base, os.W_OK | os.X_OK) or len(base) > UNIX_PATH_MAX - 40:
-            continue
-        try:
-            folder = tempfile.mkdtemp(prefix="distsession-", dir=base)
-        except OSError:
-            continue
-        os.mkdir(os.path.join(folder, "logs"), mode=0o700)
-        return folder
-    raise LaunchError(
-        "there is no folder for the session's sockets and logs: neither "
-        f"{tempfile.gettempdir()}, /tmp nor $XDG_RUNTIME_DIR can be written to (or its path is too "
-        "long for a socket). Set TMPDIR to a short, writable path."
-    )

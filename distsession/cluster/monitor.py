@@ -8,7 +8,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from distsession.errors import (
     EngineDiedError,
@@ -25,15 +26,23 @@ from distsession.messages import (
     RankExited,
     RankFailed,
     RankReady,
+    StoreReady,
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "describe_death", "mend_text"]
+__all__ = ["Monitor", "NodeGone", "agent_text", "describe_death", "mend_text"]
 
 AGENT_GONE = (
     "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
     "session.restart() brings them back, without their variables."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """The link to the agent of a node other than the first has closed."""
+
+    node: int
 
 
 class Monitor:
@@ -46,12 +55,14 @@ class Monitor:
     def __init__(self, on_death: Callable[[EngineDiedError], None]):
         self._on_death = on_death
         self._changed = threading.Condition()
-        self.host: HostInfo | None = None
+        self.hosts: dict[int, HostInfo] = {}
+        self.store_port = 0
+        self.lost_nodes: set[int] = set()
         self.ready: dict[int, RankInfo] = {}
         self.dead: dict[int, EngineDiedError] = {}
         self.pids: dict[int, int] = {}
         self.engine_ids: dict[int, int] = {}
-        self.gauges: Gauges | None = None
+        self._gauges: dict[int, Gauges] = {}
         self.agent_gone = False
         self.closing = False
         """The user closes the session: deaths from here on are no surprise."""
@@ -60,12 +71,14 @@ class Monitor:
         self._exited: dict[int, RankExited] = {}
 
     def hear(self, message: object) -> None:
-        """Take in one message; None says that the agent's link has closed."""
+        """Take in one message; None says that the link of the first node's agent has closed."""
         deaths: list[EngineDiedError] = []
         with self._changed:
             match message:
                 case AgentReady():
-                    self.host = message.host
+                    self.hosts[message.node] = message.host
+                case StoreReady():
+                    self.store_port = message.port
                 case AgentFailed():
                     self._agent_problem = message.reason
                 case RankReady():
@@ -75,9 +88,12 @@ class Monitor:
                 case EngineRegistered():
                     self.engine_ids[message.rank] = message.engine_id
                 case Gauges():
-                    self.gauges = message
+                    self._gauges[message.node] = message
                 case RankExited():
                     deaths += self._note_exit(message)
+                case NodeGone():
+                    self.lost_nodes.add(message.node)
+                    deaths += self._lost_with_node(message.node)
                 case None:
                     self.agent_gone = True
                     deaths += [self._lost_with_agent(rank) for rank in self._living()]
@@ -106,13 +122,14 @@ class Monitor:
             return [error]
         return []
 
-    def _lost_with_agent(self, rank: int) -> EngineDiedError:
+    def _lost_with_node(self, node: int) -> list[EngineDiedError]:
+        ranks = [rank for rank in self._living() if self.ready[rank].node_rank == node]
+        text = node_gone_text(node, ranks)
+        return [self._lost_with_agent(rank, text) for rank in ranks]
+
+    def _lost_with_agent(self, rank: int, text: str = AGENT_GONE) -> EngineDiedError:
         info = self.ready[rank]
-        how = (
-            "ended with its session, which was closed."
-            if self.closing
-            else f"is gone: {AGENT_GONE}"
-        )
+        how = "ended with its session, which was closed." if self.closing else f"is gone: {text}"
         error = EngineDiedError(
             f"rank {rank} (pid {info.pid}) {how}",
             rank=rank,
@@ -121,6 +138,16 @@ class Monitor:
         )
         self.dead[rank] = error
         return error
+
+    def expect(self, node: int) -> None:
+        """Another agent takes the place of a node's that is gone."""
+        with self._changed:
+            self.lost_nodes.discard(node)
+            self.hosts.pop(node, None)
+
+    def is_gone(self, node: int) -> bool:
+        """Whether a node's agent has ended, or is about to with the session."""
+        return self.closing or self.agent_gone or node in self.lost_nodes
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -137,23 +164,34 @@ class Monitor:
             return self._changed.wait_for(
                 lambda: (
                     self.agent_gone
+                    or bool(self.lost_nodes)
                     or all(rank in self.dead or rank in self._exited for rank in ranks)
                 ),
                 timeout,
             )
 
-    def wait_host(self, is_alive: Callable[[], bool], deadline: float) -> HostInfo:
-        """Wait until the agent has imported torch."""
+    def wait_host(self, node: int, is_alive: Callable[[], bool], deadline: float) -> HostInfo:
+        """Wait until the agent of a node has imported torch."""
         with self._changed:
-            while self.host is None:
+            while node not in self.hosts:
                 if self._agent_problem:
                     raise LaunchError(self._agent_problem)
-                if self.agent_gone or not is_alive():
-                    raise LaunchError("the agent ended before it was ready.")
+                if self.agent_gone or node in self.lost_nodes or not is_alive():
+                    raise LaunchError(f"{agent_text(node)} ended before it was ready.")
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError("importing torch took too long.")
                 self._changed.wait(0.1)
-            return self.host
+            return self.hosts[node]
+
+    def wait_store(self, deadline: float) -> int:
+        """Wait until the rendezvous store has a port."""
+        with self._changed:
+            while not self.store_port:
+                self._raise_failure(())
+                if time.monotonic() > deadline:
+                    raise LaunchTimeoutError("the rendezvous store did not come up.")
+                self._changed.wait(0.1)
+            return self.store_port
 
     def late(self, world: Sequence[int], generation: int) -> list[int]:
         """Ranks that are not yet in the process group of a generation."""
@@ -190,6 +228,8 @@ class Monitor:
     def _raise_failure(self, world: Sequence[int]) -> None:
         if self.agent_gone:
             raise LaunchError("the session was closed." if self.closing else AGENT_GONE)
+        for node in sorted(self.lost_nodes):
+            raise LaunchError(f"{agent_text(node)} ended, and with it the ranks of node {node}.")
         for rank in world:
             if rank in self._failed:
                 error = self._failed[rank]
@@ -200,24 +240,34 @@ class Monitor:
             if rank in self._exited:
                 raise LaunchError(describe_death(self._exited[rank], while_starting=True))
 
-    def wait_gauges(self, number: int, timeout: float) -> Gauges | None:
-        """Wait for the answer of this number; gives the last one if it does not come in time."""
+    def has_gauges(self, node: int, number: int) -> bool:
+        """Whether the agent of a node has come to the question of this number."""
+        return node in self._gauges and self._gauges[node].number >= number
+
+    def wait_gauges(self, asked: Mapping[int, int], timeout: float) -> Gauges | None:
+        """What the ranks of some nodes use; what was last known where no answer comes in time.
+
+        Args:
+            asked: For each node the number of its question.
+            timeout: In seconds.
+        """
+
+        def answered() -> bool:
+            return all(self.has_gauges(node, number) for node, number in asked.items())
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.agent_gone or has_answered(self.gauges, number), timeout
-            )
-            return self.gauges
+            self._changed.wait_for(lambda: self.agent_gone or answered(), timeout)
+            known = [self._gauges[node] for node in asked if node in self._gauges]
+        if not known:
+            return None
+        uses = tuple(use for one in known for use in one.uses)
+        return Gauges(known[0].number, known[0].at, uses)
 
     def wait_registered(self, world: Sequence[int], timeout: float) -> dict[int, int]:
         """Wait until each rank has an engine id; gives rank -> id."""
         with self._changed:
             self._changed.wait_for(lambda: all(rank in self.engine_ids for rank in world), timeout)
             return {rank: self.engine_ids[rank] for rank in world if rank in self.engine_ids}
-
-
-def has_answered(gauges: Gauges | None, number: int) -> bool:
-    """Whether the agent has come to the question of this number."""
-    return gauges is not None and gauges.number >= number
 
 
 def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
@@ -239,6 +289,20 @@ def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
     tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
     last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
     return f"{who} {how}{when}.{'' if while_starting else mend_text(message.rank)}{last}"
+
+
+def agent_text(node: int) -> str:
+    """How messages call the agent of a node."""
+    return f"the agent of node {node}" if node else "the agent"
+
+
+def node_gone_text(node: int, ranks: Sequence[int]) -> str:
+    """What the end of a node's agent means, and what to do about it."""
+    return (
+        f"the agent of node {node} (the process that started its ranks) is gone, and with it "
+        f"{ranks_text(ranks)}. session.restart({list(ranks)}) starts another agent and replaces "
+        "them; restore=[...] copies variables from a rank that stays."
+    )
 
 
 def mend_text(rank: int) -> str:

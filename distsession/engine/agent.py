@@ -26,13 +26,17 @@ from typing import Any, NoReturn
 
 from distsession.messages import (
     AgentFailed,
+    AgentHere,
     AgentReady,
     AskGauges,
     PrepareAgent,
     RankExited,
     StartRanks,
     StopRanks,
+    StoreReady,
 )
+from distsession.segment import LinkListener
+from distsession.wire import memory_path
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +63,18 @@ class _Rank:
 
 
 class Agent:
-    """Forks, watches and ends the ranks of one host."""
+    """Forks, watches and ends the ranks of one host, or of one node that this host plays."""
 
-    def __init__(self, link: Connection, folder: str):
+    def __init__(self, link: Connection, folder: str, node: int):
         self._link = link
         self._folder = folder
+        self._node = node
         self._ranks: dict[int, _Rank] = {}
         self._store_pid = 0
         self._store_port = 0
         self._gauges: Connection | None = None  # to the process that asks NVML
         self._gauges_pid = 0
+        self._relay_pid = 0
         self._oom_kills = _oom_kills()
         self._parent = os.getppid()
         self._wake, wake_writer = os.pipe()
@@ -112,8 +118,13 @@ class Agent:
                 return self._prepare(message)
             case StartRanks():
                 os.set_inheritable(message.board, False)  # by forks it is, by other programs not
-                if not self._store_pid:
+                if self._node:
+                    self._store_port = message.store_port
+                    if not self._relay_pid:
+                        self._start_relay(message.folder)
+                elif not self._store_pid:
                     self._start_store()
+                self._link.send(StoreReady(self._store_port))
                 for rank in message.ranks:
                     self._fork(message, rank)
             case StopRanks():
@@ -148,7 +159,7 @@ class Agent:
             self._link.send(AgentFailed(reason=reason))
             return False
         gc.freeze()  # a collection in a child then does not copy the pages of what all share
-        self._link.send(AgentReady(host=probe.host_info()))
+        self._link.send(AgentReady(probe.host_info(), self._node))
         return True
 
     def _start_store(self) -> None:
@@ -202,6 +213,22 @@ class Agent:
         except EOFError:
             log.warning("the process that asks about GPUs has ended")
             self._gauges = None
+
+    def _start_relay(self, folder: str) -> None:
+        """Fork the process that payloads to and from another node pass through."""
+        path = memory_path(folder, self._node)
+        with contextlib.suppress(FileNotFoundError):  # of a relay that has ended
+            os.unlink(path)
+        links = LinkListener(path)
+        agent = os.getpid()
+        self._relay_pid = os.fork()
+        if self._relay_pid == 0:
+            self._become_child()
+            with _exit_after():
+                from distsession.engine import relay
+
+                relay.serve(links, folder, self._node, agent)
+        links.close()
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -268,6 +295,10 @@ class Agent:
         if pid == self._gauges_pid:
             self._gauges_pid = -1  # it would end again
             return
+        if pid == self._relay_pid:
+            self._relay_pid = 0
+            log.error("the relay of node %d ended with %d", self._node, returncode)
+            return
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
@@ -287,15 +318,28 @@ class Agent:
     def _end(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._stop(set(self._ranks))
-        for pid in (self._store_pid, self._gauges_pid):
+        for pid in (self._store_pid, self._gauges_pid, self._relay_pid):
             if pid > 0:
                 _signal(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+        if not self._is_orphan():
+            return
         for _ in range(20):  # ipyparallel's controller ends by itself and may still write a file
             shutil.rmtree(self._folder, ignore_errors=True)
             time.sleep(0.05)
             if not os.path.exists(self._folder):
                 break
+
+    def _is_orphan(self) -> bool:
+        """Whether the kernel is gone, or has closed the session: nobody else needs the folder."""
+        if os.getppid() != self._parent:
+            return True
+        try:
+            while self._link.poll():
+                self._link.recv()
+        except Exception:
+            return True
+        return False
 
 
 def _log_tail(rank: _Rank) -> str:
@@ -363,10 +407,11 @@ def _exit_after() -> Any:
 
 def main() -> NoReturn:
     """Serve the kernel whose socket is named by the command line."""
-    folder = sys.argv[1]
+    folder, node = sys.argv[1], int(sys.argv[2])
     # On our own logger: a handler on the root would make the user's basicConfig() do nothing.
     logging.getLogger("distsession").addHandler(logging.StreamHandler())
     link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
     assert isinstance(link, Connection)
-    Agent(link, folder).serve()
+    link.send(AgentHere(node))
+    Agent(link, folder, node).serve()
     sys.exit(0)

@@ -55,7 +55,7 @@ def read(message: AskGauges, pids: Mapping[int, int], gpus: GpuReader | None = N
             uuid = message.gpus.get(rank)
             known = gpus.use(uuid) if gpus is not None and uuid else {}
             uses.append(RankUse(rank, pid, cpu_seconds, rss, **known))
-    return Gauges(message.number, time.monotonic(), tuple(uses))
+    return Gauges(message.number, time.monotonic(), tuple(uses), message.node)
 
 
 def serve(link: Connection) -> None:

@@ -33,6 +33,8 @@ class Place:
     local_rank: int
     world_size: int
     local_world_size: int
+    node_rank: int
+    nodes: int
     backend: str
     timeout: float | None
     device: torch.device
@@ -45,13 +47,15 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
 
     A forked child inherits its parent's generators, so an unseeded rank gets fresh entropy.
     """
-    local_rank = rank % len(start.devices)
+    local_rank = rank % len(start.devices)  # all nodes have as many
     device = torch.device(start.devices[local_rank])
     place = Place(
         rank=rank,
         local_rank=local_rank,
         world_size=start.world_size,
         local_world_size=len(start.devices),
+        node_rank=start.node,
+        nodes=start.nodes,
         backend=start.backend,
         timeout=start.timeout,
         device=device,
@@ -66,7 +70,7 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
             local_rank=local_rank,
             world_size=place.world_size,
             local_world_size=place.local_world_size,
-            node_rank=0,
+            node_rank=place.node_rank,
             address="127.0.0.1",
             port=store_port,
             threads=start.threads,
@@ -153,8 +157,8 @@ def rank_info(place: Place, generation: int) -> RankInfo:
         local_rank=place.local_rank,
         world_size=place.world_size,
         local_world_size=place.local_world_size,
-        node_rank=0,
-        nodes=1,
+        node_rank=place.node_rank,
+        nodes=place.nodes,
         host=socket.gethostname(),
         pid=os.getpid(),
         backend=place.backend,

@@ -61,6 +61,7 @@ from distsession.messages import (
     InputReply,
     MalformedMessage,
     PartsRequest,
+    PieceRequest,
     PullRequest,
     PushRequest,
     RankFailed,
@@ -77,6 +78,7 @@ from distsession.messages import (
     decode,
     encode,
 )
+from distsession.wire import memory_path
 
 __all__ = ["main"]
 
@@ -111,7 +113,7 @@ class Rank:
         self._generation = start.generation
         self._place = join.prepare(start, rank, store_port)
         self._rank = rank
-        self._is_alone = len(start.ranks) == start.world_size
+        self._is_alone = start.is_whole
         self._recorder = Recorder(
             Board(start.board, start.world_size), rank, check=start.check == "shared"
         )
@@ -129,7 +131,7 @@ class Rank:
         self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
         self._replies = _connect(context, zmq.PUSH, start.folder, "replies")
         self._reply_lock = threading.Lock()
-        self._link = segment.Link.connect(f"{start.folder}/memory.sock", identity.decode())
+        self._link = segment.Link.connect(memory_path(start.folder, start.node), identity.decode())
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
         self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         self._is_leaving = False
@@ -332,7 +334,9 @@ class Rank:
             case ShardsRequest():
                 value = self._transfers.shards(request.name)
             case FillRequest():
-                self._fill(request, payload)
+                value = self._fill(request, payload)
+            case PieceRequest():
+                value = self._transfers.piece(request.begin, request.shape)
             case SummaryRequest():
                 value = self._summarise(request)
             case PartsRequest():
@@ -348,12 +352,16 @@ class Rank:
         self._transfers.put_aside(frames)
         self._trace.moved(request, segment.nbytes(frames), began)
 
-    def _fill(self, request: FillRequest, payload: Any) -> None:
+    def _fill(self, request: FillRequest, payload: Any) -> Any:
+        at = request.at.get(self._rank)
+        if not isinstance(payload, Shared):  # of another host, the whole is not within reach
+            return self._transfers.put_part_aside(request.name, at)
         began = time.monotonic_ns()
         with self._link.receive(payload) as descriptor:
             (whole,) = segment.map_shared(descriptor, payload.sizes)
-        size = self._transfers.fill(request.name, request.shape, request.at.get(self._rank), whole)
+        size = self._transfers.fill(request.name, request.shape, at, whole)
         self._trace.moved(request, size, began)
+        return NOTHING
 
     # --- payloads ---------------------------------------------------------------------------------
 
@@ -361,8 +369,13 @@ class Rank:
         """The frames of a request, wherever they are."""
         if not isinstance(payload, Shared):
             return payload
-        with self._link.receive(payload) as descriptor:
-            return segment.map_private(descriptor, payload.sizes)
+        try:
+            with self._link.receive(payload) as descriptor:
+                return segment.map_private(descriptor, payload.sizes)
+        except OSError as error:
+            raise SessionStateError(
+                f"what was sent did not arrive on rank {self._rank}: {error}. Send it again."
+            ) from error
 
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Shared:
         """A value as frames, or in shared memory if it is large."""
@@ -380,7 +393,8 @@ class Rank:
             return frames
         finally:
             self._note_progress(0, 0)
-            self._trace.moved(request, size, began)
+            if not isinstance(request, FillRequest):  # which only says where a part belongs
+                self._trace.moved(request, size, began)
 
     def _note_progress(self, done: int, total: int) -> None:
         """Where the kernel sees how much of a large result has been written."""

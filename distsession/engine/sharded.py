@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["elements", "write"]
+__all__ = ["elements", "part", "write"]
 
 
 def elements(tensor: DTensor) -> int:
@@ -28,18 +28,25 @@ def elements(tensor: DTensor) -> int:
 def write(tensor: DTensor, whole: torch.Tensor) -> None:
     """Put this rank's part of the tensor where it belongs.
 
-    Every rank of the tensor's mesh has to call this: a sum is made by a collective.
+    Every rank of the tensor's mesh has to call this or :func:`part`: a sum is made by a collective.
     """
+    found = part(tensor)
+    if found is not None:
+        offset, held = found
+        window = tuple(slice(at, at + n) for at, n in zip(offset, held.shape, strict=True))
+        with torch.no_grad():
+            whole[window].copy_(held)
+
+
+def part(tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """Where this rank's part begins and what it is; None if it has none to give."""
     with torch.no_grad():
         if not _is_plain(tensor):
             full = tensor.full_tensor()
-            if _is_first(tensor):
-                whole.copy_(full)
-            return
-        if _is_chosen(tensor):
-            shape, offset = _local(tensor)
-            window = tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))
-            whole[window].copy_(tensor.to_local())
+            return ((0,) * tensor.ndim, full) if _is_first(tensor) else None
+        if not _is_chosen(tensor):
+            return None
+        return _local(tensor)[1], tensor.to_local()
 
 
 def _local(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -21,6 +21,7 @@ from distsession.messages import (
     CallRequest,
     CellRequest,
     FillRequest,
+    PieceRequest,
     PullRequest,
     PushRequest,
     Request,
@@ -54,6 +55,7 @@ _TRANSFERS: dict[type[Any], str] = {
     CallRequest: "result",
     CellRequest: "result",
     FillRequest: "gather",
+    PieceRequest: "gather",
     PullRequest: "pull",
     PushRequest: "push",
 }

@@ -16,7 +16,7 @@ from distsession import serialize
 from distsession.engine.execute import rebound
 from distsession.errors import SerializationError
 
-__all__ = ["Shards", "Transfers"]
+__all__ = ["Part", "Shards", "Transfers"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,19 @@ class Shards:
     elements: int = 0
 
 
+@dataclass(frozen=True)
+class Part:
+    """Where what a rank holds belongs in the whole.
+
+    Attributes:
+        at: Where it begins in each dimension.
+        shape: Of the part.
+    """
+
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 class Transfers:
     """Moves values in and out of a namespace.
 
@@ -49,6 +62,7 @@ class Transfers:
         self._namespace = namespace
         self._rank = rank
         self._aside: dict[str, Any] = {}
+        self._part: Any = None
 
     # --- pull -------------------------------------------------------------------------------------
 
@@ -162,6 +176,33 @@ class Transfers:
         else:
             _tensor_over(whole, value.dtype, shape)[window].copy_(value.detach())
         return int(value.nbytes)
+
+    def put_part_aside(self, name: str, at: Sequence[int] | None) -> Part | None:
+        """Keep this rank's part, of which pieces will be asked for; None if there is none.
+
+        Args:
+            name: Of the part.
+            at: Where the part begins; None for a sharded tensor, which knows.
+        """
+        self._part = None
+        value = self.find(name)
+        if at is None:
+            from distsession.engine.sharded import part
+
+            found = part(value)
+            if found is None:
+                return None
+            at, value = found
+        self._part = value.detach() if hasattr(value, "detach") else value
+        return Part(tuple(at), tuple(value.shape))
+
+    def piece(self, begin: Sequence[int] | None, shape: Sequence[int]) -> Any:
+        """A piece of the part that was put aside; where it is to begin nowhere, forget the part."""
+        if begin is None:
+            self._part = None
+            return None
+        piece = self._part[tuple(slice(a, a + n) for a, n in zip(begin, shape, strict=True))]
+        return piece.contiguous() if hasattr(piece, "contiguous") else piece
 
 
 def _tensor_over(memory: Any, dtype: Any, shape: Sequence[int]) -> Any:

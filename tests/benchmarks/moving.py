@@ -8,6 +8,7 @@ receivers' first touch, a read of each page, counts as part of every transfer.
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import threading
 import time
@@ -62,6 +63,46 @@ def moving(bench: Bench) -> Iterator[Row]:
                     yield from _rows(session, ranks, label, size, kind, bench)
             yield from _memory(session, ranks)
         yield from _beside_ray(bench, ranks)
+    yield from _between_nodes(bench)
+
+
+def _between_nodes(bench: Bench) -> Iterator[Row]:
+    """To and from the ranks of another node, beside the same bytes through one unix socket."""
+    size = SIZES["256 MB"]
+    value = _make("torch", size)
+    with bench.session(4, nodes=2) as session:
+        far = session[2:]
+        far.push(x=value)
+        copy = Arm("memcpy", lambda: _timed(partial(_copy, value)))
+        wire = Arm("one unix socket", lambda: _timed(partial(_through_socket, value)))
+        send = Arm(OURS, lambda: _timed(partial(_send, far, value)))
+        bring = Arm(OURS, lambda: _timed(partial(_bring, session[2])))
+        take_turns([copy, wire, send, bring], 2 * bench.repeats)
+        name = "send 256 MB to 2 ranks of another node"
+        yield copy.row(name, "ms")
+        yield wire.row(name, "ms", copy)
+        yield send.row(name, "ms", wire)
+        name = "bring 256 MB from another node"
+        yield copy.row(name, "ms")
+        yield wire.row(name, "ms", copy)
+        yield bring.row(name, "ms", wire)
+
+
+def _through_socket(value: Any) -> Any:
+    """Send the memory of a tensor through a socket, into new memory."""
+    ours, theirs = socket.socketpair()
+    data = memoryview(value.numpy()).cast("B")
+    thread = threading.Thread(target=ours.sendall, args=[data])
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MB)
+        thread.start()
+        arrived = torch.empty_like(value)
+        rest = memoryview(arrived.numpy()).cast("B")
+        while rest:
+            rest = rest[theirs.recv_into(rest) :]
+        thread.join()
+    return arrived
 
 
 def _make(kind: str, size: int) -> Any:

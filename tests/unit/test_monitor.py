@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from distsession.cluster.launch import LocalLauncher
-from distsession.cluster.monitor import Monitor, describe_death
+from distsession.cluster.monitor import Monitor, NodeGone, describe_death
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -24,6 +24,7 @@ from distsession.messages import (
     RankExited,
     RankFailed,
     RankReady,
+    StoreReady,
 )
 from distsession.options import SessionOptions
 from distsession.ranks import HostInfo, RankInfo
@@ -47,9 +48,9 @@ class Heard:
         self.monitor = Monitor(self.deaths.append)
         self._make = make
 
-    def ready(self, *ranks: int, generation: int = 0) -> None:
+    def ready(self, *ranks: int, generation: int = 0, **facts: int) -> None:
         for rank in ranks:
-            info = self._make(rank, generation=generation)
+            info = self._make(rank, generation=generation, **facts)
             self.monitor.hear(RankReady(rank, info))
 
 
@@ -63,31 +64,31 @@ def heard(rank_info: Callable[..., RankInfo]) -> Heard:
 
 def test_the_host_is_known_once_the_agent_is_ready(heard: Heard) -> None:
     heard.monitor.hear(AgentReady(HOST))
-    assert heard.monitor.wait_host(lambda: True, now()) == HOST
+    assert heard.monitor.wait_host(0, lambda: True, now()) == HOST
 
 
 def test_waiting_for_the_host_ends_when_it_is_heard(heard: Heard) -> None:
     threading.Timer(0.05, heard.monitor.hear, [AgentReady(HOST)]).start()
-    assert heard.monitor.wait_host(lambda: True, now(10)) is HOST
+    assert heard.monitor.wait_host(0, lambda: True, now(10)) is HOST
 
 
 def test_an_agent_that_cannot_go_on_says_why(heard: Heard) -> None:
     heard.monitor.hear(AgentFailed("no module named nump"))
     with pytest.raises(LaunchError, match="no module named nump"):
-        heard.monitor.wait_host(lambda: True, now(10))
+        heard.monitor.wait_host(0, lambda: True, now(10))
 
 
 def test_an_agent_that_ended_is_not_waited_for(heard: Heard) -> None:
     with pytest.raises(LaunchError, match="ended before it was ready"):
-        heard.monitor.wait_host(lambda: False, now(10))
+        heard.monitor.wait_host(0, lambda: False, now(10))
     heard.monitor.hear(None)
     with pytest.raises(LaunchError, match="ended before it was ready"):
-        heard.monitor.wait_host(lambda: True, now(10))
+        heard.monitor.wait_host(0, lambda: True, now(10))
 
 
 def test_an_agent_that_takes_too_long_is_given_up(heard: Heard) -> None:
     with pytest.raises(LaunchTimeoutError, match="importing torch took too long"):
-        heard.monitor.wait_host(lambda: True, now())
+        heard.monitor.wait_host(0, lambda: True, now())
 
 
 # --- the start ------------------------------------------------------------------------------------
@@ -161,6 +162,42 @@ def test_with_the_agent_all_living_ranks_are_gone(heard: Heard) -> None:
     assert heard.monitor.agent_gone
     assert "session.restart()" in str(heard.monitor.dead[2])
     assert "agent" in str(heard.monitor.dead[2])
+
+
+def test_the_end_of_a_nodes_agent_takes_its_ranks_alone(heard: Heard) -> None:
+    for rank in range(4):
+        heard.ready(rank, node_rank=rank // 2, nodes=2)
+    heard.monitor.hear(NodeGone(1))
+    assert [death.rank for death in heard.deaths] == [2, 3]
+    assert not heard.monitor.agent_gone
+    text = str(heard.monitor.dead[2])
+    assert "rank 2 (pid 1002) is gone: the agent of node 1" in text
+    assert "session.restart([2, 3])" in text
+    with pytest.raises(LaunchError, match="the agent of node 1 ended, and with it the ranks of"):
+        heard.monitor.wait_ready(range(4), 1, now(10))
+    heard.monitor.expect(1)
+    with pytest.raises(LaunchTimeoutError):
+        heard.monitor.wait_ready(range(4), 1, now())
+
+
+def test_each_nodes_agent_is_waited_for(heard: Heard) -> None:
+    heard.monitor.hear(AgentReady(HOST))
+    with pytest.raises(LaunchTimeoutError):
+        heard.monitor.wait_host(1, lambda: True, now())
+    heard.monitor.hear(NodeGone(1))
+    with pytest.raises(LaunchError, match="the agent of node 1 ended before it was ready"):
+        heard.monitor.wait_host(1, lambda: True, now(10))
+    heard.monitor.expect(1)
+    heard.monitor.hear(AgentReady(HOST, 1))
+    assert heard.monitor.wait_host(1, lambda: True, now(10)) == HOST
+
+
+def test_the_port_of_the_store_is_waited_for(heard: Heard) -> None:
+    threading.Timer(0.05, heard.monitor.hear, [StoreReady(4711)]).start()
+    assert heard.monitor.wait_store(now(10)) == 4711
+    heard.monitor.store_port = 0
+    with pytest.raises(LaunchTimeoutError, match="rendezvous store"):
+        heard.monitor.wait_store(now())
 
 
 def test_ranks_end_with_a_session_that_is_closed(heard: Heard) -> None:

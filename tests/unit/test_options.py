@@ -21,6 +21,7 @@ NAMES = [option.name for option in fields(SessionOptions)]
 # For each option: how a person types it, and the value that this is.
 TYPED: dict[str, tuple[str, Any]] = {
     "ranks": ("4", 4),
+    "nodes": ("2", 2),
     "backend": ("nccl", "nccl"),
     "devices": ("2,0", (2, 0)),
     "timeout": ("1.5", 1.5),
@@ -36,6 +37,7 @@ TYPED: dict[str, tuple[str, Any]] = {
 
 BAD: dict[str, list[Any]] = {
     "ranks": [0, -1, 2.0, "2", True],
+    "nodes": [0, -1, 2.0, "2", True, None],
     "backend": ["", "  ", 3],
     "devices": [(), [0, 0], [-1], ["0"], [True], [1.5], "0,2", 0, [[0]]],
     "timeout": [0, -1.0, float("nan"), float("inf"), "5", True],
@@ -58,6 +60,18 @@ def test_the_tables_here_know_every_option() -> None:
 def test_an_impossible_value_is_refused_by_the_name_of_its_option(name: str, value: Any) -> None:
     with pytest.raises(OptionsError, match=rf"^{name}=.* is not possible: it takes ."):
         SessionOptions(**{name: value})
+
+
+def test_ranks_that_cannot_be_shared_out_over_the_nodes_are_refused() -> None:
+    with pytest.raises(OptionsError, match=r"ranks=3 cannot .* over nodes=2: .* 2 or 4 ranks"):
+        SessionOptions(ranks=3, nodes=2)
+    with pytest.raises(OptionsError, match=r"ranks=1 cannot .* over nodes=3: .* 3 or 6 ranks"):
+        SessionOptions(ranks=1, nodes=3)
+
+
+def test_an_inline_session_is_one_node() -> None:
+    with pytest.raises(OptionsError, match="nodes=2 asks for more"):
+        SessionOptions(launcher="inline", nodes=2)
 
 
 @pytest.mark.parametrize("name", NAMES)

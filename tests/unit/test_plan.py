@@ -36,6 +36,21 @@ def test_any_number_of_ranks_fits_the_cpu() -> None:
     assert plan(ranks=5).devices == ("cpu",) * 5
 
 
+def test_each_node_has_a_block_of_ranks() -> None:
+    made = plan(ranks=6, nodes=3)
+    assert [list(made.ranks_of(node)) for node in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [made.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert plan(ranks=4).ranks_of(0) == range(4)
+
+
+def test_without_a_number_of_ranks_each_node_has_one_at_least() -> None:
+    assert plan(nodes=2).world_size == 2
+    assert plan(nodes=3).world_size == 3
+    assert plan(gpus=4, nodes=2).devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    with pytest.raises(OptionsError, match="ranks=3 cannot be shared out over nodes=2"):
+        plan(gpus=3, nodes=2)
+
+
 @pytest.mark.parametrize("options", [{}, {"backend": "nccl"}, {"backend": "cpu:gloo,cuda:nccl"}])
 def test_more_ranks_than_gpus_are_refused_with_what_would_work(options: dict[str, str]) -> None:
     with pytest.raises(OptionsError, match=r"alpha shows 2 .*at most 2 ranks, .*backend='gloo'"):

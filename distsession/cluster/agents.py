@@ -1,0 +1,173 @@
+"""The agents of a session: one process for each node, on this machine.
+
+Runs in: the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import threading
+import time
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Any
+
+from distsession.cluster.base import python_command
+from distsession.cluster.monitor import agent_text
+from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
+from distsession.messages import AgentHere
+
+__all__ = ["Agents"]
+
+log = logging.getLogger(__name__)
+
+LOG_TAIL = 2000
+END = 3.0
+"""Seconds that an agent has to end its ranks and itself."""
+
+
+class Agents:
+    """Starts agents, sends to them, and ends them.
+
+    Args:
+        folder: The session's private folder.
+        board: A descriptor that all of them inherit.
+    """
+
+    def __init__(self, folder: str, board: int):
+        self._folder = folder
+        self._board = board
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._links: dict[int, Connection] = {}
+        self._lock = threading.Lock()
+        self._listener = Listener(os.path.join(folder, "agent.sock"), family="AF_UNIX")
+
+    def start(self, node: int) -> None:
+        """Start the agent of a node, also in the place of one that is gone."""
+        environ = {
+            **os.environ,
+            # One thread only: a child forked from a process with a thread pool hangs in it.
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            # For each connection that is shut to free a rank, torch would print a C++ stack.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            # Counting GPUs must not initialise CUDA.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+        self._end(node)
+        with open(self._log_path(node), "wb") as output:
+            self._processes[node] = subprocess.Popen(
+                [*python_command("distsession.engine.agent"), self._folder, str(node)],
+                pass_fds=[self._board],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
+            )
+
+    def accept(self, deadline: float) -> dict[int, Connection]:
+        """Wait for every agent that was started and has not connected yet.
+
+        Raises:
+            LaunchError: One ended.
+            LaunchTimeoutError: One did not come in time.
+        """
+        inner = self._listener._listener._socket  # type: ignore[attr-defined]
+        come: dict[int, Connection] = {}
+        while late := [node for node in self._processes if node not in self._links]:
+            if not wait([inner], timeout=0.05):
+                for node in late:
+                    if not self.runs(node):
+                        raise LaunchError(f"{agent_text(node)} ended before it was ready.")
+                if time.monotonic() > deadline:
+                    raise LaunchTimeoutError(f"{agent_text(late[0])} did not come up.")
+                continue
+            link = self._listener.accept()
+            assert isinstance(link, Connection)
+            try:
+                hello = link.recv()
+            except (EOFError, OSError):  # it has ended, which is seen above
+                continue
+            assert isinstance(hello, AgentHere)
+            come[hello.node] = self._links[hello.node] = link
+        return come
+
+    def send(self, node: int, message: Any) -> None:
+        """Send to an agent.
+
+        Raises:
+            SessionStateError: It is gone.
+        """
+        with self._lock:
+            link = self._links.get(node)
+            gone = f"{agent_text(node)} of this session is gone"
+            if link is None or link.closed:
+                raise SessionStateError(f"{gone}: call session.restart().")
+            try:
+                link.send(message)
+            except OSError as error:
+                raise SessionStateError(f"{gone} ({error}): call session.restart().") from error
+
+    def runs(self, node: int = 0) -> bool:
+        """Whether an agent's process lives."""
+        process = self._processes.get(node)
+        return process is not None and process.poll() is None
+
+    def pid(self, node: int = 0) -> int:
+        return self._processes[node].pid
+
+    def log_tails(self) -> str:
+        """What the agents wrote last, for a message."""
+        parts = []
+        for node in self._processes:
+            with contextlib.suppress(OSError), open(self._log_path(node), "rb") as file:
+                tail = file.read()[-LOG_TAIL:].decode("utf-8", "replace").strip()
+                if tail:
+                    text = agent_text(node)
+                    parts.append(f"\n{text[0].upper()}{text[1:]}'s last lines:\n{tail}")
+        return "".join(parts)
+
+    def _log_path(self, node: int) -> str:
+        return os.path.join(self._folder, f"agent-{node}.log" if node else "agent.log")
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def terminate(self) -> None:
+        """Have all agents end their ranks and themselves, without waiting."""
+        for process in self._processes.values():
+            process.terminate()
+
+    def release(self) -> None:
+        """Close all links: each agent then ends its ranks and itself."""
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+
+    def close(self) -> None:
+        """End all agents and wait for them."""
+        self.release()
+        self.terminate()  # in case one is in the midst of an import
+        for node in list(self._processes):
+            self._end(node)
+        with contextlib.suppress(FileNotFoundError):  # an agent may have removed the folder
+            self._listener.close()
+
+    def _end(self, node: int) -> None:
+        with self._lock:
+            link = self._links.pop(node, None)
+            if link is not None:
+                link.close()
+        process = self._processes.pop(node, None)
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(timeout=END)
+        except subprocess.TimeoutExpired:
+            log.warning("%s did not end by itself and is killed", agent_text(node))
+            process.kill()
+            process.wait()

@@ -1,0 +1,190 @@
+"""The relay: the process of a node, other than the kernel's own, through which payloads pass.
+
+Runs in: an engine.
+
+What the kernel sends crosses the stream once, into shared memory; each rank of the node gets a
+descriptor of it. What a rank hands over stays in the rank's shared memory until the kernel asks
+for it, and goes from there to the stream. The main thread obeys the kernel; a second one sends, so
+that neither direction waits for the other. The relay ends when the stream does, or with the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import signal
+import threading
+from dataclasses import dataclass
+
+from distsession import segment
+from distsession.engine.process import die_with_parent
+from distsession.errors import SerializationError
+from distsession.messages import Shared
+from distsession.segment import LinkListener, Pool, Segment
+from distsession.wire import (
+    CHUNK,
+    Cancel,
+    Chunk,
+    Discard,
+    DropRank,
+    Fetch,
+    Fetched,
+    Hand,
+    Linked,
+    LinkRanks,
+    Open,
+    Release,
+    Stored,
+    Wire,
+    connect,
+)
+
+__all__ = ["Relay", "serve"]
+
+log = logging.getLogger(__name__)
+
+COME = 1.0
+"""Seconds that a rank which is ready may take to connect."""
+
+
+@dataclass
+class _Incoming:
+    """A payload that comes from the kernel."""
+
+    segment: Segment
+    missing: int
+
+
+def serve(listener: LinkListener, folder: str, node: int, agent: int) -> None:
+    """Be the relay of a node until the kernel or the agent is gone."""
+    die_with_parent(agent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Relay(connect(folder, node), listener, node).serve()
+
+
+class Relay:
+    """Takes payloads from the kernel for the ranks of a node, and theirs to the kernel.
+
+    Args:
+        wire: The stream to the kernel.
+        links: Where the ranks connect.
+        node: Which of the nodes this is.
+    """
+
+    def __init__(self, wire: Wire, links: LinkListener, node: int):
+        self._wire = wire
+        self._links = links
+        self._node = node
+        self._pool = Pool()
+        self._payloads: dict[int, _Incoming] = {}
+        self._wanted: queue.SimpleQueue[Fetch | Discard] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+
+    def serve(self) -> None:
+        """Obey the kernel until the stream ends."""
+        threading.Thread(target=self._send, name="distsession-relay", daemon=True).start()
+        with contextlib.suppress(OSError):
+            while True:
+                self._obey(self._wire.receive())
+
+    def _obey(self, message: object) -> None:
+        match message:
+            case Chunk():
+                self._take(message)
+            case Open():
+                self._open(message)
+            case Hand():
+                self._hand(message)
+            case Release():
+                self._release(message)
+            case Fetch() | Discard():
+                self._wanted.put(message)
+            case Cancel():
+                self._cancelled.add(message.key)
+            case LinkRanks():
+                self._link(message.names)
+            case DropRank():
+                self._links.drop(message.name)
+            case _:
+                log.warning("dropped a message that is not for a relay: %r", message)
+
+    # --- from the kernel to ranks -----------------------------------------------------------------
+
+    def _open(self, message: Open) -> None:
+        try:
+            segment.check_room(sum(message.sizes), where=f"the host of node {self._node}")
+            memory = self._pool.take(message.sizes) or Segment(message.sizes)
+        except SerializationError as error:
+            self._wire.send(Stored(message.key, refusal=str(error)))
+        except OSError as error:
+            self._wire.send(Stored(message.key, problem=str(error)))
+        else:
+            self._payloads[message.key] = _Incoming(memory, sum(message.sizes))
+
+    def _take(self, chunk: Chunk) -> None:
+        incoming = self._payloads.get(chunk.key)
+        if incoming is None:  # it was refused or given up, and this was under way already
+            self._wire.skip(chunk.length)
+            return
+        incoming.segment.receive(chunk.at, chunk.length, self._wire.read_into)
+        incoming.missing -= chunk.length
+        if not incoming.missing:
+            incoming.segment.set_written()
+            self._wire.send(Stored(chunk.key))
+
+    def _hand(self, message: Hand) -> None:
+        incoming = self._payloads.get(message.key)
+        if incoming is None:
+            return
+        for name in message.names:
+            try:
+                self._links.link(name, COME).send(incoming.segment, message.number)
+            except OSError as error:  # if it has died, that is told elsewhere
+                log.warning("%s does not take shared memory: %s", name, error)
+
+    def _release(self, message: Release) -> None:
+        incoming = self._payloads.pop(message.key, None)
+        if incoming is None:
+            return
+        if message.reuse and not incoming.missing:
+            self._pool.keep(incoming.segment)
+        else:
+            incoming.segment.close()
+
+    def _link(self, names: tuple[str, ...]) -> None:
+        linked = []
+        for name in names:
+            with contextlib.suppress(OSError):  # it has died
+                self._links.link(name, COME)
+                linked.append(name)
+        self._wire.send(Linked(tuple(linked)))
+
+    # --- from ranks to the kernel, in a thread ----------------------------------------------------
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._fetch(self._wanted.get())
+
+    def _fetch(self, wanted: Fetch | Discard) -> None:
+        shared = Shared(wanted.sender, wanted.number, ())
+        if isinstance(wanted, Discard):
+            with contextlib.suppress(OSError):
+                self._links.link(wanted.sender, COME).discard(shared)
+            return
+        problem = ""
+        with contextlib.ExitStack() as stack:
+            try:
+                link = self._links.link(wanted.sender, COME)
+                descriptor = stack.enter_context(link.receive(shared))
+            except OSError as error:
+                problem = f"its rank has not handed it over: {error}"
+            else:
+                at = 0
+                while at < wanted.length and wanted.key not in self._cancelled:
+                    count = min(CHUNK, wanted.length - at)
+                    self._wire.send_file(wanted.key, at, descriptor, count)
+                    at += count
+        self._cancelled.discard(wanted.key)
+        self._wire.send(Fetched(wanted.key, problem))

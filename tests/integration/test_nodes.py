@@ -1,0 +1,501 @@
+"""A session of several nodes, played by one machine: payloads cross between them by relays."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from distsession import EngineDiedError, LaunchError, RunError, RunInterrupt, Session, segment
+from distsession.cluster.relay import Relay
+from tests.conftest import assert_nothing_left, traces
+
+LARGE = 300_000  # elements, well above what goes with a message
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Session]:
+    """Four ranks on two nodes that the tests of this module share."""
+    with Session(4, nodes=2) as session:
+        yield session
+
+
+def relay(session: Session, node: int = 1) -> Relay:
+    found = session._launcher.channel.payloads.relays.of(node)
+    assert found is not None
+    return found
+
+
+def crossed(session: Session) -> tuple[int, int]:
+    """Bytes of payloads that went to the second node and came from there."""
+    wire = relay(session).wire
+    return wire.sent, wire.received
+
+
+def processes(session: Session) -> dict[str, psutil.Process]:
+    """The agent and the relay of the second node."""
+    agent = psutil.Process(session._launcher._agents.pid(1))
+    ranks = {info.pid for info in session.infos}
+    (found,) = [child for child in agent.children() if child.pid not in ranks]
+    return {"agent": agent, "relay": found}
+
+
+def until(condition: Callable[[], Any], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def reduced(session: Session) -> list[float]:
+    session.execute("t = torch.ones(())\ndist.all_reduce(t)")
+    return [float(value) for value in session.pull("t").values()]
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def test_each_rank_knows_its_node(four: Session) -> None:
+    names = ("RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = four.evaluate(f"[int(__import__('os').environ[name]) for name in {names}]")
+    assert list(values.values()) == [
+        [0, 0, 0, 0, 2],
+        [1, 0, 0, 1, 2],
+        [2, 1, 1, 0, 2],
+        [3, 1, 1, 1, 2],
+    ]
+    facts = [(info.node_rank, info.nodes, info.local_rank) for info in four.infos]
+    assert facts == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)]
+    assert "nodes           2" in repr(four.show_config())
+    assert reduced(four) == [4.0] * 4
+
+
+def test_helpers_see_the_nodes(four: Session) -> None:
+    four.execute("from distsession.distributed import get_nnodes, get_node_rank")
+    assert dict(four.evaluate("(get_nnodes(), get_node_rank())")) == {
+        0: (2, 0),
+        1: (2, 0),
+        2: (2, 1),
+        3: (2, 1),
+    }
+
+
+# --- what crosses ---------------------------------------------------------------------------------
+
+
+def test_a_payload_to_all_ranks_of_a_node_crosses_once(four: Session) -> None:
+    x = torch.randn(LARGE)
+    sent, received = crossed(four)
+    four.push(x=x)
+    assert x.nbytes <= crossed(four)[0] - sent < x.nbytes + 1000
+    back = four.pull("x")
+    assert 2 * x.nbytes <= crossed(four)[1] - received < 2 * x.nbytes + 2000
+    assert all(torch.equal(value, x) for value in back.values())
+
+
+def test_what_stays_on_the_kernels_node_does_not_cross(four: Session) -> None:
+    before = crossed(four)
+    four[:2].push(x=torch.ones(LARGE))
+    assert four[:2].pull("x")[1].sum() == LARGE
+    assert crossed(four) == before
+
+
+def test_small_values_go_with_their_message(four: Session) -> None:
+    before = crossed(four)
+    four.push(x=torch.ones(100))
+    assert four.pull("x")[3].sum() == 100
+    assert crossed(four) == before
+
+
+def test_a_part_crosses_to_its_own_node_alone(four: Session) -> None:
+    whole = torch.randn(4, LARGE)
+    before = crossed(four)[0]
+    four.scatter("part", whole)
+    assert 2 * LARGE * 4 <= crossed(four)[0] - before < 2 * LARGE * 4 + 2000
+    assert torch.equal(four.pull("part")[3][0], whole[3])
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [2, 3], [1, 2], [3]])
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_what_is_scattered_is_gathered_again(four: Session, ranks: list[int], kind: str) -> None:
+    whole: Any = torch.randn(101, 53, 64, dtype=torch.float64)
+    whole = whole.numpy() if kind == "array" else whole
+    for dim in (0, 1, 2):
+        four[ranks].scatter("part", whole, dim)
+        back = four[ranks].gather("part", dim)
+        assert type(back) is type(whole)
+        assert bool((back == whole).all())
+
+
+def test_a_sharded_tensor_in_many_pieces_is_gathered(four: Session) -> None:
+    four.execute(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import DTensor, Partial, Replicate, Shard\n"
+        "from torch.distributed.tensor import distribute_tensor\n"
+        "whole = torch.arange(3_000_000.).reshape(1500, 2000)\n"
+        "flat = init_device_mesh('cpu', (4,))\n"
+        "rows = distribute_tensor(whole, flat, [Shard(0)])\n"
+        "columns = distribute_tensor(whole, flat, [Shard(1)])\n"
+        "sums = DTensor.from_local(whole / 4, flat, [Partial()])\n"
+        "single = distribute_tensor(torch.tensor(7.), flat, [Replicate()])\n"
+    )
+    whole = torch.arange(3_000_000.0).reshape(1500, 2000)
+    for name in ("rows", "columns", "sums"):
+        assert torch.equal(four.gather(name), whole), name
+    assert four.gather("single") == 7
+
+
+def test_arguments_and_results_cross_too(four: Session) -> None:
+    x = torch.arange(LARGE)
+    sent = crossed(four)[0]
+    results = four.run(lambda t: (t * 2).numpy(), x)
+    assert x.nbytes <= crossed(four)[0] - sent < x.nbytes + 3000
+    assert (results[3] == (x * 2).numpy()).all()
+    results[3][0] = 5  # what has arrived can be changed
+    future = four[1:3].submit(torch.Tensor.sum, x)
+    assert future.result(20)[2] == x.sum()
+
+
+def test_several_threads_may_move_at_the_same_time(four: Session) -> None:
+    values = {f"x{number}": torch.full((LARGE,), number) for number in range(6)}
+    threads = [
+        threading.Thread(target=four.push, kwargs={name: value}) for name, value in values.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for name, value in values.items():
+        assert torch.equal(four.pull(name)[3], value)
+
+
+def test_memory_is_given_back_with_the_last_holder(four: Session) -> None:
+    def held() -> list[int]:
+        pids = [processes(four)["relay"].pid, *(info.pid for info in four.infos[2:])]
+        opened = len(os.listdir(f"/proc/{pids[0]}/fd"))
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+        return [opened, *(text.count("memfd:distsession (") for text in maps)]
+
+    clean = "import gc; globals().update(dict.fromkeys([n for n in dir() if n[0] == 'x'])); "
+    four.execute(clean + "held = part = whole = None; gc.collect()")
+    time.sleep(segment.KEEP + 0.5)
+    before = held()
+    four.push(held=torch.zeros(LARGE))
+    assert [now - then for now, then in zip(held()[2:], before[2:], strict=True)] == [1, 1]
+    four.execute("held = None")
+    gc.collect()
+    until(lambda: held() == before)
+
+
+def test_the_kernel_holds_one_copy_of_what_it_sends_and_brings() -> None:
+    code = """
+import threading, time, torch
+from distsession import Session
+
+def memory():
+    with open("/proc/self/status") as status:
+        facts = dict(line.split(":") for line in status)
+    return sum(int(facts[name].split()[0]) for name in ("RssAnon", "RssShmem")) >> 10
+
+def peak(work):
+    before, seen, over = memory(), [0], threading.Event()
+    def watch():
+        while not over.wait(0.001):
+            seen.append(memory() - before)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    value = work()
+    over.set()
+    thread.join()
+    return max(seen)
+
+x = torch.ones(128 << 18)  # 128 MB
+with Session(4, nodes=2) as session:
+    session.push(y=torch.ones(1 << 20))
+    session.pull("y")
+    session.gather("y")
+    far = session[2:]
+    print(peak(lambda: far.push(x=x)))
+    print(peak(lambda: far.pull("x")))
+    print(peak(lambda: session.scatter("p", x)))
+    print(peak(lambda: session.gather("p")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True
+    )
+    push, pull, scatter, gather = map(int, done.stdout.split())
+    assert push < 13  # straight from the value
+    assert pull < 256 * 1.1  # two values
+    assert scatter < 128 * 1.1
+    assert gather < 128 * 1.1
+
+
+# --- stop -----------------------------------------------------------------------------------------
+
+
+def stop_when(condition: Callable[[], bool]) -> threading.Thread:
+    def stop() -> None:
+        until(condition)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    return thread
+
+
+def test_a_stop_in_the_middle_of_a_push_leaves_the_names(start: Callable[..., Session]) -> None:
+    session = start(4, nodes=2)
+    session.push(x=1)
+    before = crossed(session)[0]
+    large = torch.ones(50_000_000)
+    thread = stop_when(lambda: crossed(session)[0] > before + 10_000_000)
+    with pytest.raises(RunInterrupt, match="nothing was sent"):
+        session[2:].push(x=large)
+    thread.join()
+    assert crossed(session)[0] < before + large.nbytes
+    assert set(session.pull("x").values()) == {1}
+    session.push(x=large[:LARGE])
+    assert session.pull("x")[3].sum() == LARGE
+
+
+def test_a_stop_while_results_arrive_ends_the_transfer(start: Callable[..., Session]) -> None:
+    session = start(4, nodes=2)
+    session[2:].execute("x = torch.ones(100_000_000)")
+    began = crossed(session)[1]
+    thread = stop_when(lambda: crossed(session)[1] > began + 10_000_000)
+    with pytest.raises(RunInterrupt, match="stopped"):
+        session[2].pull("x")
+    thread.join()
+    assert crossed(session)[1] < began + 400_000_000
+    assert session.evaluate("1 + rank")[3] == 4
+    assert session[2].evaluate("x.numel()")[2] == 100_000_000
+    assert torch.equal(session[2].evaluate("x[:100_000]")[2], torch.ones(100_000))
+    assert reduced(session) == [4.0] * 4
+
+
+def test_an_interrupt_while_a_result_arrives_ends_the_transfer(
+    start: Callable[..., Session],
+) -> None:
+    session = start(4, nodes=2)
+    future = session[2].submit(torch.ones, 100_000_000)
+    until(lambda: crossed(session)[1] > 10_000_000)
+    assert session.interrupt()
+    with pytest.raises(RunInterrupt, match="while what it gave was brought here"):
+        future.result(20)
+    assert crossed(session)[1] < 400_000_000
+    assert session.evaluate("1 + rank")[3] == 4
+
+
+def test_a_stopped_relay_can_be_left(start: Callable[..., Session]) -> None:
+    session = start(2, nodes=2)
+    session.push(x=1)
+    found = processes(session)["relay"]
+    found.send_signal(signal.SIGSTOP)
+    try:
+        threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
+        with pytest.raises(RunInterrupt, match="nothing was sent"):
+            session.push(x=torch.ones(5_000_000))
+        assert dict(session.pull("x")) == {0: 1, 1: 1}  # what is small needs no relay
+    finally:
+        found.send_signal(signal.SIGCONT)
+    session.push(x=torch.ones(LARGE))
+    assert session.pull("x")[1].sum() == LARGE
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def test_without_its_relay_a_node_is_served_through_sockets(
+    start: Callable[..., Session], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = start(4, nodes=2)
+    session.push(x=torch.ones(LARGE))
+    with caplog.at_level(logging.WARNING):
+        processes(session)["relay"].kill()
+        until(lambda: "relay" in session.status())
+        until(lambda: "the relay of node 1 has ended" in caplog.text)
+    assert "session.restart() starts another" in session.status()
+    session.push(y=torch.arange(LARGE))
+    assert torch.equal(session.pull("y")[3], torch.arange(LARGE))
+    session.scatter("z", torch.arange(LARGE))
+    assert torch.equal(session.gather("z"), torch.arange(LARGE))
+    assert reduced(session) == [4.0] * 4
+    session.restart([3])  # only this one takes the new road
+    session.push(y=torch.arange(LARGE))
+    assert torch.equal(session.pull("y")[2], torch.arange(LARGE))
+    assert torch.equal(session.pull("y")[3], torch.arange(LARGE))
+    session.restart()
+    assert "relay" not in session.status()
+    before = crossed(session)[0]
+    session.push(y=torch.arange(LARGE))
+    assert crossed(session)[0] - before < 8 * LARGE + 2000
+
+
+def test_a_relay_that_dies_in_the_middle_of_a_transfer_is_told(
+    start: Callable[..., Session],
+) -> None:
+    session = start(4, nodes=2)
+    found = processes(session)["relay"]
+    session[2].execute("x = torch.ones(100_000_000)")
+    began = crossed(session)[1]
+
+    def kill(which: int) -> None:
+        until(lambda: crossed(session)[which] > began + 10_000_000)
+        found.kill()
+
+    thread = threading.Thread(target=kill, args=[1])
+    thread.start()
+    with pytest.raises(RunError, match="on rank 2: the result did not arrive: the relay of node 1"):
+        session[2].pull("x")
+    thread.join()
+    assert session[2].evaluate("x.sum().item()")[2] == 100_000_000
+    session.restart()
+    found = processes(session)["relay"]
+    began = 0
+    thread = threading.Thread(target=kill, args=[0])
+    thread.start()
+    session[2:].push(y=torch.ones(50_000_000))  # then by sockets
+    thread.join()
+    assert dict(session[2:].evaluate("y.sum().item()")) == {2: 50_000_000, 3: 50_000_000}
+
+
+def test_a_killed_rank_is_told_during_a_transfer_and_replaced(
+    start: Callable[..., Session],
+) -> None:
+    session = start(4, nodes=2)
+    session.execute("x = torch.ones(50_000_000)")
+    began = crossed(session)[1]
+    victim = session.infos[3].pid
+
+    def kill() -> None:
+        until(lambda: crossed(session)[1] > began + 10_000_000)
+        os.kill(victim, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(RunError, match=r"rank 3 \(pid \d+\) was killed by SIGKILL"):
+        session[2:].run(_wait_on_rank_three)
+    thread.join()
+    session.restart([3], restore="x")
+    assert session.pull("x")[3].sum() == 50_000_000
+    assert reduced(session) == [4.0] * 4
+
+
+def _wait_on_rank_three() -> Any:
+    if os.environ["RANK"] == "3":
+        time.sleep(30)
+    return torch.ones(50_000_000)
+
+
+def test_single_ranks_of_any_node_are_replaced(start: Callable[..., Session]) -> None:
+    session = start(4, nodes=2)
+    session.push(x=torch.arange(LARGE))
+    for rank in (3, 0):
+        session.restart([rank], restore="x")
+        assert torch.equal(session.pull("x")[rank], torch.arange(LARGE))
+    session.restart([1, 2])
+    assert reduced(session) == [4.0] * 4
+    session.restart()
+    session.push(x=torch.ones(LARGE))
+    assert session.gather("x").sum() == 4 * LARGE
+
+
+def test_the_end_of_a_nodes_agent_is_told_and_mended(start: Callable[..., Session]) -> None:
+    session = start(4, nodes=2)
+    session.execute("x = torch.full((300_000,), rank)")
+    future = session[2:].submit(time.sleep, 60)
+    processes(session)["agent"].kill()
+    with pytest.raises(RunError, match=r"rank 2 .* is gone: the agent of node 1 .* ranks 2-3"):
+        future.result(20)
+    with pytest.raises(EngineDiedError, match=r"rank 2 .* is gone: the agent of node 1"):
+        session.run(int)
+    assert "ranks 2-3 are dead" in session.status()
+    assert dict(session[:2].evaluate("float(x[0])")) == {0: 0.0, 1: 1.0}
+    session.restart([2, 3], restore="x")
+    assert [float(value[0]) for value in session.pull("x").values()] == [0.0, 1.0, 0.0, 0.0]
+    assert reduced(session) == [4.0] * 4
+
+
+def test_with_the_first_agent_the_session_ends_and_starts_anew(
+    start: Callable[..., Session],
+) -> None:
+    session = start(4, nodes=2)
+    pids = [info.pid for info in session.infos]
+    os.kill(session._launcher._agents.pid(0), signal.SIGKILL)
+    until(lambda: "its agent is gone" in session.status())
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    with pytest.raises(EngineDiedError, match="agent"):
+        session.run(int)
+    session.restart()
+    assert reduced(session) == [4.0] * 4
+
+
+def test_a_node_that_does_not_start_is_named_and_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = traces()
+    (tmp_path / "fragile.py").write_text(
+        "import os, sys\nif sys.argv[-1] == '1':\n    os._exit(3)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(LaunchError, match="the agent of node 1 ended before it was ready"):
+        Session(4, nodes=2, preload=["fragile"])
+    assert_nothing_left(before)
+
+
+def test_close_and_a_killed_kernel_leave_nothing() -> None:
+    before = traces()
+    code = """
+    import sys, time, torch
+    from distsession import Session
+    session = Session(4, nodes=2)
+    session.push(x=torch.ones(1_000_000))
+    print("ready", flush=True)
+    session[2:].push(x=torch.ones(200_000_000))
+    time.sleep(60)
+    """
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.1)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        assert_nothing_left(before, within=5)
+    with Session(4, nodes=2) as session:
+        session.push(x=torch.ones(LARGE))
+    assert_nothing_left(before)
+
+
+def test_three_nodes_of_one_rank(start: Callable[..., Session]) -> None:
+    session = start(nodes=3)
+    session.push(x=torch.arange(LARGE))
+    assert all(torch.equal(value, torch.arange(LARGE)) for value in session.pull("x").values())
+    session.scatter("y", torch.arange(LARGE))
+    assert torch.equal(session.gather("y"), torch.arange(LARGE))
+
+
+def test_no_socket_of_a_relay_is_open_to_others(four: Session) -> None:
+    folder = Path(four._launcher.folder)
+    assert folder.stat().st_mode & 0o077 == 0
+    for process in processes(four).values():
+        listening = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert listening == []
+        paths = [c.laddr for c in process.net_connections("unix") if c.laddr]
+        assert all(str(path).startswith(str(folder)) for path in paths)
