@@ -94,6 +94,9 @@ class Observer:
             since=self._since(info.rank, (info.pid, *key), seconds),
             gauges=shown,
             history=history,
+            node_rank=info.node_rank,
+            local_rank=info.local_rank,
+            threads=info.device.threads,
         )
 
     def _since(self, rank: int, key: object, seconds: float) -> str:

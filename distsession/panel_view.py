@@ -65,6 +65,9 @@ class Line:
     since: str
     gauges: tuple[Gauge, ...] = ()
     history: tuple[int, ...] = ()
+    node_rank: int = 0
+    local_rank: int = 0
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Overview:
 
 _OPTIONS_HEAD = ("option", "value", "from")
 _HEAD = ("rank", "host", "pid", "device", "state", "since")
+_PLACES_HEAD = ("rank", "node rank", "local rank", "threads")
 
 
 def _names(lines: Sequence[Line]) -> list[str]:
@@ -101,8 +105,12 @@ def _rows(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     for line in lines:
         texts = {gauge.name: gauge.text for gauge in line.gauges}
         cells = [str(line.rank), line.host, str(line.pid), line.device, line.state, line.since]
-        rows.append([*cells, *(texts.get(name, "") for name in names)])
-    return [*_HEAD, *names], rows
+        rows.append([*cells, *(texts.get(name, "") for name in names), *_place(line)[1:]])
+    return [*_HEAD, *names, *_PLACES_HEAD[1:]], rows
+
+
+def _place(line: Line) -> tuple[str, str, str, str]:
+    return str(line.rank), str(line.node_rank), str(line.local_rank), str(line.threads)
 
 
 def overview_text(overview: Overview) -> str:
@@ -155,10 +163,11 @@ def config_html(overview: Overview) -> str:
     """The configuration, to be opened."""
     facts = _table((), overview.facts)
     options = _table(_OPTIONS_HEAD, overview.options)
+    places = _table(_PLACES_HEAD, [_place(line) for line in overview.lines])
     return (
         f'<details style="{_FONT}"><summary style="cursor:pointer">Configuration</summary>'
         f'<div style="display:flex;flex-wrap:wrap;gap:16px;align-items:flex-start">'
-        f"{facts}{options}</div></details>"
+        f"{facts}{options}{places}</div></details>"
     )
 
 
