@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from distsession import errors
 
 if TYPE_CHECKING:
-    from distsession.launch_options import LaunchOptions
-    from distsession.launching import launch, start_training
+    from distsession.jobs.launch_options import LaunchOptions
+    from distsession.jobs.launching import launch, start_training
     from distsession.options import SessionOptions
     from distsession.results import RankResults
     from distsession.session import Session, current_session
@@ -39,9 +39,9 @@ _HOMES = {
     "current_session": "distsession.session",
     "RankResults": "distsession.results",
     "SessionOptions": "distsession.options",
-    "LaunchOptions": "distsession.launch_options",
-    "launch": "distsession.launching",
-    "start_training": "distsession.launching",
+    "LaunchOptions": "distsession.jobs.launch_options",
+    "launch": "distsession.jobs.launching",
+    "start_training": "distsession.jobs.launching",
 }
 
 

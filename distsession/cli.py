@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from distsession import render, segment
 from distsession.errors import DistsessionError
+from distsession.jobs.script import add_run_arguments, run
 from distsession.options import add_arguments
 from distsession.ranks import RankInfo
-from distsession.script import add_run_arguments, run
 
 __all__ = ["main"]
 

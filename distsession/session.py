@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distsession import export, panel_view, render
+from distsession import panel_view, render
 from distsession.diagnosis import diagnose
 from distsession.diff import Comparison
 from distsession.errors import OptionsError, SessionStateError
-from distsession.history import History
+from distsession.jobs import export
+from distsession.jobs.history import History
 from distsession.messages import DebugRequest
 from distsession.options import SessionOptions, option_sources, resolve_options
 from distsession.overview import Observer
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.recovery import Recovery
 from distsession.results import RankResults
-from distsession.timeline import Timeline
+from distsession.timeline.timeline import Timeline
 from distsession.tracing import LastRun, bring
 from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from distsession.errors import SessionStateError
 from distsession.messages import TimelineRequest
-from distsession.timeline import Timeline
-from distsession.waits import merge
+from distsession.timeline.timeline import Timeline
+from distsession.timeline.waits import merge
 
 if TYPE_CHECKING:
     from distsession.view import RankView

@@ -26,7 +26,7 @@ from distsession.messages import (
     PushRequest,
     Request,
 )
-from distsession.records import OperationRecord, RankTrace, TransferRecord
+from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
 
 if TYPE_CHECKING:
     from distsession.engine.recorder import Recorder

@@ -16,7 +16,7 @@ from IPython.core.magic import no_var_expand
 from distsession import options as session_options
 from distsession import session as session_module
 from distsession.errors import OptionsError, SessionStateError
-from distsession.export import parse_cells
+from distsession.jobs.export import parse_cells
 from distsession.notebook.auto import MARK, Auto
 from distsession.notebook.cell import make_output
 from distsession.notebook.look import Sight

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distsession.errors import DistsessionError, OptionsError
 from distsession.ranks import parse_ranks, ranks_text
-from distsession.timeline import Timeline
+from distsession.timeline.timeline import Timeline
 from distsession.view import RankView
 
 __all__ = ["Afterwards", "add_arguments"]

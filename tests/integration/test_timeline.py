@@ -13,8 +13,8 @@ import pytest
 
 from distsession import OptionsError, RunError, Session, SessionStateError
 from distsession.engine.trace import OPERATIONS
-from distsession.timeline import Timeline
-from distsession.waits import Step
+from distsession.timeline.timeline import Timeline
+from distsession.timeline.waits import Step
 
 LATE = 0.3
 

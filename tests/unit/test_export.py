@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from distsession import ExportError, SessionOptions
-from distsession.export import parse_cells, script_text, write_script
-from distsession.history import History
+from distsession.jobs.export import parse_cells, script_text, write_script
+from distsession.jobs.history import History
 
 SOURCE = '''
 import math

@@ -10,8 +10,8 @@ import types
 
 import pytest
 
-from distsession import history
-from distsession.history import Call, Cell, History
+from distsession.jobs import history
+from distsession.jobs.history import Call, Cell, History
 
 SOURCE = """
 import math as m
@@ -99,7 +99,7 @@ def test_functions_of_modules_are_imported():
     assert recorded(math.sqrt, 2).needs["sqrt"].text == "from math import sqrt"
     assert recorded(os.path.join, "a").needs["join"].text.startswith("from posixpath import join")
     found = recorded(History.clear, None).needs["History.clear"].text
-    assert found == "from distsession.history import History\nHistory.clear = History.clear"
+    assert found == "from distsession.jobs.history import History\nHistory.clear = History.clear"
 
 
 @pytest.mark.parametrize(

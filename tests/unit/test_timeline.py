@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession import chrome_trace, timeline_view
 from distsession.engine.collectives import describe, size
 from distsession.engine.trace import FLAGS, IS_ASYNC, OPERATIONS, Log, begin_wait, end
-from distsession.records import OperationRecord, RankTrace, TransferRecord
-from distsession.timeline import Timeline
-from distsession.waits import merge, shares, union, waits
+from distsession.timeline import chrome, picture
+from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
+from distsession.timeline.timeline import Timeline
+from distsession.timeline.waits import merge, shares, union, waits
 
 MS = 1_000_000
 
@@ -203,7 +203,7 @@ def test_whatever_was_recorded_can_be_shown_and_saved(given_traces: list[RankTra
     shown = timeline(*given_traces)
     assert repr(shown).startswith(shown.sentence)
     parse(shown._repr_html_())
-    events = chrome_trace.trace(shown.merged, {})["traceEvents"]
+    events = chrome.trace(shown.merged, {})["traceEvents"]
     assert json.loads(json.dumps(events)) == events
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
@@ -286,14 +286,14 @@ def test_a_cell_that_took_no_time_can_be_drawn() -> None:
     [(123.4, "123.4 s"), (0.31, "0.31 s"), (0.042, "42 ms"), (0.0042, "4.2 ms"), (1e-5, "10 us")],
 )
 def test_seconds_are_written_short(seconds: float, text: str) -> None:
-    assert timeline_view.seconds_text(seconds) == text
+    assert picture.seconds_text(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(16, "16 B"), (4200, "4.2 kB"), (1_300_000_000, "1.3 GB"), (0, "0 B")]
 )
 def test_sizes_are_written_short(count: int, text: str) -> None:
-    assert timeline_view.size_text(count) == text
+    assert picture.size_text(count) == text
 
 
 # --- torch's profiler -----------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_events_of_a_profile_are_moved_to_their_rank_and_time() -> None:
         epoch=7_000 * MS - 60 * MS,
         profile=json.dumps(written).encode(),
     )
-    events = chrome_trace.trace(merge([known]), {})["traceEvents"]
+    events = chrome.trace(merge([known]), {})["traceEvents"]
     (product,) = [e for e in events if e["name"] == "aten::mm"]
     assert (product["pid"], product["ts"], product["dur"]) == (1, pytest.approx(10_000), 5.0)
     (kernel,) = [e for e in events if e["name"] == "kernel"]

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from distsession.translate import indented, to_python
+from distsession.jobs.translate import indented, to_python
 
 
 @pytest.mark.parametrize(

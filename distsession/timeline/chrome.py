@@ -13,8 +13,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from distsession.records import RankTrace
-from distsession.waits import Merged, Step
+from distsession.timeline.records import RankTrace
+from distsession.timeline.waits import Merged, Step
 
 __all__ = ["trace"]
 

@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from distsession import chrome_trace, timeline_view
 from distsession.ranks import ranks_text
-from distsession.timeline_view import seconds_text, size_text
-from distsession.waits import Merged, Share, Step, Wait, shares, waits
+from distsession.timeline import chrome, picture
+from distsession.timeline.picture import seconds_text, size_text
+from distsession.timeline.waits import Merged, Share, Step, Wait, shares, waits
 
 __all__ = ["Timeline"]
 
@@ -83,7 +83,7 @@ class Timeline:
             Its path.
         """
         target = Path(path)
-        text = json.dumps(chrome_trace.trace(self.merged, self._names))
+        text = json.dumps(chrome.trace(self.merged, self._names))
         target.write_text(text, encoding="utf-8")
         return target
 
@@ -191,7 +191,7 @@ class Timeline:
             for number, line in enumerate([*told, *self.notes])
         )
         late = self.waits[0].late if self.waits and self._is_long(self.waits[0]) else ()
-        picture = timeline_view.picture(self.merged, title=told[0], late=late)
+        drawn = picture.picture(self.merged, title=told[0], late=late)
         head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
         rows = "".join(
             f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
@@ -199,7 +199,7 @@ class Timeline:
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         summary = f"<summary>{html.escape(self.label)}, rank by rank</summary>"
-        return f"<div>{lines}{picture}<details>{summary}{table}</details></div>"
+        return f"<div>{lines}{drawn}<details>{summary}{table}</details></div>"
 
 
 def _part(seconds: float, total: float) -> str:

@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distsession import templates
 from distsession.engine.script import run_script
 from distsession.errors import DistsessionError, ExportError
-from distsession.history import Call, Cell, Entry
+from distsession.jobs import templates
+from distsession.jobs.history import Call, Cell, Entry
+from distsession.jobs.sources import call_to_python
+from distsession.jobs.translate import Plain, indented, to_python
 from distsession.ranks import ranks_text
-from distsession.sources import call_to_python
-from distsession.translate import Plain, indented, to_python
 from distsession.view import Silent
 
 if TYPE_CHECKING:

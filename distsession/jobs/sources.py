@@ -13,8 +13,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from distsession.history import Call, Need, need, stored_names
-from distsession.translate import Plain, indented
+from distsession.jobs.history import Call, Need, need, stored_names
+from distsession.jobs.translate import Plain, indented
 
 __all__ = ["call_to_python"]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distsession.ranks import ranks_text
-from distsession.waits import Merged, Step
+from distsession.timeline.waits import Merged, Step
 
 __all__ = ["picture", "seconds_text", "size_text"]
 

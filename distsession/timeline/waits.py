@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distsession.records import OperationRecord, RankTrace, TransferRecord
+from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
 
 __all__ = ["Merged", "Share", "Step", "Wait", "merge", "shares", "union", "waits"]
 

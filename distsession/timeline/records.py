@@ -3,7 +3,7 @@
 Runs in: both.
 
 All times are nanoseconds of the rank's monotonic clock, which the processes of a Linux host share.
-Ranks of several hosts would each need a shift, which :func:`distsession.waits.merge` takes.
+Ranks of several hosts would each need a shift, which :func:`.waits.merge` takes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from distsession.engine.place import run_in_world
 from distsession.errors import CollectiveError, OptionsError
-from distsession.launch_options import LaunchOptions
+from distsession.jobs.launch_options import LaunchOptions
 from distsession.results import RankResults
 from distsession.session import Session
 

@@ -1,0 +1,4 @@
+"""From cells to scripts, and scripts as jobs.
+
+Runs in: both.
+"""

@@ -1,0 +1,4 @@
+"""What the ranks did in a cell, and who waited for whom.
+
+Runs in: both.
+"""
