@@ -11,6 +11,7 @@ import html
 import json
 import linecache
 import os
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ __all__ = [
     "state_and_since",
     "table_html",
     "table_text",
+    "without_times",
 ]
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
@@ -195,6 +197,11 @@ def _operation_text(operation: Operation) -> str:
     detail = f" ({operation.detail})" if operation.detail else ""
     place = f" at {operation.place}" if operation.place else ""
     return f"{operation.name} #{operation.sequence} of {operation.group}{detail}{place}"
+
+
+def without_times(text: str) -> str:
+    """A notice without how long something lasts, which is no news by itself."""
+    return re.sub(r"[\d.]+ (s|min|h)\b", "", text)
 
 
 def _seconds(seconds: float) -> str:

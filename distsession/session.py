@@ -118,8 +118,12 @@ class Session:
         self.last_run: LastRun | None = None
         self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
-        with self._waiting("starting the ranks"):
-            self._world_size = len(self._launcher.start())
+        try:
+            with self._waiting("starting the ranks"):
+                self._world_size = len(self._launcher.start())
+        except BaseException:
+            self._launcher.close()
+            raise
         self._everyone = RankView(self, range(self.world_size))
         _open.append(self)
 

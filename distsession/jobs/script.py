@@ -31,6 +31,7 @@ from distsession.messages import Text
 from distsession.options import add_arguments
 from distsession.outcome import collect, mended_text, run_error
 from distsession.session import Session
+from distsession.view import Silent
 
 __all__ = ["add_run_arguments", "exit_code", "run"]
 
@@ -44,8 +45,11 @@ INTERRUPTED = 130
 USAGE = 2
 
 
-class PlainOutput:
-    """The ranks' output as it comes, unmarked."""
+class PlainOutput(Silent):
+    """The ranks' output as it comes, unmarked; what a script's cells show is dropped."""
+
+    def __init__(self) -> None:
+        self._notice = ""
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
@@ -54,16 +58,12 @@ class PlainOutput:
             stream.write(message.text)
             stream.flush()
 
-    def show(self, shown: dict[int, render.Bundle]) -> None:
-        """Scripts show no values."""
-
     def notify(self, text: str) -> None:
-        """Show a line about the run."""
-        if text:
+        """Show a line about the run, if it is other than the last."""
+        lasting = render.without_times(text)
+        if text and lasting != self._notice:
+            self._notice = lasting
             sys.stderr.write(f"distsession: {text}\n")
-
-    def close(self) -> None:
-        """Nothing is held back."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ terminal's last line is used for those of all ranks.
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import time
@@ -20,7 +19,7 @@ from distsession.cluster.base import OutputMessage
 from distsession.messages import Display, RankReport, Text
 from distsession.notebook import debug
 from distsession.notebook.lines import Lines
-from distsession.render import Bundle, fold_bundles, rank_label
+from distsession.render import Bundle, fold_bundles, rank_label, without_times
 
 __all__ = ["Printer"]
 
@@ -160,7 +159,7 @@ class _Notice:
         self._written = ""
 
     def show(self, text: str) -> None:
-        lasting = re.sub(r"[\d.]+ (s|min|h)\b", "", text)  # how long it lasts is no news by itself
+        lasting = without_times(text)
         if text and lasting != self._written:
             self._written = lasting
             sys.stderr.write(f"distsession: {text}\n")

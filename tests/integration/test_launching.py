@@ -40,7 +40,7 @@ def _quiet(monkeypatch):
     from distsession import session
     from distsession.view import Silent
 
-    monkeypatch.setattr(session, "output_factory", Silent)
+    monkeypatch.setattr(session, "output_factory", lambda log: Silent())
 
 
 def total(start: float, *, more: float = 0.0) -> float:
