@@ -64,6 +64,8 @@ class Output(Protocol):
     def close(self) -> None:
         """The run is over."""
 
+    # An output may have an attribute ``is_file``: nobody looks on, so less is told of what is under
+    # way.
     # An output may have a method ``ask(prompt: str, secret: bool) -> str``, too. What ranks ask is
     # put to somebody by it, in the main thread; it raises EOFError at the end of the input.
 

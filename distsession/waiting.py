@@ -20,6 +20,8 @@ __all__ = ["Waiting"]
 
 SHOW_AFTER = 1.0
 """Seconds that something takes before it is shown."""
+SHOW_AFTER_IN_A_FILE = 5.0
+"""The same where nobody looks on, as where a script writes to a file."""
 SHOW_EVERY = 0.5
 
 
@@ -58,7 +60,8 @@ class Waiting:
 
     def _show(self) -> None:
         began = time.monotonic()
-        if self._over.wait(SHOW_AFTER):
+        is_file = getattr(self._output, "is_file", False)
+        if self._over.wait(SHOW_AFTER_IN_A_FILE if is_file else SHOW_AFTER):
             return
         while True:
             reason = ""

@@ -50,6 +50,7 @@ class PlainOutput(Silent):
 
     def __init__(self) -> None:
         self._notice = ""
+        self.is_file = not sys.stderr.isatty()
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""

@@ -40,6 +40,7 @@ class Printer:
         self._flushed = time.monotonic()
         self._live = _LiveLine()
         self._notice = _Notice()
+        self.is_file = not sys.stderr.isatty()
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
