@@ -71,7 +71,7 @@ def test_where_nobody_looks_on_it_is_told_later(output: Notices) -> None:
 
 
 def test_a_reason_that_cannot_be_had_and_an_error_inside_do_no_harm(output: Notices) -> None:
-    with pytest.raises(KeyError), Waiting(output, "starting", lambda: str(1 / 0)):
+    with pytest.raises(KeyError), Waiting(output, "starting", lambda: str(1 / 0)):  # noqa: PT012
         wait_for(lambda: bool(output.texts))
         raise KeyError
     assert output.texts[0] == "starting (0 s)"
