@@ -333,7 +333,7 @@ def test_an_agent_that_is_stopped_delays_nothing_for_long(start: Callable[..., S
         os.kill(agent, signal.SIGCONT)
     used = session.recovery.launcher.gauges(60.0)
     assert used is not None
-    assert used.number == 1
+    assert used.number <= 2  # of more than twenty looks
 
 
 def _spin(seconds: float) -> None:
