@@ -6,23 +6,23 @@ says that it has to be there, as in CI.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.conftest import assert_nothing_left, traces
 
+if TYPE_CHECKING:
+    from tests.browser.lab import Lab, Notebook
+
 IS_REQUIRED = os.environ.get("DISTSESSION_BROWSER") == "required"
-if not IS_REQUIRED:
-    pytest.importorskip("playwright.sync_api")
-
-from playwright.sync_api import sync_playwright  # noqa: E402
-
-from tests.browser.lab import Lab, Notebook, open_page  # noqa: E402
+if importlib.util.find_spec("playwright") is None and not IS_REQUIRED:
+    collect_ignore_glob = ["test_*.py"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
@@ -46,6 +46,8 @@ def browser() -> Iterator[Any]:
         pytest.skip("needs Chromium on PATH (apt-get install chromium)")
     # Its processes come and go as it likes; they are no traces of a session.
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_RUN_OF"}
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
             executable_path=program, args=list(ARGUMENTS), env=environ
@@ -57,6 +59,8 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="package")
 def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A JupyterLab server for all tests."""
+    from tests.browser.lab import Lab
+
     server = Lab(tmp_path_factory.mktemp("lab"))
     yield server
     server.close()
@@ -75,6 +79,8 @@ def open_notebook(
     lab: Lab, browser: Any, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[Sequence[str]], Notebook]]:
     """Open notebooks of these cells; in the end nothing may have gone wrong in their pages."""
+    from tests.browser.lab import open_page
+
     context = browser.new_context(viewport={"width": 1300, "height": 1000})
     opened: list[Notebook] = []
 
