@@ -56,47 +56,8 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_through(path, this_python):
-    cells = execute(path)
-
-    assert all(cell.execution_count for cell in cells)
-    for cell in cells:
-        may_fail = "raises-exception" in cell.metadata.get("tags", [])
-        assert bool(outputs(cell, "error")) == may_fail, cell.source
-    if path.stem == "01_first_session":
-        [failing] = [cell for cell in cells if outputs(cell, "error")]
-        [error] = outputs(failing, "error")
-        assert error.ename == "RunError"
-        assert "ranks 1,3" in error.evalue
-        assert "ranks 1,3" in error.traceback[0]
-        assert re.search(r"----> +3 torch\.ones", "\n".join(error.traceback))
-    if path.stem == "04_from_notebook_to_job":
-        [error] = [error for cell in cells for error in outputs(cell, "error")]
-        assert error.ename == "ExportError"
-        assert "In[4]: %pip --version is not translated" in error.traceback[0]
-    if path.stem == "02_when_a_rank_fails":
-        errors = [error for cell in cells for error in outputs(cell, "error")]
-        assert [error.ename for error in errors] == [
-            "RunInterrupt",
-            "RunError",
-            "CollectiveHangError",
-            "RunError",
-            "CollectiveMismatchError",
-            "RunError",
-            "RunError",
-        ]
-        texts = ["\n".join(error.traceback) for error in errors]
-        assert all("rank 1" in text for text in (*texts[:4], *texts[5:]))
-        assert "for rank 1, which runs In[" in texts[0]
-        assert texts[1].startswith("ValueError on rank 1")
-        assert texts[3].startswith("CollectiveMismatchError on ranks 0-3")
-        assert "was killed by SIGKILL" in texts[5]
-        assert "dist.new_group([0, 1, 2, 3])" in texts[6]
-
-
-def test_what_the_ranks_do_can_be_read_without_a_browser(this_python):
-    cells = execute(FOLDER / "05_see_the_ranks.ipynb")
+def check_what_is_seen(cells):
+    """What the ranks do can be read without a browser."""
     texts = [
         "\n".join(
             output.get("text") or output["data"]["text/plain"]
@@ -116,6 +77,47 @@ def test_what_the_ranks_do_can_be_read_without_a_browser(this_python):
     assert len(waits) == 2  # of the cell, and of its timeline
     assert any(re.match("model is equal on ranks 0-3", text) for text in texts)
     assert any(text.startswith("x: rank 1, rank 2, rank 3 differ") for text in texts)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_through(path, this_python):
+    cells = execute(path)
+
+    assert all(cell.execution_count for cell in cells)
+    for cell in cells:
+        may_fail = "raises-exception" in cell.metadata.get("tags", [])
+        assert bool(outputs(cell, "error")) == may_fail, cell.source
+    if path.stem == "01_first_session":
+        [failing] = [cell for cell in cells if outputs(cell, "error")]
+        [error] = outputs(failing, "error")
+        assert error.ename == "RunError"
+        assert "ranks 1,3" in error.evalue
+        assert "ranks 1,3" in error.traceback[0]
+        assert re.search(r"----> +3 torch\.ones", "\n".join(error.traceback))
+    if path.stem == "04_from_notebook_to_job":
+        [error] = [error for cell in cells for error in outputs(cell, "error")]
+        assert error.ename == "ExportError"
+        assert "In[4]: %pip --version is not translated" in error.traceback[0]
+    if path.stem == "05_see_the_ranks":
+        check_what_is_seen(cells)
+    if path.stem == "02_when_a_rank_fails":
+        errors = [error for cell in cells for error in outputs(cell, "error")]
+        assert [error.ename for error in errors] == [
+            "RunInterrupt",
+            "RunError",
+            "CollectiveHangError",
+            "RunError",
+            "CollectiveMismatchError",
+            "RunError",
+            "RunError",
+        ]
+        texts = ["\n".join(error.traceback) for error in errors]
+        assert all("rank 1" in text for text in (*texts[:4], *texts[5:]))
+        assert "for rank 1, which runs In[" in texts[0]
+        assert texts[1].startswith("ValueError on rank 1")
+        assert texts[3].startswith("CollectiveMismatchError on ranks 0-3")
+        assert "was killed by SIGKILL" in texts[5]
+        assert "dist.new_group([0, 1, 2, 3])" in texts[6]
 
 
 def test_the_same_notebook_runs_in_a_terminal(tmp_path, this_python):
