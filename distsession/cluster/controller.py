@@ -38,6 +38,9 @@ CONTROLLER_GONE = (
 HEARTBEAT_MS = 200
 """Period of the controller's heartbeat. An engine counts as registered with its first beat, so
 ipyparallel's default of 3 s is what its users wait for."""
+HEARTBEAT_MISSES = 100
+"""Beats after which the controller takes an engine for dead. With many ranks on few processors one
+may be late by seconds, and an engine that was taken for dead does not come back."""
 
 
 class Controller:
@@ -95,6 +98,7 @@ class Controller:
             "--IPController.use_threads=True",
             "--IPController.enable_curve=True",
             f"--HeartMonitor.period={HEARTBEAT_MS}",
+            f"--HeartMonitor.max_heartmonitor_misses={HEARTBEAT_MISSES}",
             "--log-level=30",
         ]
         self._stopped = asyncio.Event()
