@@ -17,7 +17,7 @@ from distsession.messages import Gauges, RankReport, RankUse
 from distsession.options import SessionOptions
 from distsession.panel_view import HISTORY, Gauge, Line, Overview
 from distsession.ranks import RankInfo
-from distsession.render import config_rows
+from distsession.render import ASKING, config_rows
 
 if TYPE_CHECKING:
     from distsession.session import Session
@@ -81,7 +81,7 @@ class Observer:
     def _line(self, info: RankInfo, report: RankReport, use: RankUse | None) -> Line:
         kind, state, key = _state(report)
         seconds = report.seconds
-        if kind == "waiting":
+        if key[0] == "waiting":
             seconds = report.operations[-1].seconds
         shown, history = self._gauges(info, use if kind != "dead" else None)
         return Line(
@@ -175,7 +175,10 @@ def _state(report: RankReport) -> tuple[str, str, tuple[object, ...]]:
         return "dead", f"dead ({outcome})" if outcome else "dead", ("dead",)
     if report.state in _HALTED:
         return "halted", _HALTED[report.state], (report.state, report.request)
-    if report.state != "running":
+    if report.state in ASKING:
+        place = f" at {report.place}" if report.place else ""
+        return "waiting", f"{ASKING[report.state]}{place}", (report.state, report.place)
+    if report.state == "idle":
         return "idle", f"idle ({outcome})" if outcome else "idle", ("idle",)
     operation = report.operations[-1] if report.operations else None
     if operation is not None and operation.is_waiting:

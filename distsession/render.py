@@ -19,6 +19,7 @@ from distsession.messages import ErrorInfo, FrameInfo, Operation, RankReport
 from distsession.ranks import RankInfo, format_ranks
 
 __all__ = [
+    "ASKING",
     "Bundle",
     "config_rows",
     "devices_html",
@@ -145,7 +146,8 @@ def table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 _DIAGNOSIS_HEAD = ("rank", "state", "since")
-_ASKING = {"debugging": "in the debugger", "asking": "waiting for input"}
+ASKING = {"debugging": "in the debugger", "asking": "waiting for input"}
+"""Words for the states of a rank that waits for somebody at the notebook."""
 _HALTED = {"stopped": "stopped", "debugged": "held by a debugger", "silent": "not answering"}
 
 
@@ -185,9 +187,9 @@ def state_and_since(report: RankReport) -> tuple[str, str]:
         if operation is not None and operation.is_waiting:
             return f"in {_operation_text(operation)}", _seconds(operation.seconds)
         return f"running {report.place}".rstrip(), _seconds(report.seconds)
-    if report.state in _ASKING:
+    if report.state in ASKING:
         at = f" at {report.place}" if report.place else ""
-        return f"{_ASKING[report.state]}{at}", _seconds(report.seconds)
+        return f"{ASKING[report.state]}{at}", _seconds(report.seconds)
     state = _HALTED.get(report.state, report.state)
     outcome = report.outcome.strip().partition("\n")[0]
     return f"{state} ({outcome})" if outcome else state, _seconds(report.seconds)

@@ -14,6 +14,7 @@ def notebook():
     notebook = Notebook()
     shown = notebook.run("%load_ext distsession\n%session start 2 --backend gloo --timeout 2")
     assert "2 ranks, gloo" in shown.result, shown
+    notebook.run("import distsession, threading\nsession = distsession.current_session()")
     yield notebook
     notebook.close()
 
@@ -290,6 +291,7 @@ def test_a_rank_that_dies_at_its_prompt_does_not_keep_the_cell(notebook: Noteboo
 
     def kill() -> None:
         import os
+import re
         import signal
 
         time.sleep(0.3)
@@ -319,7 +321,8 @@ def test_another_thread_ends_what_waits_at_a_prompt(notebook: Notebook, what: st
 def test_who_is_in_the_debugger_can_be_seen(notebook: Notebook) -> None:
     notebook.run(
         "import threading, time\nseen = []\n"
-        "def look():\n    seen.extend([session.status(), repr(session.diagnose())])\n"
+        "def look():\n    seen.extend([session.status(), repr(session.diagnose()),"
+        " repr(session.show_config())])\n"
     )
     shown = notebook.run(
         "threading.Timer(1.0, look).start()\n"
@@ -331,6 +334,9 @@ def test_who_is_in_the_debugger_can_be_seen(notebook: Notebook) -> None:
     report = notebook.run("print(seen[1])").stdout
     assert "for rank 1, which is in the debugger at In[77] line 1." in report
     assert "1     in the debugger at In[77] line 1" in report
+    panel = notebook.run("print(seen[2])").stdout
+    assert re.search(r"^0 .* waiting in barrier at In\[77\] line 2 ", panel, re.MULTILINE)
+    assert re.search(r"^1 .* in the debugger at In\[77\] line 1 ", panel, re.MULTILINE)
 
 
 def test_the_notebooks_own_debugger_serves_an_inline_session(notebook: Notebook) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from distsession import Session
+from distsession.messages import AskGauges
 
 from .kernel import Notebook
 
@@ -319,9 +320,15 @@ def test_the_table_says_what_ranks_do_and_use(start: Callable[..., Session]) -> 
     assert all(use.gpu_memory == -1 for use in used.uses if not session.infos[0].device.uuid)
 
 
-def test_an_agent_that_is_stopped_delays_nothing_for_long(start: Callable[..., Session]) -> None:
+def test_an_agent_that_is_stopped_delays_nothing_for_long(
+    start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = start(2)
     agent = int(session.run(os.getppid)[0])
+    asked: list[object] = []
+    agents = session.recovery.launcher._agents  # type: ignore[attr-defined]
+    send = agents.send
+    monkeypatch.setattr(agents, "send", lambda node, what: (asked.append(what), send(node, what)))
     os.kill(agent, signal.SIGSTOP)
     try:
         began = time.monotonic()
@@ -329,11 +336,12 @@ def test_an_agent_that_is_stopped_delays_nothing_for_long(start: Callable[..., S
             session.recovery.launcher.gauges(0.01)
         assert "idle" in str(session.show_config())
         assert time.monotonic() - began < 10
+        assert asked == [AskGauges(1, {})]  # of more than twenty looks
     finally:
         os.kill(agent, signal.SIGCONT)
     used = session.recovery.launcher.gauges(60.0)
     assert used is not None
-    assert used.number <= 2  # of more than twenty looks
+    assert [use.rank for use in used.uses] == [0, 1]
 
 
 def _spin(seconds: float) -> None:

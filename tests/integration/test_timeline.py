@@ -16,7 +16,7 @@ from distsession.engine.trace import OPERATIONS
 from distsession.timeline.timeline import Timeline
 from distsession.timeline.waits import Step
 
-LATE = 0.5
+LATE = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_the_others_waited_for_the_rank_that_came_late(three: Session) -> None:
     (wait, *_) = timeline.waits
     assert wait.late == (1,)
     assert set(wait.seconds) == {0, 2}
-    assert all(0.5 * LATE < seconds < LATE + 5 for seconds in wait.seconds.values())
+    assert all(0.8 * LATE < seconds < LATE + 5 for seconds in wait.seconds.values())
     (step,) = steps(timeline, 0, "all_reduce")
     assert step.record.size == 1024
     assert step.late == (1,)
@@ -115,7 +115,7 @@ def test_what_is_issued_early_is_waited_for_late(three: Session) -> None:
     (step,) = steps(timeline, 0, "all_reduce")
     assert step.record.is_async
     assert step.late == (1,)
-    assert step.wait > 0.5e9 * LATE  # it could not run
+    assert step.wait > 0.8e9 * LATE  # it could not run
     assert step.held is None  # and rank 0 had other things to do
     assert timeline.shares[0].wait == 0
 
@@ -134,7 +134,7 @@ def test_a_backward_waits_for_the_slowest_rank(three: Session) -> None:
     check(timeline)
     assert timeline.sentence.startswith("The others waited for rank 2: ")
     assert timeline.sentence.endswith("at In[12] line 3.")
-    assert all(seconds > 0.5 * LATE for seconds in timeline.waits[0].seconds.values())
+    assert all(seconds > 0.8 * LATE for seconds in timeline.waits[0].seconds.values())
     assert all(step.record.ended for step in timeline.records)
 
 
@@ -217,7 +217,7 @@ def test_a_saved_trace_is_what_perfetto_takes(three: Session, tmp_path: Path) ->
     assert {e["pid"] for e in found} == {0, 1, 2}
     waited = next(e for e in found if e["pid"] == 0)["args"]
     assert waited["waited_for"] == [1]
-    assert waited["wait_us"] > 0.5e6 * LATE
+    assert waited["wait_us"] > 0.8e6 * LATE
     assert waited["bytes"] == 16
     arrows = [e for e in events if e["ph"] in "sf"]
     assert {e["pid"] for e in arrows if e["ph"] == "s"} == {1}
