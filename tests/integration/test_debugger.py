@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -291,7 +292,6 @@ def test_a_rank_that_dies_at_its_prompt_does_not_keep_the_cell(notebook: Noteboo
 
     def kill() -> None:
         import os
-import re
         import signal
 
         time.sleep(0.3)
