@@ -15,7 +15,9 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import zmq
@@ -185,15 +187,46 @@ class Controller:
             if self._client is None:
                 import ipyparallel
 
-                self._client = ipyparallel.Client(
+                client = ipyparallel.Client(
                     self._connection["client"],
                     cluster=self._cluster,
                     profile_dir=self._profile,
                     timeout=timeout,
                 )
+                try:
+                    self._wait_for_output(client, timeout)
+                except BaseException:
+                    client.close()
+                    raise
+                self._client = client
             client = self._client
         client.wait_for_engines(world, timeout=timeout, interactive=False)
         return client
+
+    def _wait_for_output(self, client: Any, timeout: float) -> None:
+        """Wait until what engines print reaches a new client.
+
+        Its subscription takes a moment to arrive at the controller, and what an engine publishes
+        before that is lost, also the word that a request is done, for which ``%%px`` waits without
+        an end. So publish something as an engine would until the client has it.
+        """
+        assert self._connection is not None
+        facts = self._connection["engine"]
+        session = _message_session(facts)
+        request = f"distsession-{uuid.uuid4().hex}"
+        parent = {"msg_id": request, "session": client.session.session}
+        deadline = time.monotonic() + timeout
+        with _connect(zmq.PUB, facts, "iopub", linger=0) as socket:
+            while request not in client.metadata:
+                if time.monotonic() > deadline:
+                    raise LaunchTimeoutError(
+                        "the output of ipyparallel's engines did not reach its client within "
+                        f"{timeout:g} s."
+                    )
+                content = {"name": "stdout", "text": ""}
+                session.send(socket, "stream", content=content, parent=parent, ident=b"distsession")
+                time.sleep(0.005)
+        client.metadata.pop(request)
 
     def unregister(self, engine_id: int) -> None:
         """Tell the controller that an engine is gone, so that its id is free at once.
@@ -202,26 +235,11 @@ class Controller:
         """
         if self._connection is None:
             return
-        from jupyter_client.session import Session
-
         facts = self._connection["client"]
-        session = Session(
-            key=facts["key"].encode(),
-            signature_scheme=facts["signature_scheme"],
-            packer=facts["pack"],
-            unpacker=facts["unpack"],
-        )
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        try:
-            if facts.get("curve_serverkey"):
-                socket.curve_serverkey = facts["curve_serverkey"].encode()
-                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-            socket.connect(f"{facts['interface']}:{facts['registration']}")
-            session.send(socket, "unregistration_request", content={"id": engine_id})
-        finally:
-            socket.close(500)
-            context.term()
+        with _connect(zmq.DEALER, facts, "registration", linger=500) as socket:
+            _message_session(facts).send(
+                socket, "unregistration_request", content={"id": engine_id}
+            )
 
     # --- end --------------------------------------------------------------------------------------
 
@@ -249,6 +267,36 @@ class Controller:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.process.pid, signal.SIGKILL)
             launcher._wait_thread.join(2.0)  # ipyparallel's own thread reaps it
+
+
+def _message_session(facts: dict[str, Any]) -> Any:
+    """What packs and signs messages as the controller expects them."""
+    from jupyter_client.session import Session
+
+    return Session(
+        key=facts["key"].encode(),
+        signature_scheme=facts["signature_scheme"],
+        packer=facts["pack"],
+        unpacker=facts["unpack"],
+    )
+
+
+@contextlib.contextmanager
+def _connect(
+    kind: int, facts: dict[str, Any], channel: str, *, linger: int
+) -> Iterator[zmq.Socket[bytes]]:
+    """A socket on one of the controller's channels; ``linger`` is in milliseconds."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(kind)
+    try:
+        if facts.get("curve_serverkey"):
+            socket.curve_serverkey = facts["curve_serverkey"].encode()
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.connect(f"{facts['interface']}:{facts[channel]}")
+        yield socket
+    finally:
+        socket.close(linger)
+        context.term()
 
 
 def px_magic(shell: Any, client: Any, line: str, cell: str | None) -> Any:
