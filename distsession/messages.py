@@ -672,6 +672,7 @@ class RankUse(_Message):
     """What a rank's process, and its GPU, are using.
 
     Attributes:
+        at: When this was read, in seconds by a clock of its host that only goes forward.
         cpu_seconds: Processor time since the process began.
         rss: Bytes of memory that it holds.
         gpu_memory: Bytes in use on its GPU, by whomever; -1 where that is not known.
@@ -681,6 +682,7 @@ class RankUse(_Message):
 
     rank: int
     pid: int
+    at: float
     cpu_seconds: float
     rss: int
     gpu_memory: int = -1
@@ -690,14 +692,9 @@ class RankUse(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Gauges(_Message):
-    """What the ranks of a node use.
-
-    Attributes:
-        at: When, by a clock that only goes forward.
-    """
+    """What the ranks of a node use."""
 
     number: int
-    at: float
     uses: tuple[RankUse, ...]
     node: int = 0
 

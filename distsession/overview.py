@@ -47,7 +47,6 @@ class Observer:
         self._percent: dict[int, int] = {}
         self._history: dict[int, deque[int]] = {}
         self._began: dict[int, tuple[object, float]] = {}
-        self._read_at = 0.0
 
     def look(self) -> Overview:
         """How everything is now."""
@@ -115,18 +114,15 @@ class Observer:
             gauges = self._session.recovery.launcher.gauges(PATIENCE)
         except SessionStateError:  # the agent is gone, as the status says
             return None
-        if gauges is None or gauges.at == self._read_at:
-            return gauges
-        self._read_at = gauges.at
-        for use in gauges.uses:
+        for use in () if gauges is None else gauges.uses:
             pid, at, seconds = self._before.get(use.rank, (0, 0.0, 0.0))
-            self._before[use.rank] = (use.pid, gauges.at, use.cpu_seconds)
+            self._before[use.rank] = (use.pid, use.at, use.cpu_seconds)
             history = self._history.setdefault(use.rank, deque(maxlen=HISTORY))
             if pid != use.pid:
                 history.clear()
                 self._percent.pop(use.rank, None)
-            elif gauges.at > at:
-                percent = round(100 * (use.cpu_seconds - seconds) / (gauges.at - at))
+            elif use.at > at:
+                percent = round(100 * (use.cpu_seconds - seconds) / (use.at - at))
                 self._percent[use.rank] = percent
                 history.append(percent if use.gpu_memory < 0 else use.gpu_percent)
         return gauges

@@ -315,14 +315,11 @@ class Session:
         In a notebook the table is live and has buttons. Elsewhere it shows the present moment.
         """
         self.check_open()
-        panel = self._panel()
+        panel = None if panel_factory is None else panel_factory(self)
         if panel is not None:
             return panel
         overview = Observer(self).look()
         return Table(panel_view.overview_text(overview), panel_view.overview_html(overview))
-
-    def _panel(self) -> Table | None:
-        return None if panel_factory is None else panel_factory(self)
 
     def devices(self) -> Table:
         """The device of each rank."""
@@ -405,8 +402,7 @@ class Session:
         return f"<Session {self.status().removeprefix('session ')}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        panel = self._panel() if self.is_open else None
-        return {"text/plain": repr(self)} if panel is None else panel.bundle()
+        return self.show_config().bundle() if self.is_open else {"text/plain": repr(self)}
 
     # --- life -------------------------------------------------------------------------------------
 

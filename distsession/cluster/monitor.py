@@ -261,7 +261,7 @@ class Monitor:
         if not known:
             return None
         uses = tuple(use for one in known for use in one.uses)
-        return Gauges(known[0].number, known[0].at, uses)
+        return Gauges(known[0].number, uses)
 
     def wait_registered(self, world: Sequence[int], timeout: float) -> dict[int, int]:
         """Wait until each rank has an engine id; gives rank -> id."""

@@ -54,8 +54,8 @@ def read(message: AskGauges, pids: Mapping[int, int], gpus: GpuReader | None = N
             cpu_seconds, rss = process_use(pid)
             uuid = message.gpus.get(rank)
             known = gpus.use(uuid) if gpus is not None and uuid else {}
-            uses.append(RankUse(rank, pid, cpu_seconds, rss, **known))
-    return Gauges(message.number, time.monotonic(), tuple(uses), message.node)
+            uses.append(RankUse(rank, pid, time.monotonic(), cpu_seconds, rss, **known))
+    return Gauges(message.number, tuple(uses), message.node)
 
 
 def serve(link: Connection) -> None:

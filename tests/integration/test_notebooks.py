@@ -144,7 +144,7 @@ def test_the_same_notebook_runs_in_a_terminal(tmp_path, this_python):
     child.sendline("exit()")
     child.expect(pexpect.EOF)
     assert "Traceback" not in written
-    assert "<Session 1: idle (4 ranks, gloo)>" in written
+    assert "session 1: idle (4 ranks, gloo)" in written
     for rank in range(4):
         assert f"[{rank}] all ranks have trained" in written
     assert "The others waited for rank 2: " in written

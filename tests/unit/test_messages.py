@@ -89,8 +89,8 @@ START = StartRanks(
 EXAMPLES: list[Any] = [
     AgentFailed("no such module"),
     AskGauges(4, {0: "GPU-1"}),
-    Gauges(4, 12.5, (RankUse(0, 77, 1.5, 1 << 28, 1 << 33, 1 << 36, 97),)),
-    RankUse(1, 78, 0.5, 1 << 20),
+    Gauges(4, (RankUse(0, 77, 12.5, 1.5, 1 << 28, 1 << 33, 1 << 36, 97),)),
+    RankUse(1, 78, 12.6, 0.5, 1 << 20),
     AskInput(1, 2, 3, "(Pdb) ", secret=False),
     InputReply(3, None, "nobody is there"),
     DebugRequest(4),
