@@ -18,6 +18,8 @@ import pytest
 from tests.conftest import assert_nothing_left, traces
 
 if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
     from tests.browser.lab import Lab, Notebook
 
 IS_REQUIRED = os.environ.get("DISTSESSION_BROWSER") == "required"
@@ -77,16 +79,17 @@ def _no_leaks(_mark_processes: None, lab: Lab) -> Iterator[None]:
 @pytest.fixture
 def open_notebook(
     lab: Lab, browser: Any, request: pytest.FixtureRequest
-) -> Iterator[Callable[[Sequence[str]], Notebook]]:
-    """Open notebooks of these cells; in the end nothing may have gone wrong in their pages."""
-    from tests.browser.lab import open_page
+) -> Iterator[Callable[[Sequence[str] | NotebookNode], Notebook]]:
+    """Open notebooks, or such of these cells; in the end their pages may have had no trouble."""
+    from tests.browser.lab import open_page, write_notebook
 
     context = browser.new_context(viewport={"width": 1300, "height": 1000})
     opened: list[Notebook] = []
 
-    def go(cells: Sequence[str]) -> Notebook:
+    def go(cells: Sequence[str] | NotebookNode) -> Notebook:
+        written = write_notebook(cells) if isinstance(cells, Sequence) else cells
         name = re.sub(r"\W+", "-", f"{request.node.name}-{len(opened)}").strip("-")
-        opened.append(open_page(lab, context, cells, f"{name}.ipynb"))
+        opened.append(open_page(lab, context, written, f"{name}.ipynb"))
         return opened[-1]
 
     yield go

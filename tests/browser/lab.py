@@ -217,15 +217,19 @@ def wait_ready(page: Page, seconds: float = 60) -> None:
     )
 
 
-def open_page(lab: Lab, context: BrowserContext, cells: Sequence[str], name: str) -> Notebook:
-    """Write a notebook and open it, with a kernel."""
+def write_notebook(cells: Sequence[str]) -> nbformat.NotebookNode:
+    """A notebook of these cells, not run."""
     kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(
-        new_notebook(
-            cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernelspec}
-        ),
-        lab.notebooks / name,
+    return new_notebook(
+        cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernelspec}
     )
+
+
+def open_page(
+    lab: Lab, context: BrowserContext, notebook: nbformat.NotebookNode, name: str
+) -> Notebook:
+    """Open a notebook, with a fresh kernel. Outputs that it has already are not trusted."""
+    nbformat.write(notebook, lab.notebooks / name)
     session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
     kernel = lab.ask("POST", "api/sessions", session)["kernel"]["id"]
     trouble: list[str] = []

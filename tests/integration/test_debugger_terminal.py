@@ -11,6 +11,8 @@ import textwrap
 import pexpect
 import pytest
 
+from .terminal import spawn_ipython
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 SCRIPT = """
@@ -64,11 +66,7 @@ def test_the_end_of_the_input_ends_the_run(script: str, text: str | None) -> Non
 
 @pytest.fixture
 def terminal():
-    child = pexpect.spawn(
-        sys.executable,
-        ["-m", "IPython", "--no-banner", "--simple-prompt", "--colors=NoColor"],
-        env=environment(), timeout=40, encoding="utf-8",
-    )  # fmt: skip
+    child = spawn_ipython(env=environment(), timeout=40)
     child.expect(r"In \[1\]: ")
     child.sendline("%load_ext distsession")
     child.sendline("%session start 2 --backend gloo")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from .terminal import spawn_ipython
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("matplotlib")
@@ -121,14 +123,7 @@ def test_a_notebook_runs_through(path, this_python):
 
 
 def test_the_same_notebook_runs_in_a_terminal(tmp_path, this_python):
-    child = pexpect.spawn(
-        sys.executable,
-        ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
-        encoding="utf-8",
-        timeout=TIMEOUT - 20,
-        dimensions=(50, 300),
-        cwd=str(tmp_path),
-    )
+    child = spawn_ipython(timeout=TIMEOUT - 20, dimensions=(50, 300), cwd=str(tmp_path))
     child.expect_exact("In [1]: ")
     notebook = nbformat.read(FOLDER / "05_see_the_ranks.ipynb", as_version=4)
     for cell in notebook.cells:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 
 import pexpect
 import pytest
+
+from .terminal import spawn_ipython
 
 PROMPT = r"In \[\d+\]: "
 
@@ -16,10 +17,7 @@ class Terminal:
     """IPython in a terminal, and what it writes."""
 
     def __init__(self) -> None:
-        self._child = pexpect.spawn(
-            sys.executable,
-            ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
-            encoding="utf-8",
+        self._child = spawn_ipython(
             timeout=60,
             dimensions=(50, 500),  # what is typed is echoed in one line
         )
