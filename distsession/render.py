@@ -135,7 +135,9 @@ def table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; without a head where that is empty."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        # Notebooks align tables to the right, for numbers.
+        start = f'<{tag} style="text-align:left">'
+        return "<tr>" + "".join(f"{start}{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
     body = "".join(line(row, "td") for row in rows)
     top = f"<thead>{line(head, 'th')}</thead>" if head else ""

@@ -155,7 +155,9 @@ def section_html(section: Section, log: Callable[[int], str]) -> str:
     blocks = list(_blocks(section))
     long = sum(block.count > 3 for block in blocks)
     parts = [_block_html(block, log, len(blocks), folded=long > OPEN_BLOCKS) for block in blocks]
-    row = [_figure_html(ranks, bundle) for ranks, bundle in fold_bundles(_bundles(section))]
+    folded = list(fold_bundles(_bundles(section)))
+    width = "48%" if len(folded) > 1 else "100%"  # two fit beside each other on any page
+    row = [_figure_html(ranks, bundle, width) for ranks, bundle in folded]
     if row:
         parts.append(
             '<div style="display:flex;flex-wrap:wrap;gap:1em;align-items:flex-start">'
@@ -313,10 +315,10 @@ def can_embed(bundle: Bundle) -> bool:
     return set(bundle[0]) <= _EMBEDDED and bool(bundle[0])
 
 
-def _figure_html(ranks: tuple[int, ...], bundle: Bundle) -> str:
+def _figure_html(ranks: tuple[int, ...], bundle: Bundle, width: str) -> str:
     label = html.escape(rank_label(ranks)[1:-1])
     return (
-        f'<figure aria-label="{label}" style="margin:0;padding-top:.2em;max-width:100%;'
+        f'<figure aria-label="{label}" style="margin:0;padding-top:.2em;max-width:{width};'
         f'border-top:3px solid {_colour(ranks)}"><figcaption style="{_LABEL};{_FONT}">{label}'
         f"</figcaption>{_content_html(bundle, label)}</figure>"
     )

@@ -66,6 +66,14 @@ box.addEventListener("pointermove", e => {
 })()</script>"""
 """Ctrl and the wheel, or a double click, enlarge; dragging moves what is enlarged."""
 
+UNTRUSTED = (
+    "<style>.distsession-picture{display:block!important}"
+    ".distsession-untrusted{display:none}</style><div class=distsession-untrusted>"
+    "The picture can be seen once the notebook is trusted.</div>"
+)
+"""JupyterLab drops SVG's elements from a notebook that it does not trust, but not their text. It
+drops style sheets, too, so it is a style sheet that shows the picture and hides this line."""
+
 Scale = Callable[[float], float]
 
 
@@ -116,7 +124,11 @@ def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> str:
         f'<text x="{LEFT}" y="{TOP + height + 17}" data-span="{span / 1e9:.9f}"></text></svg>'
     )
     box = f'<div id="distsession-timeline-{mark}" style="overflow-x:auto">{svg}</div>'
-    return box + SCRIPT.replace("MARK", mark)
+    return (
+        UNTRUSTED
+        + f"<div style=display:none class=distsession-picture>{box}</div>"
+        + SCRIPT.replace("MARK", mark)
+    )
 
 
 def _hatching(mark: str) -> str:

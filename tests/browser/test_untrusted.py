@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from nbclient import NotebookClient
+from playwright.sync_api import expect
 
 from tests.browser.lab import Notebook, write_notebook
+
+Open = Callable[..., Notebook]
 
 CELLS = [
     'import distsession\n%load_ext distsession\nsession = distsession.Session(2, backend="gloo")',
     "session",
-    "%%distributed --timeline\nprint('alike')\nprint('of', rank)\nt = torch.ones(4)\n"
-    "dist.all_reduce(t)\nt",
-    "session.timeline()",
-    "%%distributed\nimport matplotlib.pyplot as plt\nplt.plot([0, rank]); plt.show()\n"
-    "print('drawn by', rank)",
-    "%%distributed\nif rank == 1:\n    1 / 0",
-    "%distributed --diff rank",
+    "%%distributed --timeline\nimport time\nif rank == 0: time.sleep(0.5)\nprint('of', rank)\n"
+    "dist.barrier()",
+    "%%distributed\nimport matplotlib.pyplot as plt\nplt.plot([0, rank]); plt.show()",
     "session.close()",
 ]
 
 
 @pytest.fixture(scope="module")
-def written() -> Iterator[Any]:
+def written() -> Any:
     notebook = write_notebook(CELLS)
-    NotebookClient(notebook, timeout=100, allow_errors=True).execute()
+    NotebookClient(notebook, timeout=100).execute()
     return notebook
 
 
-def test_what_was_shown_can_be_read(open_notebook: Callable[..., Notebook], written: Any) -> None:
+def test_the_panel_is_a_table(open_notebook: Open, written: Any) -> None:
     notebook = open_notebook(written)
-    for n in range(8):
-        print("-----", n)
-        print(notebook.text(n))
-    notebook.screenshot("untrusted")
-    for n in range(8):
-        notebook.screenshot(f"untrusted-{n}", notebook.cell(n))
+    rows = notebook.output(1).get_by_role("row")
+    expect(rows.filter(has_text="idle")).to_have_count(2)
+    expect(rows.filter(has_text="world size")).to_have_text(re.compile(r"world size\s*2"))
+    expect(notebook.output(1).get_by_role("button")).to_have_count(0)
+    notebook.screenshot("untrusted-panel", notebook.output(1))
+
+
+def test_a_timeline_says_how_to_see_its_picture(open_notebook: Open, written: Any) -> None:
+    notebook = open_notebook(written)
+    assert re.search(r"rank 0\s+of 0\s+rank 1\s+of 1", notebook.text(2))
+    shown = notebook.text(2).partition("Rank 1 waited for rank 0")[2]
+    assert "once the notebook is trusted" in shown
+    assert "collective runs" not in shown  # the legend of the picture
+    notebook.screenshot("untrusted-timeline", notebook.output(2))
+
+
+def test_figures_stand_side_by_side(open_notebook: Open, written: Any) -> None:
+    notebook = open_notebook(written)
+    left, right = (figure.bounding_box() for figure in notebook.output(3).locator("figure").all())
+    assert left is not None
+    assert right is not None
+    assert right["y"] == left["y"]
+    assert right["x"] >= left["x"] + left["width"]
+    notebook.screenshot("untrusted-figures", notebook.output(3))

@@ -198,6 +198,7 @@ def test_a_diagnosis_in_a_notebook_says_the_same_and_escapes_it(
 ) -> None:
     deep[3] = RankReport(3, "dead", outcome="<b>")
     html = render.diagnosis_html(deep, "a < b.", stacks=True)
+    html = html.replace(' style="text-align:left"', "")
     assert html.startswith("<p>a &lt; b.</p><table><thead><tr><th>rank</th><th>state</th>")
     assert "<tr><td>3</td><td>dead (&lt;b&gt;)</td><td></td></tr>" in html
     assert "<p>[ranks 0,2]</p><pre>Cell In[3], line 2\n" in html
