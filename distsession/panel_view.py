@@ -125,9 +125,11 @@ def overview_html(overview: Overview) -> str:
     """The same as :func:`overview_text`, without anything that a notebook has to run."""
     return (
         f"<p>{html.escape(overview.status)}</p>"
+        + table_html(*_rows(overview.lines))
+        + "<details open><summary>Configuration</summary>"
         + table_html((), overview.facts)
         + table_html(_OPTIONS_HEAD, overview.options)
-        + table_html(*_rows(overview.lines))
+        + "</details>"
     )
 
 
