@@ -187,6 +187,7 @@ class Controller:
             if self._client is None:
                 import ipyparallel
 
+                self._wait_for_engines(set(ids.values()), timeout)
                 client = ipyparallel.Client(
                     self._connection["client"],
                     cluster=self._cluster,
@@ -202,6 +203,34 @@ class Controller:
             client = self._client
         client.wait_for_engines(world, timeout=timeout, interactive=False)
         return client
+
+    def _wait_for_engines(self, wanted: set[int], timeout: float) -> None:
+        """Wait until the controller counts these engines as registered.
+
+        It does with their first heartbeat. A client that connects before hears of it later, but not
+        while its subscription is still on the way; then it would never know the engine.
+        """
+        assert self._connection is not None
+        facts = self._connection["client"]
+        session = _message_session(facts)
+        deadline = time.monotonic() + timeout
+        with _connect(zmq.DEALER, facts, "registration", linger=0) as socket:
+            while True:
+                session.send(socket, "connection_request")
+                if not socket.poll(max(0, int((deadline - time.monotonic()) * 1e3))):
+                    raise LaunchTimeoutError(
+                        f"ipyparallel's controller did not answer within {timeout:g} s."
+                    )
+                _, reply = session.recv(socket)
+                missing = wanted.difference(map(int, reply["content"]["engines"]))
+                if not missing:
+                    return
+                if time.monotonic() > deadline:
+                    raise LaunchTimeoutError(
+                        f"ipyparallel's controller heard no heartbeat of engine "
+                        f"{format_ranks(sorted(missing))} within {timeout:g} s."
+                    )
+                time.sleep(0.01)
 
     def _wait_for_output(self, client: Any, timeout: float) -> None:
         """Wait until what engines print reaches a new client.
@@ -231,7 +260,7 @@ class Controller:
     def unregister(self, engine_id: int) -> None:
         """Tell the controller that an engine is gone, so that its id is free at once.
 
-        The controller itself would notice after ten missed heartbeats.
+        The controller itself would notice much later, by missed heartbeats.
         """
         if self._connection is None:
             return

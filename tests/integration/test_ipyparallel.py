@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
+import ipyparallel
 import pytest
 
 from distsession import Session
+from distsession.cluster import controller
 
 from .conftest import Recorder
 
@@ -48,15 +51,24 @@ def test_output_of_px_goes_to_ipyparallel_and_ours_to_us(
 
 
 def test_a_new_client_loses_no_output_of_its_first_request(session: Session) -> None:
-    controller = session._launcher._controller
+    one = session._launcher._controller
     for number in range(30):  # one in six lost something before the client waited for its output
-        if controller._client is not None:
-            controller._client.close()
-            controller._client = None
+        if one._client is not None:
+            one._client.close()
+            one._client = None
         result = session.client[:].execute(f"print({number})", silent=False, block=False)
         result.wait(30)
         assert result.wait_for_output(30)
         assert result.stdout == [f"{number}\n"] * 2
+
+
+def test_a_new_client_knows_all_ranks_though_it_misses_their_registration(
+    start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "HEARTBEAT_MS", 1500)  # so that ranks register late
+    monkeypatch.setattr(ipyparallel.Client, "_register_engine", lambda self, message: None)
+    session = start(2)
+    assert session.client.ids == [0, 1]
 
 
 def test_displays_of_px_go_to_ipyparallel(session: Session, output: Recorder) -> None:
