@@ -115,8 +115,9 @@ class Questions:
     def _put_to_person(self, question: AskInput) -> None:
         rank = question.rank
         assert self._ask is not None
+        box = _Box(lambda: rank not in self._pending.missing or bool(self._pending.stopped))
         try:
-            with _Box(lambda: rank not in self._pending.missing or bool(self._pending.stopped)):
+            with box:
                 text: str | None = self._ask(f"[rank {rank}] {question.prompt}", question.secret)
         except _Gone:
             return
@@ -128,6 +129,8 @@ class Questions:
                 self._pending.refuse(waiting, NO_INPUT)
             self._waiting.clear()
             return
+        finally:
+            box.closed.set()
         self._pending.answer(rank, InputReply(question.number, text))
 
 
@@ -138,7 +141,8 @@ class _Gone(Exception):
 class _Box:
     """Around a question that is put in the main thread; ends it when nobody waits for the answer.
 
-    Nothing but a signal gets a thread out of reading.
+    Nothing but a signal gets a thread out of reading. One that comes before it reads does not, so
+    it is sent until the box is closed.
 
     Args:
         is_over: Whether nobody waits any more.
@@ -147,7 +151,7 @@ class _Box:
     def __init__(self, is_over: Callable[[], bool]):
         self._is_over = is_over
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         self._ended = False
 
     def __enter__(self) -> None:
@@ -155,20 +159,19 @@ class _Box:
         assert main is not None
 
         def watch() -> None:
-            while not self._closed.wait(WATCH):
+            while not self.closed.wait(WATCH):
                 with self._lock:
-                    if self._is_over() and not self._closed.is_set():
+                    if self._is_over() and not self.closed.is_set():
                         self._ended = True
                         signal.pthread_kill(main, signal.SIGINT)
-                        return
 
         threading.Thread(target=watch, name="distsession-question", daemon=True).start()
 
     def __exit__(self, kind: Any, *_: object) -> None:
         try:
-            self._closed.set()
+            self.closed.set()
             with self._lock:
-                pass  # a signal that is sent at all has been sent
+                pass  # no signal is sent from here on
             time.sleep(0)
         except KeyboardInterrupt:
             if not self._ended:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from typing import Any
 
 import pexpect
 
-__all__ = ["spawn_ipython"]
+__all__ = ["press_ctrl_c", "spawn_ipython"]
 
 
 def spawn_ipython(**options: Any) -> pexpect.spawn:
@@ -20,6 +21,21 @@ def spawn_ipython(**options: Any) -> pexpect.spawn:
         preexec_fn=_hear_ctrl_c,
         **options,
     )
+
+
+def press_ctrl_c(child: pexpect.spawn) -> None:
+    """Press it at a prompt of Python's ``input``.
+
+    CPython writes the prompt and then reads. A signal between the two is noticed only with the next
+    key, so wait until it reads.
+    """
+    asleep = 0
+    while asleep < 5:
+        with open(f"/proc/{child.pid}/stat") as stat:
+            state = stat.read().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+        time.sleep(0.02)
+    child.sendintr()
 
 
 def _hear_ctrl_c() -> None:

@@ -11,7 +11,7 @@ import textwrap
 import pexpect
 import pytest
 
-from .terminal import spawn_ipython
+from .terminal import press_ctrl_c, spawn_ipython
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -104,7 +104,7 @@ def test_what_ends_the_prompt_ends_the_run(terminal, how: str) -> None:
         terminal.sendeof()
         terminal.expect_exact("stopped in the debugger of rank 1")
     elif how == "interrupt":
-        terminal.sendintr()
+        press_ctrl_c(terminal)
         terminal.expect_exact("which is in the debugger at In[")
     else:
         os.kill(pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -131,13 +132,17 @@ def test_a_rank_that_has_died_is_not_asked_about(board: Board) -> None:
     assert asked.prompts == ["[rank 1] ? "]
 
 
-def test_a_box_ends_when_its_rank_dies(board: Board) -> None:
+@pytest.mark.parametrize("missed", [0, 1], ids=["", "though a first signal came too early"])
+def test_a_box_ends_when_its_rank_dies(board: Board, missed: int) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
 
         def wait(_: str) -> str:
             death = EngineDiedError("it died", rank=0, pid=1, returncode=-9)
             threading.Timer(0.2, lambda: asked.pending.put_death(death)).start()
+            for _ in range(missed):
+                with contextlib.suppress(KeyboardInterrupt):
+                    time.sleep(30)
             time.sleep(30)
             return ""
 
