@@ -67,8 +67,8 @@ box.addEventListener("pointermove", e => {
 """Ctrl and the wheel, or a double click, enlarge; dragging moves what is enlarged."""
 
 UNTRUSTED = (
-    "<style>.distsession-picture{display:block!important}"
-    ".distsession-untrusted{display:none}</style><div class=distsession-untrusted>"
+    "<style>.distsession-picture-MARK{display:block!important}"
+    ".distsession-untrusted-MARK{display:none}</style><div class=distsession-untrusted-MARK>"
     "The picture can be seen once the notebook is trusted.</div>"
 )
 """JupyterLab drops SVG's elements from a notebook that it does not trust, but not their text. It
@@ -123,12 +123,11 @@ def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> str:
         f"{lines}{''.join(rows)}</svg>{ticks}"
         f'<text x="{LEFT}" y="{TOP + height + 17}" data-span="{span / 1e9:.9f}"></text></svg>'
     )
-    box = f'<div id="distsession-timeline-{mark}" style="overflow-x:auto">{svg}</div>'
-    return (
-        UNTRUSTED
-        + f"<div style=display:none class=distsession-picture>{box}</div>"
-        + SCRIPT.replace("MARK", mark)
+    box = (
+        f"<div style=display:none class=distsession-picture-{mark}>"
+        f'<div id="distsession-timeline-{mark}" style="overflow-x:auto">{svg}</div></div>'
     )
+    return UNTRUSTED.replace("MARK", mark) + box + SCRIPT.replace("MARK", mark)
 
 
 def _hatching(mark: str) -> str:

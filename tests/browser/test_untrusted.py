@@ -19,6 +19,7 @@ CELLS = [
     "session",
     "%%distributed --timeline\nimport time\nif rank == 0: time.sleep(0.5)\nprint('of', rank)\n"
     "dist.barrier()",
+    "session.timeline()",
     "%%distributed\nimport matplotlib.pyplot as plt\nplt.plot([0, rank]); plt.show()",
     "session.close()",
 ]
@@ -28,6 +29,8 @@ CELLS = [
 def written() -> Any:
     notebook = write_notebook(CELLS)
     NotebookClient(notebook, timeout=100).execute()
+    for cell in notebook.cells:
+        cell.execution_count = None  # so that it is seen which have been run again
     return notebook
 
 
@@ -47,13 +50,19 @@ def test_a_timeline_says_how_to_see_its_picture(open_notebook: Open, written: An
     assert "once the notebook is trusted" in shown
     assert "collective runs" not in shown  # the legend of the picture
     notebook.screenshot("untrusted-timeline", notebook.output(2))
+    notebook.run(0)
+    notebook.run(2)  # what this shows is trusted
+    assert "collective runs" in notebook.text(2)
+    assert "once the notebook is trusted" not in notebook.text(2)
+    assert "collective runs" not in notebook.text(3)
+    assert "once the notebook is trusted" in notebook.text(3)
 
 
 def test_figures_stand_side_by_side(open_notebook: Open, written: Any) -> None:
     notebook = open_notebook(written)
-    left, right = (figure.bounding_box() for figure in notebook.output(3).locator("figure").all())
+    left, right = (figure.bounding_box() for figure in notebook.output(4).locator("figure").all())
     assert left is not None
     assert right is not None
     assert right["y"] == left["y"]
     assert right["x"] >= left["x"] + left["width"]
-    notebook.screenshot("untrusted-figures", notebook.output(3))
+    notebook.screenshot("untrusted-figures", notebook.output(4))
