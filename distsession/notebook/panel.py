@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import html
 import logging
+import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -60,7 +61,9 @@ class Panel(Table):
         live = _live.get(self._session)
         if live is None or live.is_closed:
             live = _live[self._session] = Live(self._session, self._observer, self._overview)
-        return {**live.show(), **static}
+        live.show_static(static)
+        status = self._overview.status
+        return {**live.show(), "text/html": f"<p>{html.escape(status)}</p>", "text/plain": status}
 
 
 class Live:
@@ -78,6 +81,7 @@ class Live:
         self._session = session
         self._observer = observer
         self._shown = overview
+        self._mark = f"distsession-static-{secrets.token_hex(4)}"
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._leave = threading.Event()
@@ -85,7 +89,9 @@ class Live:
         self._dead: frozenset[int] = frozenset()
         self._status = ipywidgets.HTML()
         self._rows = ipywidgets.HTML()
-        self._config = ipywidgets.HTML(panel_view.config_html(overview))
+        self._config = ipywidgets.HTML(
+            f"<style>.{self._mark}{{display:none}}</style>{panel_view.config_html(overview)}"
+        )
         self._answer = ipywidgets.HTML()
         self._rank = ipywidgets.Dropdown(
             options=[(NO_RANK, -1), *((f"rank {rank}", rank) for rank in session.ranks)],
@@ -125,6 +131,17 @@ class Live:
         for widget in (*self._buttons.values(), self._rank, self._widget):
             _take_at_once(widget)
         self._update(overview)
+
+    def show_static(self, bundle: dict[str, Any]) -> None:
+        """Put out what is to be seen where the widgets are not; while they are, they hide it.
+
+        JupyterLab takes widgets alone for an output that has them, and has but an error to show for
+        those of a kernel that has ended, as in a notebook that is opened again.
+        """
+        from IPython.display import display
+
+        table = f'<div class="{self._mark}">{bundle["text/html"]}</div>'
+        display({**bundle, "text/html": table}, raw=True)
 
     def show(self) -> dict[str, Any]:
         """What the front end needs to show the widgets; they are live from here on."""

@@ -98,7 +98,7 @@ def test_it_can_be_read_in_the_dark_theme_and_with_many_ranks(open_notebook: Ope
         expect(cells.first).to_be_attached(timeout=30e3)
         for cell in (cells.first, row(notebook, 0).get_by_role("cell").first):
             assert cell.evaluate(CONTRAST) >= 4.5
-        notebook.output(1).get_by_text("Configuration").click()
+        notebook.output(1).get_by_role("group").get_by_text("Configuration").click()
         assert "start_timeout" in notebook.text(1)
         notebook.screenshot("panel-dark", notebook.output(1))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -132,23 +133,31 @@ def front(_front: FrontEnd) -> FrontEnd:
 def test_the_panel_is_shown_as_widgets_and_as_a_table_with_the_same_facts(front: FrontEnd) -> None:
     def has_gauges() -> bool:  # the agent has more to import after a start
         front.run("session.show_config()")
-        return "MiB" in front.shown[-1]["text/plain"]
+        return "MiB" in front.shown[-2]["text/plain"]
 
     front.wait(has_gauges)
-    bundle = front.shown[-1]
-    assert {VIEW, "text/html", "text/plain"} <= set(bundle)
-    assert front.models[bundle[VIEW]["model_id"]]["_model_name"] == "VBoxModel"
+    table, live = front.shown[-2:]
+    assert set(table) == {"text/html", "text/plain"}
+    assert set(live) == {VIEW, "text/html", "text/plain"}
+    assert "MiB" not in live["text/html"]
+    assert front.models[live[VIEW]["model_id"]]["_model_name"] == "VBoxModel"
     front.wait(lambda: "MiB" in front.values())
     for fact in ("world size", "gloo", "start_timeout", "given", "default", "idle", "MiB"):
-        assert fact in bundle["text/plain"]
-        assert fact in bundle["text/html"]
+        assert fact in table["text/plain"]
+        assert fact in table["text/html"]
         assert fact in front.values()
-    assert "<table>" in bundle["text/html"]
+    assert "<table>" in table["text/html"]
+    hidden = re.search(r"<style>\.(\S+)\{display:none\}</style>", front.values())
+    assert hidden is not None
+    assert table["text/html"].startswith(f'<div class="{hidden[1]}">')
 
 
 def test_the_session_itself_is_shown_so_too(front: FrontEnd) -> None:
     front.run("session")
-    assert {VIEW, "text/html", "text/plain"} <= set(front.shown[-1])
+    assert [set(shown) for shown in front.shown[-2:]] == [
+        {"text/html", "text/plain"},
+        {VIEW, "text/html", "text/plain"},
+    ]
     front.run("print(repr(session))")
     assert "idle (2 ranks, gloo)>" in front.text
     assert "\n" not in front.text.strip()
