@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from typing import Any
@@ -18,7 +17,6 @@ def spawn_ipython(**options: Any) -> pexpect.spawn:
         sys.executable,
         ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
         encoding="utf-8",
-        preexec_fn=_hear_ctrl_c,
         **options,
     )
 
@@ -36,8 +34,3 @@ def press_ctrl_c(child: pexpect.spawn) -> None:
         asleep = asleep + 1 if state == "S" else 0
         time.sleep(0.02)
     child.sendintr()
-
-
-def _hear_ctrl_c() -> None:
-    """A shell lets what it starts in the background ignore Ctrl-C, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
