@@ -107,7 +107,8 @@ def test_session_facts(notebook: Notebook) -> None:
     assert "idle (2 ranks, gloo)" in notebook.run("%session").result
     config = notebook.run("%session config")
     assert "<table>" in config.data[0]["text/html"]
-    assert "ranks per node" in config.result
+    assert "ranks per node" in config.data[0]["text/plain"]
+    assert "idle (2 ranks, gloo)" in config.result
     assert "device" in notebook.run("%session devices").result
     assert "nothing was running" in notebook.run("%session interrupt").result
     assert "usage" in notebook.run("%session --help").stdout
