@@ -85,24 +85,32 @@ def ended(*arguments, timeout=60, **more):
     return process.returncode, out, err
 
 
-def torchrun(*arguments, timeout=90):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment(),
-        check=False,
-    )
+def torchrun(*arguments, timeout=30):
+    """The same by torch's own launcher.
+
+    As Python ends, threads of torch's gloo (2.13) abort one in ten scripts, whoever runs them. Such
+    a run is done again.
+    """
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment(),
+            check=False,
+        )
+        if "terminate called without an active exception" not in done.stderr:
+            break
     return done.returncode, done.stdout, done.stderr
 
 
 def test_a_script_of_torchrun_runs_as_there(script):
     path = script(DDP)
     code, out, err = ended("--plain", "-n", "2", path, "--lr", "0.1")
-    expected, there, _ = torchrun("--nproc-per-node=2", path, "--lr", "0.1")
+    expected, there, theirs = torchrun("--nproc-per-node=2", path, "--lr", "0.1")
 
-    assert (code, expected) == (0, 0), err
+    assert (code, expected) == (0, 0), err + theirs
     assert sorted(out.splitlines()) == sorted(there.splitlines())
     assert "gradient [12.0, 12.0] ['--lr', '0.1'] __main__ train.py" in out
 
