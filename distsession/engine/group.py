@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -53,7 +54,10 @@ class Groups:
         self._alive: weakref.WeakValueDictionary[str, SwappableGroup] = (
             weakref.WeakValueDictionary()
         )
-        internals.every_group_is_made_by(self._make)
+        self._made: Counter[str] = Counter()
+        """How many groups of each name have been made in this generation: torch gives the name of
+        one that was destroyed to another."""
+        internals.every_group_is_made_by(self._make, self._agree_to_make)
 
     def _make(self, options: Any) -> SwappableGroup:
         """Called by torch for each new group that this rank is a member of."""
@@ -61,6 +65,8 @@ class Groups:
         name = str(options.group_id)
         is_world = not options.global_ranks_in_group
         group = SwappableGroup(self, name, members, options.group_rank, options.timeout, is_world)
+        group.number = self._made[name]
+        self._made[name] += 1
         if not is_world:
             # Here, where one can be told to stop, rather than within gloo.
             with group.recorded(("new_group",), meets=True):
@@ -72,6 +78,21 @@ class Groups:
             group.connect(store)
         self._alive[name] = group
         return group
+
+    def _agree_to_make(self, ranks: Sequence[int] | None) -> None:
+        """Called by torch on each rank, a member or not, before a new group is made.
+
+        torch numbers new groups by counting them, so every rank has to make the same ones in the
+        same order; where one does not, groups meet that do not belong together.
+        """
+        world: Any = dist.group.WORLD
+        if not isinstance(world, SwappableGroup):
+            return
+        members = world.members if ranks is None else list(ranks)
+        if len(set(members)) != len(members) or not set(members) <= set(world.members):
+            return  # which torch refuses
+        with world.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
+            pass
 
     def native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         return internals.make_native_group(store, rank, size, timeout, detail=self._detail)
@@ -92,12 +113,14 @@ class Groups:
         """
         self.generation = generation
         self.recorder.reset()
+        self._made.clear()
         self._meeting = meeting
 
     def reconnect(self, meeting: dist.Store, generation: int) -> None:
         """Connect the default group anew; returns when every rank has."""
         self.prepare(meeting, generation)
         world: Any = dist.group.WORLD
+        self._keep(world)
         world.connect(dist.PrefixStore("world", meeting))
 
     def agree(self, meeting: dist.Store, *, alone: bool) -> None:
@@ -126,9 +149,15 @@ class Groups:
             if missing:
                 group.lose(missing)
             else:
+                self._keep(group)
                 group.connect(dist.PrefixStore(f"group{name}", meeting))
         for module in internals.data_parallel_modules():
             internals.refresh_data_parallel(module)
+
+    def _keep(self, group: SwappableGroup) -> None:
+        """A group of an earlier generation goes on in this one, on all its members."""
+        group.number = 0
+        self._made[group.getGroupName()] = 1
 
 
 class SwappableGroup(Collectives):
@@ -154,8 +183,13 @@ class SwappableGroup(Collectives):
         self._description = "undefined"
         self._title = WORLD if is_world else f"group {name} (ranks {format_ranks(members)})"
         self._lost = ""
+        self.number = 0
+        """How many groups of its name there were before, in this generation."""
         self._stream: Stream | None = None
         self._generation = -1
+        self._keys: set[int] = set()
+        self._finalizer: Any = None
+        """Lets its streams go with it."""
         self.inner: Any = None
 
     # --- connections ------------------------------------------------------------------------------
@@ -188,20 +222,29 @@ class SwappableGroup(Collectives):
     # --- recording --------------------------------------------------------------------------------
 
     def _own_stream(self) -> Stream:
-        groups = self._groups
-        if self._stream is None or self._generation != groups.generation:
-            self._generation = groups.generation
-            self._stream = self._recorder.stream(
-                groups.generation, self._title, self.members, self._recorder.rank
-            )
+        if self._stream is None or self._generation != self._groups.generation:
+            self._stream = self._find_stream(self._title, self.members)
         return self._stream
 
     def _pair_stream(self, source: int, target: int, tag: int) -> Stream:
         """The messages from one rank of the group to another."""
         ends = (self.members[source], self.members[target])
         name = f"{self._title} {ends[0]}->{ends[1]}{f' tag {tag}' if tag else ''}"
-        recorder = self._recorder
-        return recorder.stream(self._groups.generation, name, ends, recorder.rank)
+        return self._find_stream(name, ends, tag)
+
+    def _find_stream(self, name: str, members: Sequence[int], tag: int = 0) -> Stream:
+        groups, recorder = self._groups, self._recorder
+        if self._generation != groups.generation:
+            self._generation = groups.generation
+            self._stream = None
+            self._keys = set()
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, recorder.drop, recorder.epoch, self._keys)
+            self._finalizer.atexit = False
+        stream = recorder.stream((groups.generation, self.number), name, members, tag=tag)
+        self._keys.add(stream.key)
+        return stream
 
     @contextmanager
     def recorded(
@@ -247,7 +290,7 @@ class SwappableGroup(Collectives):
         recorder = self._recorder
         at = stream.post(key)
         if is_async:
-            return self._issue(call, stream, at)
+            return self._issue(call, stream, at, key)
         try:
             stream.meet(at, self._seconds)
             if sizes is not None:
@@ -269,12 +312,18 @@ class SwappableGroup(Collectives):
         return work
 
     def _issue(
-        self, call: Callable[[Any], Any], stream: Stream, at: int, *, is_message: bool = False
+        self,
+        call: Callable[[Any], Any],
+        stream: Stream,
+        at: int,
+        key: tuple[Any, ...],
+        *,
+        is_message: bool = False,
     ) -> Any:
         """Begin an operation without waiting for it."""
         try:
             stream.look(at)
-            return IssuedWork(call(self.inner), stream, at, is_message=is_message)
+            return IssuedWork(call(self.inner), stream, at, key, is_message=is_message)
         except BaseException as error:
             stream.withdraw(at)
             raise self._recorder.explain(error) from None
@@ -285,7 +334,7 @@ class SwappableGroup(Collectives):
         if self._lost:
             raise CollectiveError(self._lost)
         stream = self._pair_stream(source, target, tag)
-        return self._issue(call, stream, stream.post(key), is_message=True)
+        return self._issue(call, stream, stream.post(key), key, is_message=True)
 
     def _any_source(self, tensors: Any, tag: int) -> Any:
         self.check_alive()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,7 +39,9 @@ Maker = Callable[..., Any]
 _is_native = False
 
 
-def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
+def every_group_is_made_by(
+    make: Callable[[Any], Any], agree: Callable[[Sequence[int] | None], None]
+) -> None:
     """Let this function make every gloo group of this process, whoever asks for it.
 
     torch lets a registered backend return a ``ProcessGroup`` of its own, which then stands for the
@@ -49,6 +51,8 @@ def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
 
     Args:
         make: Gets torch's ``_DistributedBackendOptions``.
+        agree: Called on every rank before a new group is made that all ranks have to make; gets
+            its members, or None for all.
     """
     if BACKEND.upper() in dist.Backend._plugins:
         return
@@ -71,6 +75,17 @@ def every_group_is_made_by(make: Callable[[Any], Any]) -> None:
         return group, store
 
     c10d._new_process_group_helper = helper
+    new_group = c10d._new_group_with_tag
+    group_signature = inspect.signature(new_group)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        asked = group_signature.bind(*args, **kwargs).arguments
+        is_local = asked.get("use_local_synchronization") or asked.get("pg_tag")
+        if not is_local and not _is_native:
+            agree(asked.get("ranks"))
+        return new_group(*args, **kwargs)
+
+    c10d._new_group_with_tag = checked
 
 
 @contextlib.contextmanager

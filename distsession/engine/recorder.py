@@ -14,12 +14,14 @@ posted as the same operation of the same group. Two ways of comparing:
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -33,7 +35,9 @@ from distsession.errors import CollectiveError, CollectiveHangError, CollectiveM
 from distsession.messages import Abort
 from distsession.ranks import format_ranks
 
-__all__ = ["Recorder", "Stream"]
+__all__ = ["Posted", "Recorder", "Stream"]
+
+log = logging.getLogger(__name__)
 
 SPINS = 40
 """How often a rank yields the processor to others before it sleeps between two looks."""
@@ -46,6 +50,15 @@ FOR_THE_OTHERS = 0.05
 
 NAMES = 1000
 """How many texts of places are kept before those of old cells are dropped."""
+SIGNATURES = 4096
+"""How many operations that differ are known by their text before all are looked at anew."""
+TAGS = 64
+"""How many streams of messages with a tag are kept though nothing of theirs is under way."""
+TAGS_AT_ONCE = 4
+"""How many of those are looked at whenever one more begins."""
+
+Posted = list[int]
+"""A slot's words, as they were when an operation was posted."""
 
 _FRAMES = range(24)
 """How far up a place in user code is looked for."""
@@ -55,6 +68,9 @@ _SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
 _HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
 _FINGERPRINT, _SIGNATURE, _PLACE = layout.FINGERPRINT, layout.SIGNATURE, layout.PLACE
 _BEGAN, _STATE, _COUNT = layout.BEGAN, layout.STATE, layout.COUNT
+_SEQUENCE_BITS, _SEQUENCE_MASK = layout.SEQUENCE_BITS, layout.SEQUENCE_MASK
+_LINE_BITS = layout.LINE_BITS
+_HALF = layout.TEXT_WORDS // 2
 _now = time.monotonic_ns
 _ISSUED, _WAITING, _DONE = layout.ISSUED, layout.WAITING, layout.DONE
 
@@ -82,6 +98,20 @@ class Recorder:
         """Texts of places, by their numbers; unlike the board's, none is overwritten."""
         self._places: dict[str, int] = {}
         self._streams: dict[int, Stream] = {}
+        self._tagged: OrderedDict[int, Stream] = OrderedDict()
+        self._counts: dict[int, int] = {}
+        """How many operations streams had begun whose room was given to others."""
+        self._dropped: deque[tuple[int, Iterable[int]]] = deque()
+        self._unneeded: list[Stream] = []
+        """Streams of groups that are gone here; a peer may still be about to look."""
+        self._free: list[int] = []
+        """Where streams were that nobody looks at any more."""
+        self.epoch = 0
+        """Counts the generations that this process has seen; streams of others mean nothing."""
+        self._is_full = False
+        self._lock = threading.RLock()
+        """Held to add texts and streams: a group may be used from several threads."""
+        self._turn_at = 0
         self._main = threading.main_thread().ident
         self._blocked = self.region.start + layout.BLOCKED_IN
         self._debuggers = [region.start + layout.IN_DEBUGGER for region in board.regions]
@@ -98,6 +128,11 @@ class Recorder:
         self._places.clear()
         self.names = {}  # a log that is still read keeps the old one
         self._streams.clear()
+        self._tagged.clear()
+        self._counts.clear()
+        self._unneeded.clear()
+        self._free.clear()
+        self.epoch += 1
         self.words[self.region.start + layout.SINCE] = since
         self.words[self.region.start + layout.REQUEST] = request
         self.abort = None
@@ -135,25 +170,130 @@ class Recorder:
 
     # --- for streams ------------------------------------------------------------------------------
 
-    def stream(self, generation: int, name: str, members: Sequence[int], me: int) -> Stream:
-        """The stream of that name, begun now if it was not before."""
-        key = key_of(generation, name)
+    def stream(
+        self, family: tuple[int, int], name: str, members: Sequence[int], *, tag: int = 0
+    ) -> Stream:
+        """The stream of that name, begun now if it was not before.
+
+        Args:
+            family: The generation of the process group, and how many groups of its name there were
+                in it before.
+            name: Unlike any other's of that family.
+            members: The ranks that take part.
+            tag: Of messages. There may be any number of tags, so their streams are given up again.
+        """
+        key = key_of(*family, name)
         known = self._streams.get(key)
         if known is None:
-            known = self._streams[key] = Stream(self, key, name, members, me)
+            with self._lock:
+                known = self._streams[key] = self._begin_stream(key, name, members)
+                if tag:
+                    self._tagged[key] = known
+                    self._give_up_tagged()
         return known
+
+    def _begin_stream(self, key: int, name: str, members: Sequence[int]) -> Stream:
+        at = self.region.add_stream(key, name, members, self._find_room())
+        if at < 0 and not self._is_full:
+            self._is_full = True
+            log.warning(
+                "rank %d has more than %d groups and tags in use: operations of %r, and of those "
+                "that come after it, are neither compared nor shown",
+                self.rank, layout.STREAMS, name,
+            )  # fmt: skip
+        return Stream(self, key, name, members, at, self._counts.pop(key, 0))
+
+    def drop(self, epoch: int, keys: Iterable[int]) -> None:
+        """A group is gone; called at any moment, in any thread.
+
+        Args:
+            epoch: Of this recorder, when the group was made.
+            keys: Of the group's streams.
+        """
+        self._dropped.append((epoch, keys))
+
+    def _find_room(self) -> int:
+        """Where a stream is that no rank needs any more; -1 if there is none."""
+        while self._dropped:
+            epoch, keys = self._dropped.popleft()
+            for key in list(keys) if epoch == self.epoch else ():
+                stream = self._streams.pop(key, None)
+                self._counts.pop(key, None)
+                self._tagged.pop(key, None)
+                if stream is not None and stream.is_watched:
+                    self._unneeded.append(stream)
+        if self._free:
+            return self._free.pop()
+        for number, stream in enumerate(self._unneeded):
+            if stream.is_settled():
+                del self._unneeded[number]
+                return stream.at
+        return -1
+
+    def _give_up_tagged(self) -> None:
+        """Let go of a tag that was first used long ago, where both ends are done with it."""
+        for key in list(self._tagged)[: min(TAGS_AT_ONCE, len(self._tagged) - TAGS)]:
+            stream = self._tagged[key]
+            if stream.is_watched and stream.is_at_rest():
+                self._counts[key] = stream.count
+                del self._tagged[key], self._streams[key]
+                self.words[stream.at + layout.KEY] = 0
+                self._free.append(stream.at)
+            else:
+                self._tagged.move_to_end(key)
+
+    # --- texts ------------------------------------------------------------------------------------
 
     def sign(self, key: tuple[Any, ...]) -> tuple[int, int]:
         """Fingerprint and text of an operation that is seen for the first time."""
         text = describe(key)
-        if len(self.signatures) >= layout.TEXTS // 2 or len(self._places) >= layout.TEXTS // 4:
-            self.signatures.clear()  # the board keeps a limited number of texts
-            self._places.clear()
         compared = _SIZES.sub("", text)
         if key[0] in ("send", "recv"):  # the two ends of one message
             compared = compared[4:]
-        signed = self.signatures[key] = (key_of(compared), self.region.add_text(text))
+        with self._lock:
+            if len(self.signatures) >= SIGNATURES:
+                self.signatures.clear()
+            number = self._add_text(text)
+            signed = self.signatures[key] = (key_of(compared), number)
         return signed
+
+    def _add_text(self, text: str) -> int:
+        with self._lock:
+            if self.region.text_end + layout.LONGEST_TEXT // 8 >= self._turn_at:
+                self._turn()
+            return self.region.add_text(text)
+
+    def _turn(self) -> None:
+        """Write down again what is still needed, before the ring of texts comes round to it.
+
+        This is done once in each half of the ring. So every number that is younger than that is
+        good for another half, and those that are older are in none of the caches and no slot.
+        """
+        region = self.region
+        self.signatures.clear()
+        self._places.clear()
+        again: dict[int, int] = {}
+
+        def anew(number: int) -> int:
+            if number not in again:
+                text = region.text(number)
+                again[number] = region.add_text(text) if text else number
+                if number in self.names:
+                    self.names[again[number]] = self.names[number]
+            return again[number]
+
+        words = self.words
+        for at in list(self._slots_in_use()):
+            words[at + _SIGNATURE] = anew(words[at + _SIGNATURE])
+            words[at + _PLACE] = _moved(words[at + _PLACE], anew)
+        asks = region.start + layout.ASKS_AT
+        words[asks] = _moved(words[asks], anew)
+        self._turn_at = (region.text_end // _HALF + 1) * _HALF
+
+    def _slots_in_use(self) -> Iterator[int]:
+        for stream in [*self._streams.values(), *self._unneeded]:
+            if stream.is_watched:
+                yield from stream.slots_in_use()
 
     def place(self) -> int:
         """The innermost line of code that is neither torch's nor ours, as a word."""
@@ -167,7 +307,7 @@ class Recorder:
             if number is None:
                 number = places[name] = self._add_place(name) if is_user_code(name) else 0
             if number:
-                return number << 32 | (frame.f_lineno or 0)
+                return number << _LINE_BITS | (frame.f_lineno or 0)
             frame = frame.f_back
         return 0
 
@@ -186,11 +326,11 @@ class Recorder:
         number = self._places.get(name)
         if number is None:
             number = self._places[name] = self._add_place(name)
-        return number << 32 | (lineno or frame.f_lineno or 0)
+        return number << _LINE_BITS | (lineno or frame.f_lineno or 0)
 
     def _add_place(self, filename: str) -> int:
         name = short_name(filename)
-        number = self.region.add_text(name)
+        number = self._add_text(name)
         self.names[number] = name
         return number
 
@@ -198,6 +338,16 @@ class Recorder:
         """The main thread waits in this operation from here on; 0 for none."""
         if threading.get_ident() == self._main:
             self.words[self._blocked] = at
+
+    def is_main(self) -> bool:
+        """Whether this is the main thread."""
+        return threading.get_ident() == self._main
+
+    def place_again(self, place: int) -> int:
+        """A place that was found before, as a word that can be written down now."""
+        name = self.names.get(place >> _LINE_BITS)
+        number = place >> _LINE_BITS if name is None else self._add_text(name)
+        return number << _LINE_BITS | (place & layout.LINE_MASK)
 
     def explain(self, error: BaseException) -> BaseException:
         """Why an operation broke off: what the group was given up for, not a closed socket."""
@@ -240,23 +390,35 @@ class Stream:
     """The operations of one group, or from one rank to another, as this rank issues them."""
 
     def __init__(
-        self, recorder: Recorder, key: int, name: str, members: Sequence[int], me: int
+        self,
+        recorder: Recorder,
+        key: int,
+        name: str,
+        members: Sequence[int],
+        at: int,
+        count: int = 0,
     ) -> None:
         self.recorder = recorder
         self.name = name
-        self.count = 0
-        self._key = key
-        self._words = recorder.words
+        self.key = key
+        self.count = count
         self.members = tuple(members)
         self.open: dict[int, Entry] = {}
         """What is logged and has not ended, by where it is posted."""
-        self.at = recorder.region.add_stream(key, name, members)
-        others = [rank for rank in members if rank != me]
-        self._peers = [[rank, -1] for rank in others] if recorder.check else []
-        if self.at < 0:  # more groups than the board has room for: these are not watched
+        self.is_watched = at >= 0
+        """Whether it has room on the board; otherwise nobody sees it."""
+        self.at = max(at, 0)
+        self._words = recorder.words
+        if not self.is_watched:
             self._words = memoryview(bytearray(8 * layout.STREAM)).cast("Q")
-            self.at = 0
-            self._peers = []
+        self._words[self.at + _COUNT] = count
+        self._base = self._words[self.at + layout.INCARNATION] << _SEQUENCE_BITS
+        self._others = [rank for rank in members if rank != recorder.rank]
+        is_compared = self.is_watched and recorder.check
+        self._peers = [[rank, -1, 0] for rank in self._others if is_compared]
+        """Ranks to compare with; where the stream of each begins (-1: not found yet), its base."""
+        self._found: list[tuple[int, int]] | None = None if self._peers else []
+        """Where the peers' slots begin, and their bases, once all are found."""
 
     def post(self, key: tuple[Any, ...]) -> int:
         """Write an operation down; gives where.
@@ -268,15 +430,16 @@ class Stream:
         if recorder.abort is not None:
             raise recorder.error()
         fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
+        place = recorder.place()
         self.count = sequence = self.count + 1
         at = self.at + _HEAD + (sequence % _RING) * _SLOT
         words = self._words
         words[at + _FINGERPRINT] = fingerprint
         words[at + _SIGNATURE] = text
-        words[at + _PLACE] = place = recorder.place()
+        words[at + _PLACE] = place
         words[at + _BEGAN] = began = _now()
         words[at + _STATE] = _ISSUED
-        words[at] = sequence
+        words[at] = self._base + sequence
         words[self.at + _COUNT] = sequence
         log = recorder.log
         if log is not None:
@@ -301,10 +464,88 @@ class Stream:
     def withdraw(self, at: int) -> None:
         """That operation failed here alone: to its peers it is one that this rank has not begun."""
         self.fail(at)
-        if self.recorder.abort is None and self._words[at] == self.count:
+        if self.recorder.abort is None and self._words[at] == self._base + self.count:
             self._words[at] = 0
             self.count -= 1
             self._words[self.at + _COUNT] = self.count
+
+    # --- operations that are waited for later, when their slots may be others' --------------------
+
+    def posted(self, at: int) -> Posted:
+        """What has just been posted there."""
+        return self._words[at : at + _SLOT].tolist()
+
+    def end_posted(self, at: int, posted: Posted) -> None:
+        """That operation is over; its slot is marked if it is still its own."""
+        if at and self._words[at] == posted[0]:
+            self._words[at + _STATE] = _DONE
+
+    def wait_for(self, at: int, posted: Posted, key: tuple[Any, ...]) -> int:
+        """This thread is about to wait for that operation; gives where that can be seen.
+
+        An operation that has lost its slot to a later one gets the spare slot for that time, if
+        it is the main thread that waits; 0 otherwise.
+        """
+        words = self._words
+        if words[at] == posted[0]:
+            return at
+        if not self.is_watched or not self.recorder.is_main():
+            return 0
+        spare = self.at + _HEAD + _RING * _SLOT
+        fingerprint, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
+        place = self.recorder.place_again(posted[_PLACE])
+        values = (fingerprint, text, place, posted[_BEGAN], _WAITING)
+        for word, value in enumerate(values, spare + 1):
+            words[word] = value
+        words[spare] = posted[0]
+        return spare
+
+    # --- whether its room can be given to another -------------------------------------------------
+
+    def slots_in_use(self) -> Iterator[int]:
+        """Where operations are posted that have not ended."""
+        words, base = self._words, self._base >> _SEQUENCE_BITS
+        first = self.at + _HEAD
+        for at in range(first, first + (_RING + 1) * _SLOT, _SLOT):
+            if words[at + _STATE] != _DONE and words[at] >> _SEQUENCE_BITS == base:
+                yield at
+
+    def is_settled(self) -> bool:
+        """Whether every peer has seen all that this rank has posted, or will never look."""
+        return all(self._has_passed(rank) is not False for rank in self._others)
+
+    def is_at_rest(self) -> bool:
+        """Whether the messages of a pair of ranks have all been sent and received.
+
+        The sender lets go first: it can see that the receiver is done. That the sender has let go
+        is what the receiver sees.
+        """
+        if any(True for _ in self.slots_in_use()):
+            return False
+        source, target = self.members[0], self.members[-1]
+        if self.recorder.rank == source:
+            return self._has_passed(target) is True
+        return self._has_passed(source) is None
+
+    def _has_passed(self, rank: int) -> bool | None:
+        """Whether a peer has done as many operations; None if it has no such stream."""
+        region, words = self.recorder.board.regions[rank], self.recorder.words
+        at = region.find_stream(self.key)
+        incarnation = region.incarnation(at, self.key) if at >= 0 else 0
+        if not incarnation:
+            return None
+        count = words[at + _COUNT]
+        if count < self.count:
+            return False
+        slots = words[at + _HEAD : at + layout.STREAM].tolist()
+        return not any(
+            slots[slot] >> _SEQUENCE_BITS == incarnation
+            and slots[slot] & _SEQUENCE_MASK <= self.count
+            and slots[slot + _STATE] != _DONE
+            for slot in range(0, len(slots), _SLOT)
+        )
+
+    # --- comparing --------------------------------------------------------------------------------
 
     def look(self, at: int) -> None:
         """Compare with what the peers have posted by now.
@@ -314,7 +555,7 @@ class Stream:
         """
         with self.recorder.fence:
             pass
-        sequence, fingerprint = self._words[at], self._words[at + _FINGERPRINT]
+        sequence, fingerprint = self._words[at] & _SEQUENCE_MASK, self._words[at + _FINGERPRINT]
         if self._are_all_here(sequence, fingerprint):
             return
         for peer in self._peers:
@@ -330,7 +571,7 @@ class Stream:
         with self.recorder.fence:
             pass
         recorder = self.recorder
-        sequence, fingerprint = self._words[at], self._words[at + _FINGERPRINT]
+        sequence, fingerprint = self._words[at] & _SEQUENCE_MASK, self._words[at + _FINGERPRINT]
         if self._are_all_here(sequence, fingerprint):
             return
         waiting = [p for p in self._peers if not self._is_here(p, sequence, fingerprint)]
@@ -361,33 +602,54 @@ class Stream:
 
     def _are_all_here(self, sequence: int, fingerprint: int) -> bool:
         """Whether all peers have just posted the same; the short way for what is so most often."""
+        found = self._found
+        if found is None:
+            return False
         words = self._words
-        slot = _HEAD + (sequence % _RING) * _SLOT
-        for _, begins in self._peers:
+        slot = (sequence % _RING) * _SLOT
+        for begins, base in found:
             at = begins + slot
-            if begins < 0 or words[at] != sequence or words[at + _FINGERPRINT] != fingerprint:
+            if words[at] != base + sequence or words[at + _FINGERPRINT] != fingerprint:
                 return False
         return True
 
     def _is_here(self, peer: list[int], sequence: int, fingerprint: int) -> bool:
-        begins = peer[1]
-        if begins < 0:
-            begins = peer[1] = self.recorder.board.regions[peer[0]].find_stream(self._key)
-            if begins < 0:
-                return False
+        if peer[1] < 0 and not self._find(peer):
+            return False
         words = self._words
-        at = begins + _HEAD + (sequence % _RING) * _SLOT
-        posted = words[at]
-        if posted != sequence:
-            return posted > sequence  # it is that far ahead only if it found this one alike
-        if words[at + _FINGERPRINT] != fingerprint:
+        at = peer[1] + _HEAD + (sequence % _RING) * _SLOT
+        posted, base = words[at], peer[2]
+        if posted == base + sequence:
+            if words[at + _FINGERPRINT] == fingerprint:
+                return True
+            if words[peer[1] + _COUNT] >= sequence + _RING - 1:  # it is writing a later one there
+                return True
             raise self._mismatch(sequence)
+        if posted >> _SEQUENCE_BITS == base >> _SEQUENCE_BITS:
+            return posted > base + sequence  # it is that far ahead only if it found this one alike
+        if words[peer[1] + layout.INCARNATION] != base >> _SEQUENCE_BITS:
+            peer[1] = -1  # the peer has no such group any more; its room is another's
+            self._found = None
+        return False
+
+    def _find(self, peer: list[int]) -> bool:
+        """Look for a peer's stream; whether it is there."""
+        region = self.recorder.board.regions[peer[0]]
+        begins = region.find_stream(self.key)
+        incarnation = region.incarnation(begins, self.key) if begins >= 0 else 0
+        if not incarnation:
+            return False
+        peer[1:] = begins, incarnation << _SEQUENCE_BITS
+        if all(begins >= 0 for _, begins, _ in self._peers):
+            self._found = [(begins + _HEAD, base) for _, begins, base in self._peers]
         return True
 
     def posted_by(self, rank: int) -> int:
         """How many operations that peer has begun."""
-        begins = self.recorder.board.regions[rank].find_stream(self._key)
-        return self._words[begins + _COUNT] if begins >= 0 else 0
+        region = self.recorder.board.regions[rank]
+        begins = region.find_stream(self.key)
+        count = self.recorder.words[begins + _COUNT] if begins >= 0 else 0
+        return count if begins >= 0 and region.incarnation(begins, self.key) else 0
 
     # --- sizes that differ from rank to rank ------------------------------------------------------
 
@@ -397,7 +659,7 @@ class Stream:
         Raises:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
         """
-        sequence = self._words[at]
+        sequence = self._words[at] & _SEQUENCE_MASK
         me = self.members.index(self.recorder.rank)
         for number, rank in enumerate(self.members):
             theirs = _SIZES.search(self._signature(rank, sequence))
@@ -411,23 +673,29 @@ class Stream:
 
     # --- words for people -------------------------------------------------------------------------
 
-    def _signature(self, rank: int, sequence: int) -> str:
+    def _slot_of(self, rank: int, sequence: int) -> layout.Slot | None:
+        """What a rank has posted as an operation, as long as that is there to be read."""
         region = self.recorder.board.regions[rank]
-        begins = region.find_stream(self._key)
+        begins = region.find_stream(self.key)
+        incarnation = region.incarnation(begins, self.key) if begins >= 0 else 0
         at = begins + _HEAD + (sequence % _RING) * _SLOT
-        if begins < 0 or self._words[at] != sequence:
-            return ""
-        return region.slot(at).signature
+        expected = incarnation << _SEQUENCE_BITS | sequence
+        words = self.recorder.words
+        if not incarnation or words[at] != expected:
+            return None
+        slot = region.slot(at)
+        return slot if words[at] == expected else None
+
+    def _signature(self, rank: int, sequence: int) -> str:
+        slot = self._slot_of(rank, sequence)
+        return "" if slot is None else slot.signature
 
     def _posted(self, sequence: int) -> dict[tuple[str, str], list[int]]:
         """What each rank that has come has posted, and where: signature and place -> ranks."""
         found: dict[tuple[str, str], list[int]] = {}
         for rank in self.members:
-            region = self.recorder.board.regions[rank]
-            begins = region.find_stream(self._key)
-            at = begins + _HEAD + (sequence % _RING) * _SLOT
-            if begins >= 0 and self._words[at] == sequence:
-                slot = region.slot(at)
+            slot = self._slot_of(rank, sequence)
+            if slot is not None:
                 found.setdefault((slot.signature, slot.place), []).append(rank)
         return found
 
@@ -462,3 +730,8 @@ def _readable(signature: str) -> str:
 
 def _titled(name: str) -> str:
     return "the default group" if name == "world" else name.replace("world ", "", 1)
+
+
+def _moved(place: int, anew: Callable[[int], int]) -> int:
+    """A place whose text has been written down again."""
+    return anew(place >> _LINE_BITS) << _LINE_BITS | (place & layout.LINE_MASK)

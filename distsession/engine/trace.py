@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distsession import segment
+from distsession.board import LINE_BITS, LINE_MASK
 from distsession.engine.collectives import describe, size
 from distsession.engine.profile import profiled
 from distsession.messages import (
@@ -108,7 +109,7 @@ class Log:
         known = texts.get(key)
         if known is None:
             known = texts[key] = size(key), describe(key).partition(" ")[2]
-        file = self.names.get(place >> 32, "")
+        file = self.names.get(place >> LINE_BITS, "")
         return OperationRecord(
             name=key[0],
             group=stream.name,
@@ -116,7 +117,7 @@ class Log:
             sequence=sequence,
             size=known[0],
             detail=known[1],
-            place=f"{file} line {place & 0xFFFFFFFF}" if file else "",
+            place=f"{file} line {place & LINE_MASK}" if file else "",
             began=began,
             ended=ended,
             blocked=blocked if flags & IS_ASYNC else began,

@@ -28,19 +28,30 @@ LONGEST_PAUSE = 2e-3
 class IssuedWork(dist.Work):
     """A handle that marks its rank as waiting while it waits."""
 
-    def __init__(self, inner: Any, stream: Stream, at: int, *, is_message: bool = False):
+    def __init__(
+        self,
+        inner: Any,
+        stream: Stream,
+        at: int,
+        key: tuple[Any, ...],
+        *,
+        is_message: bool = False,
+    ):
         super().__init__()
         self._is_message = is_message
         self._inner = inner
         self._stream = stream
         self._at = at
+        self._key = key
+        self._posted = stream.posted(at)
         self._entry = stream.open.pop(at, None)  # its slot may be another's before it ends
         if self._entry is not None:
             self._entry[FLAGS] |= IS_ASYNC
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         recorder, entry = self._stream.recorder, self._entry
-        recorder.block(self._at)
+        at = self._stream.wait_for(self._at, self._posted, self._key)
+        recorder.block(at)
         if entry is not None:
             begin_wait(entry, is_over=bool(self._inner.is_completed()))
         try:
@@ -53,10 +64,11 @@ class IssuedWork(dist.Work):
             raise recorder.explain(error) from None
         finally:
             recorder.block(0)
+            self._stream.end_posted(at, self._posted)
             self._end()
 
     def _end(self) -> None:
-        self._stream.end(self._at)
+        self._stream.end_posted(self._at, self._posted)
         if self._entry is not None:
             end(self._entry)
 

@@ -89,10 +89,12 @@ def test_a_debugger_that_waits_in_a_collective_gives_the_turn_up(board: Board) -
     asked.questions.look()
     asked.put(0)
     region = board.regions[1]
-    at = region.add_stream(5, "world", [0, 1]) + layout.STREAM_HEAD + layout.SLOT
+    stream = region.add_stream(5, "world", [0, 1])
+    at = stream + layout.STREAM_HEAD + layout.SLOT
     board.words[at + layout.BEGAN] = time.monotonic_ns() - 1_000_000_000
     board.words[at + layout.STATE] = layout.WAITING
-    board.words[at] = board.words[at - layout.STREAM_HEAD - layout.SLOT + layout.COUNT] = 1
+    board.words[stream + layout.COUNT] = 1
+    board.words[at] = region.incarnation(stream, 5) << layout.SEQUENCE_BITS | 1
     asked.questions.look()
     assert asked.prompts == ["[rank 1] ? ", "[rank 0] ? "]
 

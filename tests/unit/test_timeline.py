@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.board import LINE_BITS
 from distsession.engine.collectives import describe, size
 from distsession.engine.trace import FLAGS, IS_ASYNC, OPERATIONS, Log, begin_wait, end
 from distsession.timeline import chrome, picture
@@ -363,7 +364,7 @@ class Stream:
 
 
 def entry(sequence: int, began: int = 5) -> list[Any]:
-    return [Stream, sequence, ("barrier",), 3 << 32 | 7, began, 0, 0, 0]
+    return [Stream, sequence, ("barrier",), 3 << LINE_BITS | 7, began, 0, 0, 0]
 
 
 def test_a_log_keeps_the_last_operations() -> None:

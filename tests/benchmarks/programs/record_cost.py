@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distsession.board import RING, Board, file_size, make_file
+from distsession.board import Board, file_size, make_file
 from distsession.engine.group import Groups, SwappableGroup
 from distsession.engine.recorder import Recorder
 
-BATCH = RING - 2
+BATCH = 14
 """As many operations as the others may be ahead."""
 BATCHES = 100
 
