@@ -1,0 +1,159 @@
+"""A session that has been used all day keeps the promises of a young one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from distsession import RunError, RunInterrupt, Session, errors
+from tests.integration.conftest import Recorder
+
+pytestmark = pytest.mark.timeout(300)
+
+RANKS = 3
+
+OPERATIONS = """
+for number in range({count}):
+    dist.all_reduce(torch.ones({first} + number % {shapes}))
+"""
+GROUPS = """
+for number in range({count}):
+    group = dist.new_group([number % 3, (number + 1) % 3])
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.all_reduce(torch.ones(number % 50 + 1), group=group)
+        dist.destroy_process_group(group)
+    del group
+"""
+MESSAGES = """
+for tag in range({count}):
+    if rank == 0:
+        dist.send(torch.ones(2), dst=1, tag=tag)
+    elif rank == 1:
+        dist.recv(torch.ones(2), src=0, tag=tag)
+"""
+
+
+def age(session: Session, *, operations: int, shapes: int, groups: int, cells: int) -> None:
+    """Use a session for as long as someone does in a day of work."""
+    session.execute(OPERATIONS.format(count=operations, first=1, shapes=shapes))
+    session.execute(GROUPS.format(count=groups))
+    session.execute(MESSAGES.format(count=groups))
+    for number in range(cells):
+        session.execute(f"dist.all_reduce(torch.ones({number % 500 + 1}, 2))")
+
+
+@pytest.fixture(scope="module")
+def aged() -> Iterator[Session]:
+    with Session(RANKS, output=Recorder(), threads=1, hang_grace=0.5) as session:
+        session.execute("x = torch.arange(3.0) + rank")
+        age(session, operations=20_000, shapes=10_000, groups=300, cells=2000)
+        yield session
+
+
+@pytest.fixture
+def old(aged: Session) -> Session:
+    """The same; an earlier test has connected its group anew, so it is used some more."""
+    age(aged, operations=600, shapes=600, groups=70, cells=300)
+    return aged
+
+
+def check(session: Session) -> None:
+    session.execute("probe = torch.ones(2) * (rank + 1)\ndist.all_reduce(probe)")
+    assert dict(session.evaluate("probe.tolist()")) == {rank: [6.0, 6.0] for rank in range(RANKS)}
+    assert session.evaluate("x.tolist()")[1] == [1.0, 2.0, 3.0]
+
+
+def failure(session: Session, code: str, kind: type[BaseException]) -> str:
+    """What a cell raises, which must end by itself."""
+    with pytest.raises(kind) as caught:
+        session.execute(code, label="In[7]")
+    return str(caught.value)
+
+
+def test_a_failed_rank_frees_the_others(old: Session) -> None:
+    text = failure(old, "if rank == 0: raise ValueError('late')\ndist.barrier()", RunError)
+    assert text.startswith("ValueError on rank 0 at In[7] line 1: late")
+    assert "Ranks 1-2 waited in barrier #" in text
+    check(old)
+
+
+def test_a_rank_that_has_finished_frees_the_others(old: Session) -> None:
+    text = failure(old, "if rank:\n    dist.barrier()", errors.CollectiveHangError)
+    assert "ranks 1-2 wait in barrier #" in text
+    assert "at In[7] line 2 for rank 0, which finished" in text
+    check(old)
+
+
+def test_a_rank_that_dies_frees_the_others(old: Session) -> None:
+    text = failure(old, "import os\nif rank == 2: os._exit(3)\ndist.barrier()", RunError)
+    assert text.startswith("EngineDiedError on rank 2")
+    assert "Ranks 0-1 waited in barrier #" in text
+    old.restart([2], restore=["x"])
+    check(old)
+
+
+def test_a_mismatch_is_seen_with_all_sides(old: Session) -> None:
+    text = failure(old, "dist.all_reduce(torch.ones(2 + (rank == 1)))", RunError)
+    assert "CollectiveMismatchError" in text
+    assert "float32 [2]" in text
+    assert "float32 [3]" in text
+    check(old)
+
+
+def test_ranks_that_wait_for_one_another_are_freed(old: Session) -> None:
+    old.execute("pair = dist.new_group([0, 1])")
+    code = "if rank == 0:\n    dist.barrier()\nelif rank == 1:\n    dist.barrier(group=pair)"
+    text = failure(old, f"{code}\nelse:\n    dist.barrier()", errors.CollectiveMismatchError)
+    assert "different orders" in text
+    old.execute("del pair")
+    check(old)
+
+
+def test_a_receive_without_a_send_is_freed(old: Session) -> None:
+    text = failure(
+        old, "if rank == 1:\n    dist.recv(torch.ones(2), src=0, tag=7)", errors.CollectiveHangError
+    )
+    assert "rank 1 waits in recv #" in text
+    assert "at In[7] line 2 for rank 0" in text
+    check(old)
+
+
+def test_an_operation_behind_a_hundred_others_is_known_while_it_is_waited_for(
+    old: Session,
+) -> None:
+    code = """if rank:
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(100)]
+    works[0].wait()
+"""
+    text = failure(old, code, errors.CollectiveHangError)
+    assert "ranks 1-2 wait in all_reduce #" in text
+    assert "at In[7] line 2 for rank 0" in text
+    check(old)
+
+
+def test_stop_says_who_waits_for_whom(old: Session) -> None:
+    timer = threading.Timer(0.5, old.interrupt)
+    timer.start()
+    with pytest.raises(RunInterrupt) as caught:
+        old.execute("import time\nif rank: dist.barrier()\nelse: time.sleep(60)", label="In[7]")
+    timer.join()
+    assert "Ranks 1-2 wait in barrier #" in str(caught.value)
+    assert "at In[7] line 2 for rank 0, which runs In[7] line 3" in str(caught.value)
+    check(old)
+
+
+def test_a_group_that_a_rank_does_not_make_is_told(old: Session) -> None:
+    text = failure(old, "if rank < 2:\n    dist.new_group([0, 1])", errors.CollectiveHangError)
+    assert "ranks 0-1 wait in new_group #" in text
+    assert "for rank 2, which finished its part without it" in text
+    check(old)
+
+
+def test_a_group_made_of_other_ranks_on_one_rank_is_told(old: Session) -> None:
+    text = failure(old, "dist.new_group([0, 1] if rank != 1 else [1, 2])", RunError)
+    assert "CollectiveMismatchError" in text
+    assert "rank 1" in text
+    assert "new_group (ranks 1-2)" in text
+    check(old)
