@@ -27,8 +27,9 @@ docs: $(STAMP)  ## build the documentation
 bench: $(STAMP)  ## measure this project beside its peers
 	$(BIN)/python -m tests.benchmarks
 
-soak: $(STAMP)  ## a thousand random faults on one session
+soak: $(STAMP)  ## a thousand random faults on one session, and forty on one that is used all day
 	$(BIN)/python -m tests.integration.chaos --faults 1000
+	$(BIN)/python -m tests.integration.chaos --faults 40 --between 500
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
