@@ -280,7 +280,7 @@ class SwappableGroup(Collectives):
         call: Callable[[Any], Any],
         key: tuple[Any, ...],
         is_async: bool,
-        sizes: tuple[list[int], list[int]] | None = None,
+        has_sizes: bool = False,
     ) -> Any:
         if self._lost:
             raise CollectiveError(self._lost)
@@ -293,8 +293,8 @@ class SwappableGroup(Collectives):
             return self._issue(call, stream, at, key)
         try:
             stream.meet(at, self._seconds)
-            if sizes is not None:
-                stream.compare_sizes(at, *sizes)
+            if has_sizes:
+                stream.compare_sizes(at)
         except BaseException:
             stream.fail(at)
             raise

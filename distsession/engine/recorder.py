@@ -23,6 +23,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -653,23 +654,20 @@ class Stream:
 
     # --- sizes that differ from rank to rank ------------------------------------------------------
 
-    def compare_sizes(self, at: int, send: Sequence[int], receive: Sequence[int]) -> None:
-        """Check the parts of an all_to_all against those of the peers; all have posted theirs.
+    def compare_sizes(self, at: int) -> None:
+        """Check what all ranks send in an all_to_all against what each expects from the others.
+
+        Every rank checks all of them, so that none begins what another has refused.
 
         Raises:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
         """
         sequence = self._words[at] & _SEQUENCE_MASK
-        me = self.members.index(self.recorder.rank)
-        for number, rank in enumerate(self.members):
-            theirs = _SIZES.search(self._signature(rank, sequence))
-            if theirs is None or rank == self.recorder.rank:
-                continue
-            sent, received = ([int(n) for n in part.split(",") if n] for part in theirs.groups())
-            if (sent and sent[me] != receive[number]) or (
-                received and received[me] != send[number]
-            ):
-                raise self._mismatch(sequence)
+        parts = [_parts(self._signature(rank, sequence)) for rank in self.members]
+        for source, (sent, _) in enumerate(parts):
+            for target, (_, received) in enumerate(parts):
+                if sent and received and sent[target] != received[source]:
+                    raise self._mismatch(sequence)
 
     # --- words for people -------------------------------------------------------------------------
 
@@ -721,6 +719,16 @@ class Stream:
             f"{_readable(slot.signature)} at {slot.place}: rank{'s' if len(ranks) > 1 else ''} "
             f"{format_ranks(ranks)} did not come within {timeout:g} s."
         )
+
+
+@lru_cache(256)
+def _parts(signature: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How much a rank sends to each member and expects from each; empty where it does not say."""
+    found = _SIZES.search(signature)
+    if found is None:
+        return (), ()
+    sent, received = (tuple(int(n) for n in part.split(",") if n) for part in found.groups())
+    return sent, received
 
 
 def _readable(signature: str) -> str:
