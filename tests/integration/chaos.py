@@ -269,7 +269,7 @@ class Chaos:
 
     def check_held(self, before: Held) -> None:
         """Nothing has grown since; a rank that is new holds less, never more."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + LIMIT
         while True:
             now = self.held()
             most = tuple(max(counts) for counts in zip(*before.ranks, strict=True))
