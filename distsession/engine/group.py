@@ -157,6 +157,7 @@ class SwappableGroup(Collectives):
         self._stream: Stream | None = None
         self._generation = -1
         self.inner: Any = None
+        self.devices: list[torch.device] = []
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -321,11 +322,7 @@ class SwappableGroup(Collectives):
 
     @property
     def _device_types(self) -> Any:
-        return (
-            [torch.device("cpu"), torch.device("cuda")]
-            if self.inner is None
-            else (self.inner._device_types)
-        )
+        return self.devices  # none as long as torch is making the group
 
     def __repr__(self) -> str:
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
