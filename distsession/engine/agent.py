@@ -140,7 +140,13 @@ class Agent:
 
     def _prepare(self, message: PrepareAgent) -> bool:
         sys.path[:] = [*message.sys_path, *(p for p in sys.path if p not in message.sys_path)]
-        from distsession.engine import probe, rank  # noqa: F401  torch and IPython, most of a second
+        from distsession.engine import probe  # torch, most of a second
+
+        problem = probe.torch_problem()
+        if problem:
+            self._link.send(AgentFailed(reason=problem))
+            return False
+        from distsession.engine import rank  # noqa: F401  IPython
 
         for name in message.preload:
             try:

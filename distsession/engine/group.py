@@ -191,6 +191,7 @@ class SwappableGroup(Collectives):
         self._finalizer: Any = None
         """Lets its streams go with it."""
         self.inner: Any = None
+        self.devices: list[torch.device] = []
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -370,11 +371,7 @@ class SwappableGroup(Collectives):
 
     @property
     def _device_types(self) -> Any:
-        return (
-            [torch.device("cpu"), torch.device("cuda")]
-            if self.inner is None
-            else (self.inner._device_types)
-        )
+        return self.devices  # none as long as torch is making the group
 
     def __repr__(self) -> str:
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"

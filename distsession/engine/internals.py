@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -49,8 +50,13 @@ def every_group_is_made_by(
     which every group is made, is told that name where it is asked for gloo, and the world's tables
     are told gloo again, so that ``new_group()`` and ``monitored_barrier()`` go on as ever.
 
+    From 2.15 on, torch attaches a hook of its flight recorder to a group that it has just made,
+    which needs a backend registered in C++ and fails on ours. It is left out where the group has no
+    devices yet, so a group gets them last. Nothing is lost: the gloo group inside records itself.
+
     Args:
-        make: Gets torch's ``_DistributedBackendOptions``.
+        make: Gets torch's ``_DistributedBackendOptions``. What it returns says in ``devices`` which
+            it is for; that is set here.
         agree: Called on every rank before a new group is made that all ranks have to make; gets
             its members, or None for all.
     """
@@ -69,6 +75,8 @@ def every_group_is_made_by(
             return native(*args, **kwargs)
         bound.arguments["backend"] = dist.Backend(BACKEND)
         group, store = native(*bound.args, **bound.kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            group.devices = [torch.device("cpu"), torch.device("cuda")]  # type: ignore[attr-defined]
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = (asked, store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
@@ -134,6 +142,9 @@ def make_native_group(
         )
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)
+    nan_check = getattr(c10d, "NanCheckHook", None)  # from torch 2.14 on
+    if nan_check is not None and os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
+        nan_check.attach(group)  # to the outer group, torch attaches one in vain
     return group
 
 
