@@ -6,9 +6,10 @@ Runs in: the kernel.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,10 @@ ASLEEP = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
 ASLEEP_AFTER_FAILURE = 0.2
 """The same once another rank has failed, whose error the user should see soon."""
+SETTLE_EVERY_S = 0.1
+"""Seconds between two looks at whether ranks have come back from a run that was stopped."""
+SETTLE_NOTICE_S = 1.0
+"""Seconds after which whoever waits for that is told so."""
 CONFIRM = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
 
@@ -53,6 +58,7 @@ class Recovery:
         self.lock = threading.RLock()
         self.verdict: Verdict | None = None
         """Why the process group has been given up, while it is."""
+        self._held: set[threading.Event] = set()
 
     @property
     def launcher(self) -> Launcher:
@@ -160,6 +166,72 @@ class Recovery:
             launcher.abort("stop", text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
 
+    def settle(
+        self, ranks: Iterable[int], notify: Callable[[str], None], deadline: float | None = None
+    ) -> str:
+        """Before a run: connect the group anew where it has been given up.
+
+        Ranks that have not come back yet from what was stopped are waited for. Otherwise they would
+        begin the run as soon as they do, without a group, and fail with what the stop said.
+
+        Args:
+            ranks: Of the run.
+            notify: Shows a line that replaces the one before.
+            deadline: By ``time.monotonic()``.
+
+        Returns:
+            Why the run is not to begin; nothing if it may.
+        """
+        launcher, began = self.launcher, time.monotonic()
+        given_up = threading.Event()
+        noticed, late = "", list[int]()
+        self._held.add(given_up)
+        try:
+            while True:
+                self.mend()
+                if not launcher.is_broken or launcher.dead_ranks() or not launcher.is_alive:
+                    return ""
+                late = [rank for rank in ranks if launcher.channel.is_busy(rank)]
+                if not late:
+                    return ""
+                now = time.monotonic()
+                if now - began > SETTLE_NOTICE_S:
+                    noticed = self._busy_text(late)
+                    notify(noticed)
+                if given_up.is_set():
+                    return f"this was stopped before it began. {self._busy_text(late)}"
+                if deadline is not None and now > deadline:
+                    return f"this did not begin in time. {self._busy_text(late)}"
+                given_up.wait(SETTLE_EVERY_S)
+        except KeyboardInterrupt:
+            return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
+        finally:
+            self._held.discard(given_up)
+            if noticed:
+                notify("")
+
+    def give_up_waiting(self) -> bool:
+        """From any thread: end every :meth:`settle`; whether there was one."""
+        held = list(self._held)
+        for event in held:
+            event.set()
+        return bool(held)
+
+    def _busy_text(self, late: Sequence[int]) -> str:
+        reports = self.reports(late, ask=True)
+        together: dict[str, list[int]] = {}
+        for rank in late:
+            together.setdefault(_stuck_text(reports[rank]), []).append(rank)
+        parts = []
+        for why, ranks in together.items():
+            who = ranks_text(ranks)
+            have, it = ("has", "it") if len(ranks) == 1 else ("have", "them")
+            parts.append(
+                f"{who[:1].upper()}{who[1:]} {have} not come back from a run that was stopped "
+                f"({why}): session.restart({ranks}) replaces {it}."
+            )
+        return " ".join(parts)
+
     def explain_stuck(self, pending: Pending) -> str:
         """What to do about ranks that did not come back from a run that was stopped."""
         parts = []
@@ -171,11 +243,7 @@ class Recovery:
                     f"Rank {rank} is still busy with an earlier run; this one will not begin there."
                 )
                 continue
-            why = {
-                "silent": "computes in C code that holds Python's lock and cannot be interrupted",
-                "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
-                "debugged": "is held by a debugger",
-            }.get(report.state, f"does not react, at {report.place or 'an unknown place'}")
+            why = _stuck_text(report)
             parts.append(
                 f"Rank {rank} {why}: session.restart([{rank}]) replaces it alone; the others keep "
                 "their variables."
@@ -363,6 +431,23 @@ class Watch:
             return
         self._noticed_at = now
         self._notify(diagnose(self._recovery.reports(ask=True, sole=sole)).sentence)
+
+
+def _stuck_text(report: RankReport) -> str:
+    """Why a rank does not come back."""
+    known = {
+        "silent": "computes in C code that holds Python's lock and cannot be interrupted",
+        "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
+        "debugged": "is held by a debugger",
+    }
+    if report.state in known:
+        return known[report.state]
+    if report.place or not report.stack:
+        return f"does not react, at {report.place or 'an unknown place'}"
+    # Its own code is over: what it had is let go, and the end of that takes long.
+    outermost = report.stack[0]
+    file = os.path.basename(outermost.filename)
+    return f"does not react, in {outermost.name} ({file} line {outermost.lineno})"
 
 
 def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:

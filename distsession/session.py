@@ -217,7 +217,7 @@ class Session:
         waiting = [pending for pending in self.channel.pending() if pending.missing]
         for pending in waiting:
             self.recovery.stop(pending)
-        return bool(waiting)
+        return self.recovery.give_up_waiting() or bool(waiting)
 
     # --- from notebook to job ---------------------------------------------------------------------
 

@@ -35,11 +35,13 @@ from distsession.engine.control import Control, Interruptor
 from distsession.engine.debug import Debugger
 from distsession.engine.entry import ShellFront, make_shell, register
 from distsession.engine.execute import NOTHING, remember, run_call, run_cell
+from distsession.engine.forks import Forks, make_private
 from distsession.engine.group import Groups
 from distsession.engine.look import Looker
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
+    interrupt_children,
     redirect_standard_streams,
 )
 from distsession.engine.recorder import Recorder
@@ -146,6 +148,7 @@ class Rank:
             self._obey,
             lambda: self._recorder.is_blocked,
             self._free,
+            self._interrupt_children,
         )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -160,9 +163,22 @@ class Rank:
         )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
+        self._forks = Forks(
+            {
+                signal.SIGTERM: (self._on_terminate, signal.SIG_DFL),
+                signal.SIGINT: (self._interruptor.on_signal, signal.default_int_handler),
+            },
+            (
+                make_private(self._recorder.words, start.board),
+                self._leave_group_to_rank,
+                self._capture.become_child,
+            ),
+        )
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_terminate)
+        self._forks.install()
+        sys.unraisablehook = self._on_unraisable
         self._capture.start()
         try:
             try:
@@ -185,12 +201,31 @@ class Rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _Stop
 
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """What Python cannot raise it prints; a Stop that it swallows so is raised again."""
+        if isinstance(unraisable.exc_value, _Stop) and not self._forks.is_child:
+            signal.signal(signal.SIGTERM, self._on_terminate)
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        elif not self._interruptor.is_swallowed(unraisable.exc_value):
+            sys.__unraisablehook__(unraisable)
+
     def _leave(self) -> None:
+        if self._forks.is_child:
+            os._exit(1)
         self._is_leaving = True
         with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
         with contextlib.suppress(Exception):
             self._capture.flush()
+
+    def _leave_group_to_rank(self) -> None:
+        """In a forked process: collectives would go through connections that the rank uses."""
+        text = (
+            f"this process was forked from rank {self._rank} and is no member of its process "
+            "group: call collectives on the rank itself, or start the process with "
+            "multiprocessing's 'spawn' and let it make a group of its own."
+        )
+        self._recorder.abort = Abort("forked", text, self._generation)
 
     def _announce(self) -> None:
         self._send(RankReady(self._rank, join.rank_info(self._place, self._generation)))
@@ -285,6 +320,7 @@ class Rank:
         try:
             with self._interruptor.user_code(request.id):
                 value, shown = self._perform(request, payload)
+                self._forks.end_child()
                 del payload
                 self._trace.end(request)
                 duration = time.perf_counter() - began
@@ -294,6 +330,7 @@ class Rank:
         except _Stop:
             raise
         except BaseException as raised:
+            self._forks.end_child(raised)
             error, shown = raised, None
             duration = time.perf_counter() - began
             if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
@@ -301,14 +338,14 @@ class Rank:
             self._trace.end(request, error)
         self._debugger.end()
         self._asker.request = 0
-        self._front.request(0)
-        self._recorder.request(0)
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
             if not (_is_run(request) and self._debugger.keep(error)):
-                failure.forget_frames(error)
+                failure.forget_frames(error)  # what ends with them may take long, and is told
+        self._front.request(0)
+        self._recorder.request(0)
         has_output = self._capture.end(request.id)
         self._send(Reply(request.id, self._rank, duration, info, shown, has_output), answer)
 
@@ -467,6 +504,15 @@ class Rank:
             else:
                 rescue.shut_gloo()
             rescue.shut_store(self._place.store_port)
+
+    def _interrupt_children(self, request: int) -> None:
+        """From the control thread: also once the user's code is over, and what it had is let go.
+
+        A ``DataLoader`` then waits for its workers, ten seconds for two that are stuck.
+        """
+        region = self._recorder.region
+        if region.request == request:
+            interrupt_children(region.seconds)
 
     def _refuse(self, request: Request, payload: Any) -> None:
         self._refused.discard(request.id)
