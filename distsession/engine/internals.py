@@ -91,7 +91,13 @@ def _is_gloo(backend: str) -> bool:
 
 
 def make_native_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, *, detail: bool = False
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    detail: bool = False,
+    connect_timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """A gloo group of torch's own that is in none of the world's tables.
 
@@ -101,12 +107,16 @@ def make_native_group(
         size: Of the group.
         timeout: Of each operation.
         detail: Compare collectives through the group itself, as ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+        connect_timeout: Of connecting it; by default as of each operation.
     """
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     cpu = dist.PrefixStore("cpu/", store)
-    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=timeout)
+    limit = min(timeout, connect_timeout or timeout)
+    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
+    if limit != timeout:
+        backend._set_default_timeout(timeout)
     backend._set_sequence_number_for_group()
     if detail:
         backend = c10d._create_process_group_wrapper(

@@ -129,6 +129,10 @@ class Recorder:
         return any(words[at] or words[at + 1] for at in self._debuggers)
 
     @property
+    def is_main_thread(self) -> bool:
+        return threading.get_ident() == self._main
+
+    @property
     def is_blocked(self) -> bool:
         """Whether the main thread waits in an operation."""
         return self.words[self._blocked] != 0
