@@ -56,6 +56,8 @@ SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
 SETTLE_PER_RANK = 0.05
 """By how much each of them makes that longer."""
+END = 5.0
+"""Seconds that a rank which did not come into its group has to end."""
 
 
 class LocalLauncher(Launcher):
@@ -404,6 +406,7 @@ class LocalLauncher(Launcher):
             for node in range(self._plan.nodes):
                 if here := tuple(rank for rank in late if rank in self._plan.ranks_of(node)):
                     self._agents.send(node, StopRanks(here))
+        self._monitor.wait_exited(late, END)
         self._monitor.lose(late)
 
     def _wait_idle(self, ranks: Sequence[int]) -> None:

@@ -128,7 +128,9 @@ class Reconnect:
         settle = SETTLE_S
         for _ in range(REJOIN_ATTEMPTS):
             if text := self._what_prevents_it(settle):
-                return self._problem or text
+                self._problem = self._problem or text
+                self._free_all()
+                break
             if not self._attempt(limit):
                 return ""
             if self._cancelled.is_set() or self._launcher.dead_ranks():
@@ -184,9 +186,13 @@ class Reconnect:
             self._channel.forget(pending)
             self._problem = problem
             if problem:
-                text = f"the process group is not connected: {problem}."
-                self._launcher.abort("failed", text, refuse=[pending.request])
+                self._free_all([pending.request])
         return problem
+
+    def _free_all(self, requests: Sequence[int] = ()) -> None:
+        """Nobody waits in an attempt any more, and operations say why they cannot begin."""
+        text = f"the process group is not connected: {self._problem}."
+        self._launcher.abort("failed", text, refuse=requests)
 
     def _look(self, pending: Pending) -> None:
         """Called now and then during an attempt; ends it where it cannot succeed."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from distsession.engine import rescue
 
 __all__ = [
     "BACKEND",
@@ -33,6 +36,9 @@ __all__ = [
 
 BACKEND = "distsession"
 """Name under which torch knows our process groups; ``get_backend()`` still says ``gloo``."""
+
+LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+"""With it, members connect to each other only when they first need to."""
 
 Maker = Callable[..., Any]
 
@@ -117,6 +123,8 @@ def make_native_group(
     backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
     if limit != timeout:
         backend._set_default_timeout(timeout)
+    if os.environ.get(LAZY_INIT, "0") == "0":
+        _close_listener(cpu, rank)
     backend._set_sequence_number_for_group()
     if detail:
         backend = c10d._create_process_group_wrapper(
@@ -130,6 +138,13 @@ def make_native_group(
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)
     return group
+
+
+def _close_listener(store: dist.Store, rank: int) -> None:
+    """Close the port of a group that is connected: no member has to connect to it any more."""
+    key = f"0/{rank}"  # of the group's only context; the value begins with the device's address
+    if store.check([key]):
+        rescue.close_gloo_listener(store.get(key))
 
 
 def set_store(group: Any, store: dist.Store) -> None:

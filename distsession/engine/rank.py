@@ -124,6 +124,7 @@ class Rank:
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         self._store = store.session_store(self._place.store_path)
+        rescue.be_deaf(start.folder)
         self._store.given_up = self._given_up
         if self._groups is not None:
             self._store.named = self._groups.store_wait

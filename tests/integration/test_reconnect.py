@@ -46,6 +46,11 @@ def break_group(session: Session) -> None:
     assert session._launcher.must_reconnect
 
 
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: reconnect.process_state(pid) == "T")
+
+
 def process_of_store(session: Session) -> psutil.Process:
     """Known by the socket that it listens on."""
     path = os.path.join(session._launcher.folder, "store.sock")
@@ -74,7 +79,7 @@ def test_a_rank_stopped_before_the_reconnect_is_named_and_the_next_run_goes_on(
     session: Session,
 ) -> None:
     pid = session.infos[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         break_group(session)
         problem = session.recovery.mend()
@@ -98,7 +103,7 @@ def test_a_rank_stopped_in_the_midst_of_a_reconnect_frees_the_others(
     pid = session.infos[2].pid
     monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
     break_group(session)
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         assert f"kill -CONT {pid}" in session.recovery.mend()
         until(lambda: not any(session.channel.is_busy(rank) for rank in (0, 1)))
@@ -111,7 +116,7 @@ def test_a_rank_stopped_in_the_midst_of_a_reconnect_frees_the_others(
 
 def test_a_stopped_rank_can_be_replaced_and_others_keep_their_variables(session: Session) -> None:
     pid = session.infos[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     break_group(session)
     assert "SIGSTOP" in session.recovery.mend()
     session.restart([1])
@@ -121,7 +126,7 @@ def test_a_stopped_rank_can_be_replaced_and_others_keep_their_variables(session:
 
 def test_a_restart_of_one_rank_does_not_wait_for_another_that_is_stopped(session: Session) -> None:
     pid = session.infos[2].pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         with pytest.raises(SessionStateError, match=f"kill -CONT {pid}"):
             session.restart([1])
@@ -137,7 +142,7 @@ def test_a_rank_that_is_stopped_while_another_is_replaced_frees_all(
 ) -> None:
     monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
     pid = session.infos[2].pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         with pytest.raises(errors.ProcessGroupError, match="rank 2 is stopped by SIGSTOP"):
             session.restart([1])
@@ -155,7 +160,7 @@ def test_a_run_on_a_stopped_rank_says_so(
 ) -> None:
     monkeypatch.setattr("distsession.recovery.NOTICE_AFTER", 0.3)
     pid = session.infos[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     timer = threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])
     timer.start()
     session.execute("kept")
@@ -188,22 +193,24 @@ def test_a_rank_that_does_not_answer_is_named_after_the_limit(
     check(session)
 
 
+@pytest.mark.parametrize("by_signal", [True, False], ids=["Ctrl-C", "interrupt()"])
 def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Session, monkeypatch: pytest.MonkeyPatch, by_signal: bool
 ) -> None:
+    press = (lambda: os.kill(os.getpid(), signal.SIGINT)) if by_signal else session.interrupt
     monkeypatch.setattr(reconnect, "HALTED_S", 60.0)
     monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
     pid = session.infos[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     break_group(session)
+    timer = threading.Timer(0.5, press)
+    timer.start()
     try:
-        timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            session.execute("kept")
-        timer = threading.Timer(0.5, session.interrupt)
-        timer.start()
-        assert "it was stopped" in session.recovery.mend()
+        if by_signal:
+            with pytest.raises(KeyboardInterrupt):
+                session.execute("kept")
+        else:
+            assert "it was stopped" in session.recovery.mend()
     finally:
         os.kill(pid, signal.SIGCONT)
     timer.join()
@@ -216,7 +223,7 @@ def test_a_rank_killed_during_a_reconnect_frees_the_others(
     monkeypatch.setattr(reconnect, "HALTED_S", 60.0)
     monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
     pid = session.infos[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     break_group(session)
     threading.Timer(0.5, os.kill, [pid, signal.SIGKILL]).start()
     assert "rank 1 died and has to be replaced first" in session.recovery.mend()
@@ -269,7 +276,7 @@ def test_a_store_that_dies_in_a_reconnect_is_replaced_and_it_is_tried_again(
 ) -> None:
     pid = session.infos[1].pid
     break_group(session)
-    os.kill(pid, signal.SIGSTOP)  # until the others wait for it in the store
+    freeze(pid)  # until the others wait for it in the store
     looked = []
 
     def disturb() -> None:
