@@ -93,6 +93,12 @@ class Recovery:
                 found[rank] = _with_stack(found[rank], stacks.get(rank))
         return found
 
+    def judge(self, reports: dict[int, RankReport], sole: Pending | None) -> Verdict:
+        """The verdict on what the ranks do while a run is looked after."""
+        pendings = self.launcher.channel.pending()
+        is_sole = sole is not None and all(pending is sole for pending in pendings)
+        return diagnose(reports, is_sole=is_sole)
+
     def _report(
         self, rank: int, pid: int, pendings: list[Pending], sole: Pending | None
     ) -> RankReport:
@@ -270,7 +276,7 @@ class Watch:
         reports = recovery.reports(ask=False, sole=sole)
         now = time.monotonic()
         self._note_progress(reports, now)
-        verdict = diagnose(reports)
+        verdict = recovery.judge(reports, sole)
         suspects = self._suspects(reports, now)
         if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.1:
             self._asked_at = now
@@ -278,7 +284,7 @@ class Watch:
             reports = {
                 r: _blocked(report) if r in suspects else report for r, report in asked.items()
             }
-            verdict = diagnose(reports)
+            verdict = recovery.judge(reports, sole)
             self._judge(verdict, reports, now, sole, kept=True)
             return
         if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
@@ -324,7 +330,7 @@ class Watch:
                 return
             if not kept:
                 again = recovery.reports(ask=False, sole=sole)
-                if diagnose(again).kind is not verdict.kind:
+                if recovery.judge(again, sole).kind is not verdict.kind:
                     return
             self._adopt(verdict, reports)
             recovery.free(verdict, verdict.sentence)
@@ -372,7 +378,8 @@ class Watch:
         if now - self._progress_at < NOTICE_AFTER or now - self._noticed_at < NOTICE_EVERY:
             return
         self._noticed_at = now
-        self._notify(diagnose(self._recovery.reports(ask=True, sole=sole)).sentence)
+        reports = self._recovery.reports(ask=True, sole=sole)
+        self._notify(self._recovery.judge(reports, sole).sentence)
 
 
 def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
