@@ -145,11 +145,7 @@ class _Findings:
         """Start with all blocked ranks, and set free each one whose missing ranks can all come."""
         stuck = set(self.blocked)
         while True:
-            free = {
-                rank
-                for rank in stuck
-                if self._comes_free(rank, stuck)
-            }
+            free = {rank for rank in stuck if self._comes_free(rank, stuck)}
             if not free:
                 return stuck
             stuck -= free

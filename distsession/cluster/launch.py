@@ -173,14 +173,15 @@ class LocalLauncher(Launcher):
         if rejoining:
             pending = self.channel.submit(
                 rejoining,
-                lambda number: RejoinRequest(
-                    number, self._generation, self._options.start_timeout
-                ),
+                lambda number: RejoinRequest(number, self._generation, self._options.start_timeout),
                 [],
             )
         try:
             self._monitor.wait_ready(
-                world, self._generation, deadline, lambda: failure_of(pending) or halted.look(rejoining)
+                world,
+                self._generation,
+                deadline,
+                lambda: failure_of(pending) or halted.look(rejoining),
             )
         finally:
             if pending is not None:

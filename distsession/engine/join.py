@@ -39,8 +39,8 @@ class Place:
     timeout: float | None
     device: torch.device
     store_port: int
-    store_path: str
     session: str
+    store_path: str = ""
 
 
 def prepare(start: StartRanks, rank: int, store_port: int) -> Place:

@@ -145,7 +145,7 @@ def _is_listening(descriptor: int) -> bool:
 def _name(descriptor: int) -> bytes:
     """How a ``struct sockaddr`` with its own address begins."""
     with _borrowed(descriptor) as s:
-        host, port = s.getsockname()[:2]
+        host, port = str(s.getsockname()[0]), int(s.getsockname()[1])
         family = int(s.family).to_bytes(2, sys.byteorder)
         if s.family == socket.AF_INET:
             return family + port.to_bytes(2, "big") + socket.inet_aton(host)

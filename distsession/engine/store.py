@@ -137,6 +137,11 @@ class Store(dist.Store):
         """Delete all keys that begin in one way but not in the other."""
         self._ask(Op.KEEP, [start.encode(), present.encode()])
 
+    @property
+    def _limit(self) -> timedelta:
+        limit: timedelta = self.timeout  # type: ignore[attr-defined]
+        return limit
+
     def _drop_free(self) -> None:
         while self._free:
             self._free.pop().socket.close()
@@ -210,9 +215,7 @@ class Store(dist.Store):
             except TimeoutError:
                 names = ", ".join(f"/{key}" for key in keys)
                 ms = limit.total_seconds() * 1000
-                raise dist.DistStoreError(
-                    f"wait timeout after {ms:.0f}ms, keys: {names}"
-                ) from None
+                raise dist.DistStoreError(f"wait timeout after {ms:.0f}ms, keys: {names}") from None
             finally:
                 self._waiting.discard(connection)
 
@@ -225,7 +228,7 @@ class Store(dist.Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        limit = self.timeout
+        limit = self._limit
         return self._await(Op.GET, keys, limit, is_limited=limit != DEFAULT_TIMEOUT)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[_Value]) -> None:
@@ -243,7 +246,7 @@ class Store(dist.Store):
         return self._ask(Op.CHECK, [_bytes(key) for key in keys])[0] == b"1"
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit = self.timeout if timeout is None else timeout
+        limit = self._limit if timeout is None else timeout
         is_limited = limit != DEFAULT_TIMEOUT
         self._await(Op.WAIT, keys, limit, is_limited=is_limited)
 
@@ -270,7 +273,7 @@ class Store(dist.Store):
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         if block:
-            limit = self.timeout
+            limit = self._limit
             return self._await(Op.POP, [key], limit, is_limited=limit != DEFAULT_TIMEOUT)[0]
         with self._using() as connection:
             connection.send(pack(Op.POP, [_bytes(key), b"now"]))
@@ -352,4 +355,3 @@ def serve_tcp(listener: socket.socket) -> None:
 def connect_tcp(port: int) -> dist.Store:
     """A client of that store."""
     return dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
-

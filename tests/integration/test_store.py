@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import os
 import pickle
@@ -281,8 +282,9 @@ def test_stop_names_the_key_and_the_line_and_who_could_set_it(session: Session) 
 
 
 def test_diagnose_names_the_keys_and_a_later_run_may_set_them(session: Session) -> None:
-    session.execute("meeting = store")
-    future = session.submit(lambda: meeting.wait(["a", "b"]) if rank == 0 else None)  # noqa: F821
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    future = pool.submit(session.execute, f"{STORE}store.wait(['a', 'b']) if rank == 0 else None")
+    pool.shutdown(wait=False)
     deadline = time.monotonic() + 10
     while "keys 'a', 'b' of the store" not in (text := repr(session.diagnose())):
         assert time.monotonic() < deadline, text
@@ -341,5 +343,3 @@ def test_a_child_of_a_rank_uses_the_store_and_leaves_its_parent_alone(session: S
         "dist.barrier()"
     )
     assert session.evaluate("got")[0] == [b"x"] * 3
-
-

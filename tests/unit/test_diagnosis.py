@@ -570,9 +570,7 @@ def test_ranks_in_different_operations_have_a_sentence_each(other: Operation) ->
     )
 
 
-KEY = Operation(
-    STORE_WAIT, "world 0->0", (0, 0), 1, "'x'", "In[3] line 2", 12.4, is_waiting=True
-)
+KEY = Operation(STORE_WAIT, "world 0->0", (0, 0), 1, "'x'", "In[3] line 2", 12.4, is_waiting=True)
 KEY_TEXT = "rank 0 waits for the key 'x' of the store at In[3] line 2"
 
 
