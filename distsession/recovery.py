@@ -5,15 +5,16 @@ Runs in: the kernel.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distsession.cluster.base import Pending
+from distsession.cluster.reconnect import process_state, stat
 from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
 from distsession.messages import RankReport, StackReply
 from distsession.ranks import ranks_text
@@ -27,8 +28,6 @@ ANSWER = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is."""
 BACK = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
-REJOIN = 10.0
-"""Seconds that connecting the process group anew may take, once all ranks are idle."""
 NOTICE_AFTER = 10.0
 """Seconds without progress after which a notice says who waits for whom."""
 NOTICE_EVERY = 2.0
@@ -50,10 +49,17 @@ class Recovery:
     Args:
         launcher: Gives the present launcher of the session.
         hang_grace: See ``SessionOptions``.
+        waiting: Says meanwhile that the group is connected anew, should that take long.
     """
 
-    def __init__(self, launcher: Callable[[], Launcher], hang_grace: float):
+    def __init__(
+        self,
+        launcher: Callable[[], Launcher],
+        hang_grace: float,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
         self._launcher = launcher
+        self._waiting = waiting
         self.hang_grace = hang_grace
         self.lock = threading.RLock()
         self.verdict: Verdict | None = None
@@ -93,6 +99,12 @@ class Recovery:
                 found[rank] = _with_stack(found[rank], stacks.get(rank))
         return found
 
+    def judge(self, reports: dict[int, RankReport], sole: Pending | None) -> Verdict:
+        """The verdict on what the ranks do while a run is looked after."""
+        pendings = self.launcher.channel.pending()
+        is_sole = sole is not None and all(pending is sole for pending in pendings)
+        return diagnose(reports, is_sole=is_sole)
+
     def _report(
         self, rank: int, pid: int, pendings: list[Pending], sole: Pending | None
     ) -> RankReport:
@@ -110,7 +122,7 @@ class Recovery:
             state, place = "running", ""
             if region.is_asking:
                 state, place = "debugging" if region.is_in_debugger else "asking", region.asks_at
-            state = {"T": "stopped", "t": "debugged"}.get(_process_state(pid), state)
+            state = {"T": "stopped", "t": "debugged"}.get(process_state(pid), state)
             return RankReport(
                 rank, state, region.seconds, region.request, place, "", operations, sequences
             )
@@ -128,6 +140,8 @@ class Recovery:
     def stop(self, pending: Pending, why: str = "") -> None:
         """Interrupt a run; ``pending.stopped`` then says why, or where its ranks were."""
         launcher = self.launcher
+        if launcher.cancel_rejoin(pending):
+            return
         with self.lock:
             missing = pending.missing
             if missing and set(missing) <= set(pending.arriving):
@@ -271,14 +285,15 @@ class Recovery:
                 text = f"an operation failed on {ranks_text(damaged)}"
                 launcher.abort("failed", text)
 
-    def mend(self, timeout: float = REJOIN) -> str:
+    def mend(self) -> str:
         """Connect the group anew if it has been given up; gives what prevents that, or nothing."""
-        if not self.launcher.is_broken:
+        if not self.launcher.must_reconnect:
             return ""
         with self.lock:
-            if not self.launcher.is_broken:
+            if not self.launcher.must_reconnect:
                 return ""
-            problem = self.launcher.rejoin(timeout)
+            with self._waiting():
+                problem = self.launcher.rejoin()
             if not problem:
                 self.verdict = None
             return problem
@@ -329,7 +344,7 @@ class Watch:
         reports = recovery.reports(ask=False, sole=sole)
         now = time.monotonic()
         self._note_progress(reports, now)
-        verdict = diagnose(reports)
+        verdict = recovery.judge(reports, sole)
         suspects = self._suspects(reports, now)
         if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.1:
             self._asked_at = now
@@ -337,12 +352,13 @@ class Watch:
             reports = {
                 r: _blocked(report) if r in suspects else report for r, report in asked.items()
             }
-            verdict = diagnose(reports)
+            verdict = recovery.judge(reports, sole)
             self._judge(verdict, reports, now, sole, kept=True)
             return
         if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
             self._judge(verdict, reports, now, sole)
-        if verdict.kind is Kind.WAIT:
+        is_halted = any(reports[r].state in ("stopped", "debugged") for r in self._pending.missing)
+        if verdict.kind is Kind.WAIT or is_halted:
             self._notice(now, sole)
 
     def _judge(
@@ -382,7 +398,7 @@ class Watch:
                 return
             if not kept:
                 again = recovery.reports(ask=False, sole=sole)
-                if diagnose(again).kind is not verdict.kind:
+                if recovery.judge(again, sole).kind is not verdict.kind:
                     return
             self._adopt(verdict, reports)
             recovery.free(verdict, verdict.sentence)
@@ -430,7 +446,8 @@ class Watch:
         if now - self._progress_at < NOTICE_AFTER or now - self._noticed_at < NOTICE_EVERY:
             return
         self._noticed_at = now
-        self._notify(diagnose(self._recovery.reports(ask=True, sole=sole)).sentence)
+        reports = self._recovery.reports(ask=True, sole=sole)
+        self._notify(self._recovery.judge(reports, sole).sentence)
 
 
 def _stuck_text(report: RankReport) -> str:
@@ -480,19 +497,7 @@ def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:
     return f"{text}." if text else ""
 
 
-def _stat(pid: int, thread: bool) -> list[str]:
-    path = f"/proc/{pid}/task/{pid}/stat" if thread else f"/proc/{pid}/stat"
-    with contextlib.suppress(OSError), open(path) as stat:
-        return stat.read().rpartition(")")[2].split()
-    return []
-
-
-def _process_state(pid: int) -> str:
-    """The letter that /proc has for it; empty where that is not known."""
-    return (_stat(pid, False) or [""])[0]
-
-
 def _processor_time(pid: int) -> int:
     """Clock ticks that the main thread has used."""
-    fields = _stat(pid, True)
+    fields = stat(pid, thread=True)
     return int(fields[11]) + int(fields[12]) if len(fields) > 12 else 0

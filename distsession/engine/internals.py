@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from distsession.engine import rescue
+
 __all__ = [
     "BACKEND",
     "abort_groups",
@@ -34,6 +36,9 @@ __all__ = [
 
 BACKEND = "distsession"
 """Name under which torch knows our process groups; ``get_backend()`` still says ``gloo``."""
+
+LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+"""With it, members connect to each other only when they first need to."""
 
 Maker = Callable[..., Any]
 
@@ -114,7 +119,13 @@ def _is_gloo(backend: str) -> bool:
 
 
 def make_native_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, *, detail: bool = False
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    detail: bool = False,
+    connect_timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """A gloo group of torch's own that is in none of the world's tables.
 
@@ -124,12 +135,18 @@ def make_native_group(
         size: Of the group.
         timeout: Of each operation.
         detail: Compare collectives through the group itself, as ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+        connect_timeout: Of connecting it; by default as of each operation.
     """
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     cpu = dist.PrefixStore("cpu/", store)
-    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=timeout)
+    limit = min(timeout, connect_timeout or timeout)
+    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
+    if limit != timeout:
+        backend._set_default_timeout(timeout)
+    if os.environ.get(LAZY_INIT, "0") == "0":
+        _close_listener(cpu, rank)
     backend._set_sequence_number_for_group()
     if detail:
         backend = c10d._create_process_group_wrapper(
@@ -146,6 +163,13 @@ def make_native_group(
     if nan_check is not None and os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         nan_check.attach(group)  # to the outer group, torch attaches one in vain
     return group
+
+
+def _close_listener(store: dist.Store, rank: int) -> None:
+    """Close the port of a group that is connected: no member has to connect to it any more."""
+    key = f"0/{rank}"  # of the group's only context; the value begins with the device's address
+    if store.check([key]):
+        rescue.close_gloo_listener(store.get(key))
 
 
 def set_store(group: Any, store: dist.Store) -> None:

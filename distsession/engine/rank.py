@@ -27,7 +27,7 @@ import zmq
 from distsession import board as layout
 from distsession import segment, serialize
 from distsession.board import Board
-from distsession.engine import failure, join, rescue, tensors
+from distsession.engine import failure, join, rescue, store, tensors
 from distsession.engine.agent import log_path
 from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
@@ -48,7 +48,7 @@ from distsession.engine.recorder import Recorder
 from distsession.engine.summary import Summary
 from distsession.engine.trace import Trace
 from distsession.engine.transfer import Transfers
-from distsession.errors import SerializationError, SessionStateError
+from distsession.errors import CollectiveError, SerializationError, SessionStateError
 from distsession.messages import (
     Abort,
     AskLook,
@@ -125,6 +125,11 @@ class Rank:
             self._groups = Groups(self._recorder, detail=start.check == "detail")
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
+        self._store = store.session_store(self._place.store_path)
+        rescue.be_deaf(start.folder)
+        self._store.given_up = self._given_up
+        if self._groups is not None:
+            self._store.named = self._groups.store_wait
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._refused: set[int] = set()
@@ -361,7 +366,7 @@ class Rank:
             case CellRequest():
                 value, shown = self._cell(request)
             case RejoinRequest():
-                self._rejoin(request.generation)
+                self._rejoin(request)
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
@@ -480,11 +485,17 @@ class Rank:
 
     # --- the process group ------------------------------------------------------------------------
 
-    def _rejoin(self, generation: int) -> None:
+    def _rejoin(self, request: RejoinRequest) -> None:
         with self._group_lock:  # an abort of the generation before comes too late from here on
-            self._generation = generation
+            self._generation = request.generation
             self._recorder.reset()
-        join.join(self._place, generation, self._groups, alone=False)
+        join.join(
+            self._place,
+            request.generation,
+            self._groups,
+            alone=False,
+            timeout=request.timeout,
+        )
         self._announce()
 
     def _abort(self, message: Abort) -> None:
@@ -493,6 +504,15 @@ class Rank:
         with self._group_lock:
             if message.generation >= self._generation:
                 self._recorder.abort = message
+                self._store.end_waits()
+
+    def _given_up(self) -> BaseException | None:
+        """What a wait for a key of the store raises once the group has been given up."""
+        if self._recorder.abort is None:
+            return None
+        error = self._recorder.error()
+        is_ours = self._recorder.is_main_thread or isinstance(error, Exception)
+        return error if is_ours else CollectiveError(str(error))
 
     def _free(self, message: Abort) -> None:
         """From the control thread: free the main thread from whatever it waits in."""
@@ -503,6 +523,7 @@ class Rank:
                 join.abort()
             else:
                 rescue.shut_gloo()
+            self._store.end_waits()
             rescue.shut_store(self._place.store_port)
 
     def _interrupt_children(self, request: int) -> None:

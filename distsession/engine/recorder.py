@@ -165,6 +165,10 @@ class Recorder:
         return any(words[at] or words[at + 1] for at in self._debuggers)
 
     @property
+    def is_main_thread(self) -> bool:
+        return threading.get_ident() == self._main
+
+    @property
     def is_blocked(self) -> bool:
         """Whether the main thread waits in an operation."""
         return self.words[self._blocked] != 0
@@ -340,10 +344,6 @@ class Recorder:
         if threading.get_ident() == self._main:
             self.words[self._blocked] = at
 
-    def is_main(self) -> bool:
-        """Whether this is the main thread."""
-        return threading.get_ident() == self._main
-
     def place_again(self, place: int) -> int:
         """A place that was found before, as a word that can be written down now."""
         name = self.names.get(place >> _LINE_BITS)
@@ -490,7 +490,7 @@ class Stream:
         words = self._words
         if words[at] == posted[0]:
             return at
-        if not self.is_watched or not self.recorder.is_main():
+        if not self.is_watched or not self.recorder.is_main_thread:
             return 0
         spare = self.at + _HEAD + _RING * _SLOT
         fingerprint, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
