@@ -15,13 +15,13 @@ from distsession.engine.process import die_with_parent
 __all__ = ["connect", "serve"]
 
 
-def serve(listener: socket.socket) -> None:
+def serve(listener: socket.socket, agent: int) -> None:
     """Hold the store until the agent ends.
 
     torch's TCPStore binds every interface unless it is handed a socket that listens already; this
     one listens on the loopback interface alone.
     """
-    die_with_parent()
+    die_with_parent(agent)
     port = listener.getsockname()[1]
     _store = dist.TCPStore(
         "127.0.0.1",
