@@ -383,11 +383,17 @@ class RankFailed(_Message):
 
 @dataclass(frozen=True, slots=True)
 class EngineRegistered(_Message):
-    """The rank's ipyparallel engine is known to the controller under this id."""
+    """The rank's ipyparallel engine is known to the controller under this id.
+
+    Attributes:
+        engine_id: Below 0 if it could not register.
+        problem: Why it could not.
+    """
 
     rank: int
     generation: int
     engine_id: int
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ __all__ = [
 PREFIX = "DISTSESSION_"
 LAUNCHERS = ("local", "inline")
 CHECKS = ("shared", "detail", "off")
+IPYPARALLEL = ("lazy", "eager")
 
 
 def _option(default: Any, help: str, read: Any, **extra: Any) -> Any:
@@ -79,6 +80,9 @@ class SessionOptions:
             ``"off"`` not at all.
         hang_grace: Seconds after which ranks are freed that wait in a collective which can never
             complete, since the ranks that it misses have ended their part. 0 lets them wait.
+        ipyparallel: When ipyparallel's controller starts and the ranks register with it:
+            ``"lazy"`` at the first ``%px`` or ``session.client``; ``"eager"`` behind the start of
+            the session, so that the first of these has less to wait for.
     """
 
     ranks: int | None = _option(None, "number of ranks", int)
@@ -96,6 +100,10 @@ class SessionOptions:
     start_timeout: float = _option(120.0, "seconds until a start is given up", float)
     check: str = _option("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
     hang_grace: float = _option(2.0, "seconds until a certain deadlock is ended; 0: never", float)
+    ipyparallel: str = _option(
+        "lazy", "start its controller when it is first used, or at once (eager)", str,
+        choices=IPYPARALLEL,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("ranks", "nodes", "threads"):
@@ -108,6 +116,7 @@ class SessionOptions:
             "hang_grace", lambda v: _is_number(v) and v >= 0, "a number of seconds, or 0 for never"
         )
         self._check("check", lambda v: v in CHECKS, f"one of {', '.join(CHECKS)}")
+        self._check("ipyparallel", lambda v: v in IPYPARALLEL, f"one of {', '.join(IPYPARALLEL)}")
         self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")
         self._check("seed_per_rank", lambda v: isinstance(v, bool), "True or False")
         self._tuple("devices", lambda v: _is_int(v) and v >= 0, "a list of different GPU numbers")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distsession import panel_view, render
+from distsession.cluster.interrupts import interrupts_held
 from distsession.diagnosis import diagnose
 from distsession.diff import Comparison
 from distsession.errors import OptionsError, SessionStateError
@@ -474,10 +475,13 @@ class Session:
         """End all ranks and everything that belongs to them. Harmless when repeated."""
         if os.getpid() != self._owner:
             return
-        with self._lifecycle:
+        with self._lifecycle, interrupts_held():
             if not self._closed:
-                self._forget()
-                self._launcher.close()
+                self._close_now()
+
+    def _close_now(self) -> None:
+        self._forget()
+        self._launcher.close()
 
     def _forget(self) -> None:
         self._closed = True
@@ -557,5 +561,8 @@ def open_sessions() -> Sequence[Session]:
 
 @atexit.register
 def _close_all() -> None:
-    for session in list(_open):
-        session.close()
+    """As the interpreter ends; also beside a thread that is restarting a session."""
+    with interrupts_held(forget=True):
+        for session in list(_open):
+            if os.getpid() == session._owner:
+                session._close_now()

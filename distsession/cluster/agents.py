@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any
 
@@ -24,8 +26,12 @@ __all__ = ["Agents"]
 log = logging.getLogger(__name__)
 
 LOG_TAIL = 2000
-END = 3.0
-"""Seconds that an agent has to end its ranks and itself."""
+STUCK_S = 3.0
+"""Seconds without any sign of life after which an agent that is to end is killed."""
+END_S = 60.0
+"""Seconds that an agent has to end its ranks and itself while it shows signs of life."""
+LOOK_S = 0.25
+"""Seconds between two looks at whether it does."""
 
 
 class Agents:
@@ -34,11 +40,14 @@ class Agents:
     Args:
         folder: The session's private folder.
         board: A descriptor that all of them inherit.
+        pids_of: Gives the pids of a node's ranks, as far as they are known and live.
     """
 
-    def __init__(self, folder: str, board: int):
+    def __init__(self, folder: str, board: int, pids_of: Callable[[int], Iterable[int]]):
         self._folder = folder
         self._board = board
+        self._pids_of = pids_of
+        self._is_urgent = threading.Event()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._links: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -60,7 +69,12 @@ class Agents:
         self._end(node)
         with open(self._log_path(node), "wb") as output:
             self._processes[node] = subprocess.Popen(
-                [*python_command("distsession.engine.agent"), self._folder, str(node)],
+                [
+                    *python_command("distsession.engine.agent"),
+                    self._folder,
+                    str(node),
+                    str(os.getpid()),
+                ],
                 pass_fds=[self._board],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -142,18 +156,22 @@ class Agents:
             process.terminate()
 
     def release(self) -> None:
-        """Close all links: each agent then ends its ranks and itself."""
+        """Have all agents end, also one that is in the midst of an import, and close all links."""
+        self.terminate()
         with self._lock:
             for link in self._links.values():
                 link.close()
 
+    def hurry(self) -> None:
+        """Somebody does not want to wait: what ends now is killed."""
+        self._is_urgent.set()
+
     def close(self) -> None:
         """End all agents and wait for them."""
         self.release()
-        self.terminate()  # in case one is in the midst of an import
         for node in list(self._processes):
             self._end(node)
-        with contextlib.suppress(FileNotFoundError):  # an agent may have removed the folder
+        with contextlib.suppress(FileNotFoundError):  # somebody may have removed the folder
             self._listener.close()
 
     def _end(self, node: int) -> None:
@@ -165,9 +183,40 @@ class Agents:
         if process is None:
             return
         process.terminate()
-        try:
-            process.wait(timeout=END)
-        except subprocess.TimeoutExpired:
-            log.warning("%s did not end by itself and is killed", agent_text(node))
-            process.kill()
-            process.wait()
+        if self._ends(process):
+            return
+        if not self._is_urgent.is_set():
+            log.warning("%s is stuck, so it is killed with its ranks", agent_text(node))
+        # Its ranks die with it, but not what they have started. While it lives, their pids are
+        # theirs, for nobody else reaps them.
+        for pid in self._pids_of(node):
+            with contextlib.suppress(OSError):
+                if os.getpgid(pid) == pid:
+                    os.killpg(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+    def _ends(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait for an agent to end, as long as it shows signs of life.
+
+        How long it takes depends on its ranks, and on what else runs on the machine.
+        """
+        began = seen_at = time.monotonic()
+        seen = None
+        while not self._is_urgent.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=LOOK_S)
+                return True
+            now, signs = time.monotonic(), _signs_of_life(process.pid)
+            if signs != seen:
+                seen, seen_at = signs, now
+            if now - seen_at > STUCK_S or now - began > END_S:
+                break
+        return process.poll() is not None
+
+
+def _signs_of_life(pid: int) -> tuple[str, ...]:
+    """How often a process was given a processor, by /proc; it does not change while it is stuck."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        return tuple(line for line in status if "ctxt_switches" in line)
+    return ()

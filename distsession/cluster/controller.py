@@ -2,8 +2,9 @@
 
 Runs in: the kernel.
 
-All of it happens behind the start, in a thread with an event loop of its own; importing
-ipyparallel alone takes a fifth of a second that no run has to wait for.
+It starts when it is first asked for, in threads of its own: one with ipyparallel's event loop, and
+one that connects the client. So whoever waits for it can be interrupted and leaves nothing half
+made; the next one who asks finds what has come about meanwhile.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any
 
 import zmq
 
 from distsession.cluster.base import python_command
-from distsession.errors import LaunchError, LaunchTimeoutError
+from distsession.errors import DistsessionError, LaunchError, LaunchTimeoutError
 from distsession.messages import ControllerInfo
 from distsession.ranks import format_ranks
 
@@ -37,12 +39,18 @@ CONTROLLER_GONE = (
     "ipyparallel's controller has died, so %px and session.client do not work: session.restart() "
     "starts another one. Runs and cells do not need it."
 )
+SESSION_CLOSED = "the session was closed while ipyparallel's client was being connected."
 HEARTBEAT_MS = 200
 """Period of the controller's heartbeat. An engine counts as registered with its first beat, so
 ipyparallel's default of 3 s is what its users wait for."""
 HEARTBEAT_MISSES = 100
 """Beats after which the controller takes an engine for dead. With many ranks on few processors one
 may be late by seconds, and an engine that was taken for dead does not come back."""
+LOG_TAIL = 2000
+LOOK_MS = 100
+"""Milliseconds between two looks at whether the controller still lives."""
+LEAVE_S = 5.0
+"""Seconds that the threads have to end."""
 
 
 class Controller:
@@ -56,6 +64,7 @@ class Controller:
     def __init__(self, folder: str, pid_of_agent: int):
         # A folder of its own: what an earlier controller has written there leads nowhere.
         self._profile = tempfile.mkdtemp(prefix="ipyparallel-", dir=folder)
+        self._folder = folder
         self._agent = pid_of_agent
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cluster: Any = None
@@ -63,39 +72,50 @@ class Controller:
         self._error: BaseException | None = None
         self._ready = threading.Event()
         self._client: Any = None
-        self._client_lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._is_begun = False
         self._launched = False
         self._closed = False
 
     # --- start ------------------------------------------------------------------------------------
 
-    def start(self, on_ready: Callable[[ControllerInfo], None]) -> None:
-        """Start the controller behind; ``on_ready`` is called in its thread when it serves."""
+    def start(self) -> None:
+        """Start the controller behind. Harmless when repeated."""
+        if self._threads:
+            return
 
         def run() -> None:
+            with self._lock:  # an interrupt may have hidden that this was begun already
+                if self._is_begun:
+                    return
+                self._is_begun = True
             try:
-                asyncio.run(self._run(on_ready))
+                asyncio.run(self._run())
             except BaseException as error:
                 self._error = error
-                if not self._closed:
-                    log.exception("ipyparallel's controller did not start")
+                log.debug("ipyparallel's controller did not start", exc_info=True)
             finally:
                 self._ready.set()
 
-        self._thread = threading.Thread(target=run, name="distsession-ipyparallel", daemon=True)
-        self._thread.start()
+        self._in_thread(run)
 
-    async def _run(self, on_ready: Callable[[ControllerInfo], None]) -> None:
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="distsession-ipyparallel", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    async def _run(self) -> None:
         import ipyparallel
-        from ipyparallel.cluster.launcher import LocalEngineLauncher
+        from ipyparallel.cluster.launcher import LocalEngineLauncher, NotRunning
         from traitlets.config import Config
 
         config = Config()
-        config.LocalControllerLauncher.controller_cmd = python_command(
-            "distsession.cluster.controller_process"
-        )
+        config.LocalControllerLauncher.controller_cmd = [
+            *python_command("distsession.cluster.controller_process"),
+            str(os.getpid()),
+            self._folder,
+        ]
         config.LocalControllerLauncher.controller_args = [
             "--IPController.use_threads=True",
             "--IPController.enable_curve=True",
@@ -104,44 +124,64 @@ class Controller:
             "--log-level=30",
         ]
         self._stopped = asyncio.Event()
+        self._connecting = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        cluster = self._cluster = ipyparallel.Cluster(
-            config=config,
-            profile_dir=self._profile,
-            cluster_id="",
-            cluster_file="",  # nothing is to be written behind our back once the session ends
-            load_profile=False,
-            shutdown_atexit=False,
-            controller_ip="127.0.0.1",
-            controller_location="127.0.0.1",
-            delay=0,
-            log=_ipyparallel_log,
-        )
-        if self._closed:
-            return
-        try:
+        with self._lock:  # once it is closed, nothing may be written to the folder any more
+            if self._closed:
+                return
+            cluster = self._cluster = ipyparallel.Cluster(
+                config=config,
+                profile_dir=self._profile,
+                cluster_id="",
+                cluster_file="",  # nothing is to be written behind our back once the session ends
+                load_profile=False,
+                shutdown_atexit=False,
+                controller_ip="127.0.0.1",
+                controller_location="127.0.0.1",
+                delay=0,
+                log=_ipyparallel_log,
+            )
+            # It dies with the thread that has started it, which is this one.
             await cluster.start_controller()
-        finally:
-            with self._lock:
-                self._launched = True
-                is_late = self._closed  # close() came in between and left the ending to us
-            if is_late:
-                self._kill()
-        if is_late:
-            return
-        # The agent runs already: ipyparallel takes over the process as if it had started it.
-        cluster.engines["agent"] = LocalEngineLauncher.from_dict(
-            {"pid": self._agent, "state": "running"},
-            parent=cluster,
-            log=_ipyparallel_log,
-            profile_dir=self._profile,
-            engine_set_id="agent",
-        )
-        self._connection = await cluster.controller.get_connection_info()
-        assert self._connection is not None
+            self._launched = True
+        connection = await cluster.controller.get_connection_info()
+        with contextlib.suppress(NotRunning):  # without its agent, the session ends in a moment
+            # The agent runs already: ipyparallel takes it over as if it had started it.
+            cluster.engines["agent"] = LocalEngineLauncher.from_dict(
+                {"pid": self._agent, "state": "running"},
+                parent=cluster,
+                log=_ipyparallel_log,
+                profile_dir=self._profile,
+                engine_set_id="agent",
+            )
+        self._connection = connection
         self._ready.set()
-        on_ready(self.info())
         await self._stopped.wait()
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until it serves.
+
+        Raises:
+            LaunchError: It did not start.
+        """
+        if not self._ready.wait(timeout):
+            raise LaunchTimeoutError(
+                f"ipyparallel's controller did not start within {timeout:g} s."
+            )
+        if self.has_died:
+            raise LaunchError(CONTROLLER_GONE)
+        if self._connection is None:
+            if self._closed:
+                raise LaunchError(SESSION_CLOSED)
+            raise LaunchError(f"ipyparallel's controller did not start: {self._why()}")
+
+    def _why(self) -> str:
+        """What prevented the start, with what the controller wrote last."""
+        path = getattr(getattr(self._cluster, "controller", None), "output_file", "")
+        tail = ""
+        with contextlib.suppress(OSError), open(path or os.devnull, errors="replace") as file:
+            tail = "\n".join(file.read()[-LOG_TAIL:].strip().splitlines()[-15:])
+        return f"{self._error}{f'{chr(10)}Its last lines:{chr(10)}{tail}' if tail else ''}"
 
     def info(self) -> ControllerInfo:
         """What an engine needs to register."""
@@ -153,56 +193,78 @@ class Controller:
         return self._connection is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it did not start, so that another one can be tried."""
+        return self._ready.is_set() and self._connection is None
+
+    @property
     def has_died(self) -> bool:
-        """Whether it ran and its process has ended."""
+        """Whether it served and its process has ended."""
         process: Any = getattr(getattr(self._cluster, "controller", None), "process", None)
-        return self._launched and process is not None and not process.is_running()
+        return self.is_ready and process is not None and not process.is_running()
 
     # --- use --------------------------------------------------------------------------------------
 
-    def client(
-        self, wait_registered: Callable[[float], Mapping[int, int]], world: int, timeout: float
-    ) -> Any:
-        """The connected client, once each rank's engine is known to it.
+    def client(self, engines: Collection[int], timeout: float) -> Any:
+        """The connected client, once it knows these engines.
+
+        Args:
+            engines: The ids of the ranks' engines, which have registered.
+            timeout: In seconds.
 
         Raises:
-            LaunchError: The controller or a rank's engine did not come.
+            LaunchError: The controller is gone, or does not answer in time.
         """
-        if self.has_died:
-            raise LaunchError(CONTROLLER_GONE)
-        if not self._ready.wait(timeout):
-            raise LaunchTimeoutError(
-                f"ipyparallel's controller did not start within {timeout:g} s."
-            )
-        if self._connection is None:
-            raise LaunchError(f"ipyparallel's controller did not start: {self._error}")
-        ids = wait_registered(timeout)
-        missing = [rank for rank in range(world) if ids.get(rank, -1) < 0]
-        if missing:
-            raise LaunchTimeoutError(
-                f"rank {format_ranks(missing)} did not register with ipyparallel's controller "
-                f"within {timeout:g} s. A rank registers when it is idle: is one still running?"
-            )
-        with self._client_lock:
-            if self._client is None:
-                import ipyparallel
-
-                self._wait_for_engines(set(ids.values()), timeout)
-                client = ipyparallel.Client(
-                    self._connection["client"],
-                    cluster=self._cluster,
-                    profile_dir=self._profile,
-                    timeout=timeout,
-                )
-                try:
-                    self._wait_for_output(client, timeout)
-                except BaseException:
-                    client.close()
-                    raise
-                self._client = client
-            client = self._client
-        client.wait_for_engines(world, timeout=timeout, interactive=False)
+        assert self._loop is not None
+        try:
+            connected = self._connected(set(engines), timeout)
+            client = asyncio.run_coroutine_threadsafe(connected, self._loop).result()
+        except DistsessionError:
+            raise
+        except (CancelledError, RuntimeError):  # the loop has ended
+            raise LaunchError(SESSION_CLOSED) from None
+        client.wait_for_engines(len(engines), timeout=timeout, interactive=False)
         return client
+
+    async def _connected(self, engines: set[int], timeout: float) -> Any:
+        """The client, made once, whoever asks and goes on waiting or not."""
+        async with self._connecting:
+            if self._client is None:
+                made: Future[Any] = Future()
+                self._in_thread(lambda: self._connect(made, engines, timeout))
+                self._client = await asyncio.wrap_future(made)
+            return self._client
+
+    def _connect(self, made: Future[Any], engines: set[int], timeout: float) -> None:
+        """Make the client, in a thread, for ipyparallel's own loop must not wait for it."""
+        try:
+            import ipyparallel
+
+            assert self._connection is not None
+            self._wait_for_engines(engines, timeout)
+            client = ipyparallel.Client(
+                self._connection["client"],
+                cluster=self._cluster,
+                profile_dir=self._profile,
+                timeout=timeout,
+            )
+            try:
+                self._wait_for_output(client, timeout)
+                made.set_result(client)
+            except BaseException:
+                client.close()
+                raise
+        except InvalidStateError:  # the session was closed meanwhile
+            return
+        except DistsessionError as error:
+            problem: Exception = error
+        except BaseException as error:
+            log.debug("ipyparallel's client did not connect", exc_info=True)
+            problem = LaunchError(f"ipyparallel's client did not connect: {error}")
+        else:
+            return
+        with contextlib.suppress(InvalidStateError):
+            made.set_exception(problem)
 
     def _wait_for_engines(self, wanted: set[int], timeout: float) -> None:
         """Wait until the controller counts these engines as registered.
@@ -217,10 +279,12 @@ class Controller:
         with _connect(zmq.DEALER, facts, "registration", linger=0) as socket:
             while True:
                 session.send(socket, "connection_request")
-                if not socket.poll(max(0, int((deadline - time.monotonic()) * 1e3))):
-                    raise LaunchTimeoutError(
-                        f"ipyparallel's controller did not answer within {timeout:g} s."
-                    )
+                while not socket.poll(LOOK_MS):
+                    self._check_lives()
+                    if time.monotonic() > deadline:
+                        raise LaunchTimeoutError(
+                            f"ipyparallel's controller did not answer within {timeout:g} s."
+                        )
                 _, reply = session.recv(socket)
                 missing = wanted.difference(map(int, reply["content"]["engines"]))
                 if not missing:
@@ -247,6 +311,7 @@ class Controller:
         deadline = time.monotonic() + timeout
         with _connect(zmq.PUB, facts, "iopub", linger=0) as socket:
             while request not in client.metadata:
+                self._check_lives()
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError(
                         "the output of ipyparallel's engines did not reach its client within "
@@ -257,18 +322,22 @@ class Controller:
                 time.sleep(0.005)
         client.metadata.pop(request)
 
-    def unregister(self, engine_id: int) -> None:
-        """Tell the controller that an engine is gone, so that its id is free at once.
+    def _check_lives(self) -> None:
+        if self.has_died or self._closed:
+            raise LaunchError(SESSION_CLOSED if self._closed else CONTROLLER_GONE)
+
+    def unregister(self, engine_ids: Collection[int]) -> None:
+        """Tell the controller that engines are gone, so that their ids are free at once.
 
         The controller itself would notice much later, by missed heartbeats.
         """
-        if self._connection is None:
+        if self._connection is None or not engine_ids:
             return
         facts = self._connection["client"]
+        session = _message_session(facts)
         with _connect(zmq.DEALER, facts, "registration", linger=500) as socket:
-            _message_session(facts).send(
-                socket, "unregistration_request", content={"id": engine_id}
-            )
+            for engine_id in engine_ids:
+                session.send(socket, "unregistration_request", content={"id": engine_id})
 
     # --- end --------------------------------------------------------------------------------------
 
@@ -276,17 +345,19 @@ class Controller:
         """End the controller and disconnect the client."""
         with self._lock:
             self._closed = True
-            launched = self._launched
-        with self._client_lock, contextlib.suppress(Exception):
-            if self._client is not None:
+        if self._client is not None:
+            with contextlib.suppress(Exception):
                 self._client.close()
-        if launched:
+        if self._launched:
             self._kill()
         if self._loop is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopped.set)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        # One that still imports ipyparallel sees by itself that it is not wanted any more.
+        deadline = time.monotonic() + LEAVE_S
+        for thread in self._threads:
+            if self._launched and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _kill(self) -> None:
         """End it at once: it keeps nothing that outlives the session."""

@@ -8,25 +8,50 @@ from __future__ import annotations
 import os
 import tempfile
 
+from distsession import folder_lock
 from distsession.errors import LaunchError
 
-__all__ = ["private_folder"]
+__all__ = ["PrivateFolder"]
 
 UNIX_PATH_MAX = 100
 """A unix socket's path has 107 bytes at most (sun_path in <sys/un.h>), less where we add a name."""
 
 
-def private_folder() -> str:
-    """A new folder that only this user can open, with a path short enough for unix sockets."""
+class PrivateFolder:
+    """A new folder that only this user can open, with a path short enough for unix sockets.
+
+    Raises:
+        LaunchError: There is no place for it.
+    """
+
+    def __init__(self) -> None:
+        self.path, self._lock = _make()
+
+    def sweep(self) -> None:
+        """Remove what earlier sessions have left beside it whose processes were all killed."""
+        folder_lock.sweep(os.path.dirname(self.path))
+
+    def remove(self) -> None:
+        """Remove it. All processes that use it have ended."""
+        folder_lock.remove(self.path)
+        folder_lock.release(self._lock)
+
+
+def _make() -> tuple[str, int]:
     for base in (tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR")):
         if not base or not os.access(base, os.W_OK | os.X_OK) or len(base) > UNIX_PATH_MAX - 40:
             continue
         try:
-            folder = tempfile.mkdtemp(prefix="distsession-", dir=base)
+            folder = tempfile.mkdtemp(prefix=folder_lock.PREFIX, dir=base)
         except OSError:
             continue
-        os.mkdir(os.path.join(folder, "logs"), mode=0o700)
-        return folder
+        try:
+            lock = folder_lock.make(folder)
+            os.mkdir(os.path.join(folder, "logs"), mode=0o700)
+        except BaseException:
+            folder_lock.remove(folder)
+            raise
+        return folder, lock
     raise LaunchError(
         "there is no folder for the session's sockets and logs: neither "
         f"{tempfile.gettempdir()}, /tmp nor $XDG_RUNTIME_DIR can be written to (or its path is too "

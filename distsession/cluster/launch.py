@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -22,9 +21,11 @@ from distsession.board import Board, file_size, make_file
 from distsession.cluster.agents import Agents
 from distsession.cluster.base import Launcher, OutputMessage, Pending
 from distsession.cluster.channel import SocketChannel
-from distsession.cluster.controller import CONTROLLER_GONE, Controller
-from distsession.cluster.folder import private_folder
-from distsession.cluster.monitor import Monitor
+from distsession.cluster.controller import CONTROLLER_GONE, SESSION_CLOSED, Controller
+from distsession.cluster.descriptors import check_room, with_remedy
+from distsession.cluster.folder import PrivateFolder
+from distsession.cluster.interrupts import interrupts_held
+from distsession.cluster.monitor import AGENT_GONE, Monitor
 from distsession.cluster.reconnect import Halted, Reconnect, failure_of
 from distsession.errors import (
     EngineDiedError,
@@ -36,7 +37,6 @@ from distsession.messages import (
     Abort,
     AskGauges,
     AskLook,
-    ControllerInfo,
     Gauges,
     LookReply,
     PrepareAgent,
@@ -51,6 +51,12 @@ from distsession.ranks import HostInfo, RankInfo, ranks_text
 __all__ = ["LocalLauncher"]
 
 log = logging.getLogger(__name__)
+
+DESCRIPTORS, DESCRIPTORS_OF_RANK = 24, 6
+"""How many descriptors a session takes in the kernel, and how many more for each rank."""
+CLIENT_DESCRIPTORS, CONTROLLER_DESCRIPTORS = 40, 130
+"""How many ipyparallel (9.2) takes in the kernel, and in its controller beside some for each rank.
+Without them zmq ends the process, or nobody answers any more."""
 
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
@@ -72,6 +78,7 @@ class LocalLauncher(Launcher):
     channel: SocketChannel
 
     def __init__(self, options: SessionOptions, on_background: Callable[[OutputMessage], None]):
+        check_room(DESCRIPTORS, "A session")
         self._options = options
         self._generation = 0
         self._forked_in: dict[int, int] = {}
@@ -82,25 +89,40 @@ class LocalLauncher(Launcher):
         self._gauges_asked: dict[int, int] = {}
         self._plan: RankPlan | None = None
         self._controller: Controller | None = None
+        self._controller_lock = threading.Lock()
+        self._registering = threading.Lock()
+        """Held while ranks are replaced, or told to register with ipyparallel's controller."""
+        self._told: dict[int, int] = {}
+        self._asking = 0
+        """How many threads wait for ipyparallel's client."""
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
-        self._folder = private_folder()
-        self._board_file = make_file()
-        self._agents = Agents(self._folder, self._board_file)
         self._monitor = Monitor(self._on_death)
         self._background = Pending(0, [-1])
-        self.channel = SocketChannel(self._folder, self._hear, self._background)
-        self.channel.payloads.relays.is_expected = self._monitor.is_gone
-        threading.Thread(
-            target=self._background.wait, args=(on_background,), name="distsession-background",
-            daemon=True,
-        ).start()  # fmt: skip
+        with contextlib.ExitStack() as made:
+            self._folder = PrivateFolder()
+            made.callback(self._folder.remove)
+            self._board_file = make_file()
+            made.callback(os.close, self._board_file)
+            self._agents = Agents(self.folder, self._board_file, self._pids_of)
+            made.callback(self._agents.close)
+            self.channel = SocketChannel(self.folder, self._hear, self._background)
+            made.callback(self.channel.close)
+            self.channel.payloads.relays.is_expected = self._monitor.is_gone
+            threading.Thread(
+                target=self._background.wait, args=(on_background,), name="distsession-background",
+                daemon=True,
+            ).start()  # fmt: skip
+            made.callback(
+                self._background.put_death, EngineDiedError("", rank=-1, pid=0, returncode=0)
+            )
+            self._made = made.pop_all()
 
     @property
     def folder(self) -> str:
         """The session's private folder: sockets and logs."""
-        return self._folder
+        return self._folder.path
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -109,10 +131,13 @@ class LocalLauncher(Launcher):
         try:
             host = self._start_agents(range(self._options.nodes), deadline)
             self._plan = plan_ranks(self._options, host)
-            os.ftruncate(self._board_file, file_size(self._plan.world_size))
-            self.board = Board(self._board_file, self._plan.world_size)
-            infos = self._launch(range(self._plan.world_size), deadline)
-            self._start_controller()
+            world = self._plan.world_size
+            check_room(DESCRIPTORS_OF_RANK * world, f"A session of {world} ranks")
+            os.ftruncate(self._board_file, file_size(world))
+            self.board = Board(self._board_file, world)
+            infos = self._launch(range(world), deadline)
+            if self._options.ipyparallel == "eager":
+                self._register_behind()
             return infos
         except LaunchTimeoutError as error:
             raise LaunchTimeoutError(
@@ -120,12 +145,12 @@ class LocalLauncher(Launcher):
                 f"{error}{self._close_with_log()}"
             ) from None
         except LaunchError as error:
-            raise type(error)(f"{error}{self._close_with_log()}") from None
+            raise type(error)(f"{with_remedy(str(error))}{self._close_with_log()}") from None
         except OSError as error:
             self.close()
             raise LaunchError(
-                f"the session could not be set up: {error}. `distsession doctor` says what this "
-                "machine lacks."
+                f"the session could not be set up: {with_remedy(str(error))}. "
+                "`distsession doctor` says what this machine lacks."
             ) from error
         except BaseException:  # also Ctrl-C: nothing stays
             self.close()
@@ -137,6 +162,7 @@ class LocalLauncher(Launcher):
             self._monitor.expect(node)
             self._gauges_asked.pop(node, None)
             self._agents.start(node)
+        self._folder.sweep()  # while the agents import torch
         for node, link in self._agents.accept(deadline).items():
             self.channel.hear_agent(node, link)
             self._agents.send(node, PrepareAgent(self._options.preload, tuple(sys.path)))
@@ -206,7 +232,7 @@ class LocalLauncher(Launcher):
             threads=plan.threads,
             check=self._options.check,
             board=self._board_file,
-            folder=self._folder,
+            folder=self.folder,
             cwd=os.getcwd(),
             sys_path=tuple(sys.path),
             environ=dict(os.environ),
@@ -289,14 +315,22 @@ class LocalLauncher(Launcher):
 
     def log_path(self, rank: int, stream: str) -> Path | None:
         generation = self._forked_in[rank]
-        return Path(self._folder, "logs", f"rank{rank}-{generation}.{stream.removeprefix('std')}")
+        return Path(self.folder, "logs", f"rank{rank}-{generation}.{stream.removeprefix('std')}")
 
     def waits_for(self) -> str:
         if self._plan is None:
             modules = ", ".join(("torch", *self._options.preload))
             return f"{modules} to be imported"
-        late = self._monitor.late(range(self._plan.world_size), self._generation)
-        return f"{ranks_text(late)} to join the process group" if late else ""
+        world = range(self._plan.world_size)
+        if late := self._monitor.late(world, self._generation):
+            return f"{ranks_text(late)} to join the process group"
+        if not self._asking:
+            return ""
+        if self._controller is None or not self._controller.is_ready:
+            return "ipyparallel's controller to start"
+        if late := self._monitor.late_engines(world):
+            return f"{ranks_text(late)} to be idle and register with ipyparallel's controller"
+        return ""
 
     def trouble(self) -> str:
         has_died = self._controller is not None and self._controller.has_died
@@ -346,26 +380,104 @@ class LocalLauncher(Launcher):
 
     # --- ipyparallel ------------------------------------------------------------------------------
 
-    def _start_controller(self) -> None:
-        self._controller = Controller(self._folder, self._agents.pid())
-        self._controller.start(self._register_all)
+    def client(self, timeout: float) -> Any:
+        self._asking += 1
+        try:
+            return self._client(timeout)
+        finally:
+            self._asking -= 1
 
-    def _register_all(self, info: ControllerInfo) -> None:
+    def _client(self, timeout: float) -> Any:
+        assert self._plan is not None
+        deadline = time.monotonic() + timeout
+        world = range(self._plan.world_size)
+        self._check_engines()
+        self._retry()
+        controller = self._register(timeout)
+        ids = self._monitor.wait_registered(world, max(0.0, deadline - time.monotonic()))
+        self._check_engines()
+        for rank in world:
+            if ids.get(rank, 0) < 0:
+                raise LaunchError(
+                    f"rank {rank} could not register with ipyparallel's controller, so %px and "
+                    "session.client do not work: "
+                    f"{with_remedy(self._monitor.unregistered[rank] + '.')} Cells and calls do "
+                    "not need it."
+                )
+        if missing := [rank for rank in world if rank not in ids]:
+            raise LaunchTimeoutError(
+                f"{ranks_text(missing)} did not register with ipyparallel's controller within "
+                f"{timeout:g} s. A rank registers when it is idle: is one still running?"
+            )
+        return controller.client(ids.values(), max(1.0, deadline - time.monotonic()))
+
+    def _check_engines(self) -> None:
+        """Refuse to wait for engines that cannot register."""
+        if not self.is_alive:
+            raise SessionStateError(SESSION_CLOSED if self._closed else AGENT_GONE)
+        if dead := sorted(self._monitor.dead):
+            raise SessionStateError(
+                f"ipyparallel's client needs all ranks, and {ranks_text(dead)} "
+                f"{'has' if len(dead) == 1 else 'have'} died: session.restart({dead}) first."
+            )
+
+    def _register(self, timeout: float) -> Controller:
+        """Start ipyparallel's controller if nobody has yet, and have the ranks register."""
+        with self._controller_lock:
+            controller = self._controller
+            if controller is None or controller.has_failed:
+                if controller is not None:
+                    controller.close()
+                if self._closed:
+                    raise SessionStateError(SESSION_CLOSED)
+                assert self._plan is not None
+                check_room(
+                    CLIENT_DESCRIPTORS,
+                    "ipyparallel",
+                    CONTROLLER_DESCRIPTORS + 8 * self._plan.world_size,
+                )
+                controller = self._controller = Controller(self.folder, self._agents.pid())
+            controller.start()
+        controller.wait_ready(timeout)
+        with self._registering:
+            self._tell(controller)
+        return controller
+
+    def _tell(self, controller: Controller) -> None:
+        """Tell each rank's present process once where the controller is."""
         assert self._plan is not None
         for rank in range(self._plan.world_size):
-            self.channel.send_control(rank, info)
+            if self._told.get(rank) != self._forked_in[rank]:
+                self.channel.send_control(rank, controller.info())
+                self._told[rank] = self._forked_in[rank]
 
-    def client(self, timeout: float) -> Any:
-        assert self._controller is not None
-        assert self._plan is not None
-        world = range(self._plan.world_size)
-        return self._controller.client(
-            lambda limit: self._monitor.wait_registered(world, limit), len(world), timeout
-        )
+    def _retry(self) -> None:
+        """Ranks that could not register try again."""
+        with self._registering:
+            failed = [rank for rank, number in self._monitor.engine_ids.items() if number < 0]
+            self._monitor.forget_engines(failed)
+            for rank in failed:
+                self._told.pop(rank, None)
+
+    def _register_behind(self) -> None:
+        """The same, while nobody waits for it."""
+
+        def register() -> None:
+            try:
+                self._register(self._options.start_timeout)
+            except (LaunchError, SessionStateError) as error:
+                if not self._closed:
+                    log.warning("%s", error)
+
+        threading.Thread(target=register, name="distsession-register", daemon=True).start()
 
     # --- restart ----------------------------------------------------------------------------------
 
     def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
+        with self._registering:
+            return self._restart(ranks)
+
+    def _restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
         assert self._plan is not None
         deadline = time.monotonic() + self._options.start_timeout
         wanted = tuple(range(self._plan.world_size)) if ranks is None else tuple(ranks)
@@ -378,7 +490,9 @@ class LocalLauncher(Launcher):
             be = "is" if len(wanted) == 1 else "are"
             self.abort("replaced", f"{ranks_text(wanted)} {be} being replaced by a fresh process")
             self._wait_idle(others)
-        engine_ids = [self._monitor.engine_ids.get(rank, rank) for rank in wanted]
+        engine_ids = [
+            self._monitor.engine_ids.get(rank, rank) for rank in wanted if rank in self._told
+        ]
         living = [rank for rank in wanted if rank not in self._monitor.dead]
         gone = [node for node in range(self._plan.nodes) if not self._agents.runs(node)]
         if gone:
@@ -394,7 +508,7 @@ class LocalLauncher(Launcher):
         except BaseException as error:
             self._give_launch_up(wanted, error)
             raise
-        self._register_anew(wanted, engine_ids)
+        self._register_anew(engine_ids)
         return infos
 
     def _give_launch_up(self, ranks: Sequence[int], error: BaseException) -> None:
@@ -422,18 +536,22 @@ class LocalLauncher(Launcher):
                 )
             time.sleep(0.005)
 
-    def _register_anew(self, wanted: Sequence[int], engine_ids: Sequence[int]) -> None:
+    def _register_anew(self, engine_ids: Sequence[int]) -> None:
+        """Fresh ranks register if those before them had been asked to."""
         controller = self._controller
-        if controller is not None and controller.has_died:
-            log.warning("ipyparallel's controller is gone; a new one is started")
-            controller.close()
-            self._start_controller()
+        if controller is None:
             return
-        if controller is not None and controller.is_ready:
-            for engine_id in engine_ids:
-                controller.unregister(engine_id)
-            for rank in wanted:
-                self.channel.send_control(rank, controller.info())
+        if controller.has_died:
+            log.warning("ipyparallel's controller is gone; a new one is started")
+            with self._controller_lock:
+                controller.close()
+                self._controller = None
+            self._told.clear()
+            self._monitor.forget_engines(list(self._monitor.engine_ids))
+            self._register_behind()
+        elif controller.is_ready:
+            controller.unregister([number for number in engine_ids if number >= 0])
+            self._tell(controller)
 
     @property
     def is_alive(self) -> bool:
@@ -452,17 +570,22 @@ class LocalLauncher(Launcher):
     def close(self) -> None:
         if os.getpid() != self._owner:  # a forked child of the kernel owns nothing of this
             return
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-        self._monitor.closing = True
-        self.channel.close()
-        self._agents.release()
-        if self._controller is not None:
-            self._controller.close()
-        self._agents.close()
-        self._monitor.hear(None)
-        self._background.put_death(EngineDiedError("", rank=-1, pid=0, returncode=0))
-        os.close(self._board_file)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with interrupts_held(self._agents.hurry):
+            with self._closing:
+                if self._closed:
+                    return
+                self._closed = True
+            self._monitor.closing = True
+            self.channel.close()
+            self._agents.release()
+            with self._controller_lock:
+                if self._controller is not None:
+                    self._controller.close()
+            self._agents.close()
+            self._monitor.hear(None)
+            self._made.close()
+
+    def _pids_of(self, node: int) -> list[int]:
+        dead = self._monitor.dead
+        infos = list(self._monitor.ready.values())
+        return [info.pid for info in infos if info.node_rank == node and info.rank not in dead]

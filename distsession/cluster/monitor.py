@@ -70,6 +70,8 @@ class Monitor:
         self.dead: dict[int, EngineDiedError] = {}
         self.pids: dict[int, int] = {}
         self.engine_ids: dict[int, int] = {}
+        self.unregistered: dict[int, str] = {}
+        """Why an engine could not register, for those whose id is below 0."""
         self._gauges: dict[int, Gauges] = {}
         self.agent_gone = False
         self.closing = False
@@ -98,6 +100,7 @@ class Monitor:
                     self._failed[message.rank] = message.error
                 case EngineRegistered():
                     self.engine_ids[message.rank] = message.engine_id
+                    self.unregistered[message.rank] = message.problem
                 case Gauges():
                     self._gauges[message.node] = message
                 case RankExited():
@@ -308,10 +311,22 @@ class Monitor:
         uses = tuple(use for one in known for use in one.uses)
         return Gauges(known[0].number, uses)
 
-    def wait_registered(self, world: Sequence[int], timeout: float) -> dict[int, int]:
-        """Wait until each rank has an engine id; gives rank -> id."""
+    def forget_engines(self, ranks: Iterable[int]) -> None:
+        """These ranks are about to register with ipyparallel."""
         with self._changed:
-            self._changed.wait_for(lambda: all(rank in self.engine_ids for rank in world), timeout)
+            for rank in ranks:
+                self.engine_ids.pop(rank, None)
+
+    def late_engines(self, world: Sequence[int]) -> list[int]:
+        """Ranks that have not registered with ipyparallel."""
+        return [rank for rank in world if rank not in self.engine_ids]
+
+    def wait_registered(self, world: Sequence[int], timeout: float) -> dict[int, int]:
+        """Wait until each rank has an engine id, or cannot get one; gives rank -> id."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.agent_gone or bool(self.dead) or not self.late_engines(world), timeout
+            )
             return {rank: self.engine_ids[rank] for rank in world if rank in self.engine_ids}
 
 

@@ -4,7 +4,8 @@ Runs in: an engine.
 
 It stays single-threaded and never touches a zmq context, CUDA or a parallel torch operation, for
 a forked child of a process that did is broken. Its only link is a socket to the kernel; when that
-closes, for whatever reason, the agent ends its ranks, removes the session's folder and ends.
+closes, for whatever reason, the agent ends its ranks and itself. If the kernel is gone, it removes
+the session's folder, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import gc
 import importlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
+from distsession import folder_lock
 from distsession.engine import store_server
+from distsession.engine.process import signal_when_parent_ends
 from distsession.messages import (
     AgentFailed,
     AgentHere,
@@ -44,6 +46,12 @@ log = logging.getLogger(__name__)
 
 POLL = 0.5
 """Seconds between two looks at whether the kernel still lives."""
+
+ORPHAN_S = 5.0
+"""Seconds that other processes of a session whose kernel is gone have to end."""
+
+LAST_BREATH_S = 0.5
+"""Seconds in which a kernel whose link has closed turns out to be gone."""
 
 GRACE = 0.4
 """Seconds that a rank has to leave by itself (run its exit functions) before it is killed."""
@@ -71,10 +79,12 @@ class _Rank:
 class Agent:
     """Forks, watches and ends the ranks of one host, or of one node that this host plays."""
 
-    def __init__(self, link: Connection, folder: str, node: int):
+    def __init__(self, link: Connection, node: int, kernel: Kernel):
         self._link = link
-        self._folder = folder
         self._node = node
+        self._kernel = kernel
+        self._folder = ""
+        """The session's, once ranks are to be started."""
         self._ranks: dict[int, _Rank] = {}
         self._store_pid = 0
         self._tcp_store_pid = 0
@@ -85,24 +95,19 @@ class Agent:
         self._gauges_pid = 0
         self._relay_pid = 0
         self._oom_kills = _oom_kills()
-        self._parent = os.getppid()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake_writer)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._on_terminate)
         self._wake_writer = wake_writer
-
-    def _on_terminate(self, *_: Any) -> None:
-        raise SystemExit(0)  # also out of the midst of an import
 
     def serve(self) -> None:
         """Obey the kernel until the link closes."""
         later = list(FIRST_DDP_NEEDS)
         try:
-            while os.getppid() == self._parent:
+            while self._kernel.lives:
                 idle = 0.3 if later and self._ranks else POLL
                 links = [self._link, *([self._gauges] if self._gauges else [])]
                 ready = wait([*links, self._wake], timeout=idle)
@@ -119,7 +124,10 @@ class Agent:
         except (EOFError, OSError):
             log.info("the kernel has closed the link")
         finally:
-            self._end()
+            try:
+                self._end()
+            except SystemExit:  # a signal that came at the last moment
+                self._end()
 
     def _obey(self, message: Any) -> bool:
         match message:
@@ -127,6 +135,7 @@ class Agent:
                 return self._prepare(message)
             case StartRanks():
                 os.set_inheritable(message.board, False)  # by forks it is, by other programs not
+                self._folder = message.folder
                 if self._node:
                     self._store_port = message.store_port
                     if not self._relay_pid:
@@ -183,11 +192,12 @@ class Agent:
     def _start_store(self) -> None:
         """Fork the process that holds the rendezvous store, which thereby outlives every rank."""
         listener = store_server.bind(store_server.socket_path(self._folder))
+        agent = os.getpid()
         self._store_pid = os.fork()
         if self._store_pid == 0:
             self._become_child()
             with _exit_after():
-                store_server.serve(listener)
+                store_server.serve(listener, agent)
         listener.close()
 
     def _start_tcp_store(self, port: int) -> None:
@@ -198,13 +208,14 @@ class Agent:
         """
         listener = socket.create_server(("127.0.0.1", port), backlog=4096)
         self._store_port = listener.getsockname()[1]
+        agent = os.getpid()
         self._tcp_store_pid = os.fork()
         if self._tcp_store_pid == 0:
             self._become_child()
             with _exit_after():
                 from distsession.engine import store
 
-                store.serve_tcp(listener)
+                store.serve_tcp(listener, agent)
         listener.close()
 
     def _replace_store(self, pid: int, returncode: int) -> None:
@@ -252,6 +263,7 @@ class Agent:
     def _start_gauges(self) -> None:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
         mine, its = Pipe()
+        agent = os.getpid()
         self._gauges_pid = os.fork()
         if self._gauges_pid == 0:
             self._become_child()
@@ -259,7 +271,7 @@ class Agent:
             with _exit_after():
                 from distsession.engine import gauges
 
-                gauges.serve(its)
+                gauges.serve(its, agent)
         its.close()
         self._gauges = mine
 
@@ -302,7 +314,7 @@ class Agent:
 
     def _become_child(self) -> None:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         self._link.close()
         if self._gauges is not None:
@@ -372,31 +384,48 @@ class Agent:
             self._link.send(message)
 
     def _end(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._kernel.is_leaving = True
         self._is_ending = True
         self._stop(set(self._ranks))
         for pid in (self._store_pid, self._tcp_store_pid, self._gauges_pid, self._relay_pid):
             if pid > 0:
                 _signal(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        if not self._is_orphan():
-            return
-        for _ in range(20):  # ipyparallel's controller ends by itself and may still write a file
-            shutil.rmtree(self._folder, ignore_errors=True)
-            time.sleep(0.05)
-            if not os.path.exists(self._folder):
-                break
 
-    def _is_orphan(self) -> bool:
-        """Whether the kernel is gone, or has closed the session: nobody else needs the folder."""
-        if os.getppid() != self._parent:
-            return True
-        try:
-            while self._link.poll():
-                self._link.recv()
-        except Exception:
-            return True
-        return False
+
+class Kernel:
+    """The process that started this one, as far as signals tell of it.
+
+    Args:
+        pid: Its own. What ``getppid()`` gives may be somebody else already.
+    """
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self.is_leaving = False
+        """This process ends, so no signal needs to raise anything any more."""
+        self.has_terminated = False
+        """It has told this process to end, and so it lives and cleans up."""
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGHUP, self._on_hangup)
+        signal_when_parent_ends(signal.SIGHUP)
+
+    @property
+    def lives(self) -> bool:
+        return os.getppid() == self._pid
+
+    def _on_terminate(self, *_: Any) -> None:
+        self.has_terminated = True
+        self._leave()
+
+    def _on_hangup(self, *_: Any) -> None:
+        if not self.lives:
+            self._leave()
+
+    def _leave(self) -> None:
+        if not self.is_leaving:
+            self.is_leaving = True
+            raise SystemExit(0)  # also out of the midst of an import
 
 
 def _log_tail(rank: _Rank) -> str:
@@ -463,12 +492,32 @@ def _exit_after() -> Any:
 
 
 def main() -> NoReturn:
-    """Serve the kernel whose socket is named by the command line."""
-    folder, node = sys.argv[1], int(sys.argv[2])
+    """Serve the kernel whose folder and pid are named by the command line."""
+    folder, node, kernel = sys.argv[1], int(sys.argv[2]), Kernel(int(sys.argv[3]))
+    try:
+        lock = folder_lock.hold(folder)
+    except FileNotFoundError:  # the session has been closed, or its kernel is gone
+        sys.exit(0)
     # On our own logger: a handler on the root would make the user's basicConfig() do nothing.
     logging.getLogger("distsession").addHandler(logging.StreamHandler())
-    link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
-    assert isinstance(link, Connection)
-    link.send(AgentHere(node))
-    Agent(link, folder, node).serve()
+    try:
+        if kernel.lives:
+            link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
+            assert isinstance(link, Connection)
+            link.send(AgentHere(node))
+            Agent(link, node, kernel).serve()
+    except OSError as error:
+        log.warning("the kernel cannot be reached: %s", error)
+    finally:
+        kernel.is_leaving = True
+        began = time.monotonic()
+
+        def is_anothers() -> bool:
+            """Whether to leave the folder to the kernel or, at last, to the next start's sweep."""
+            waited = time.monotonic() - began
+            if kernel.lives and (kernel.has_terminated or waited > LAST_BREATH_S):
+                return True
+            return waited > ORPHAN_S
+
+        folder_lock.remove_unused(folder, lock, is_anothers)
     sys.exit(0)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +35,12 @@ from distsession.messages import ClearOutput, ControllerInfo, Display
 __all__ = ["ShellFront", "make_shell", "register"]
 
 log = logging.getLogger(__name__)
+_ipyparallel_log = log.getChild("ipyparallel")
+_ipyparallel_log.setLevel(logging.CRITICAL + 1)  # what fails is told to the kernel, by an error
+_ipyparallel_log.addHandler(logging.NullHandler())  # its engine takes it that there is one
+
+DESCRIPTORS = 36
+"""How many a registration takes (ipyparallel 9.2). Without them zmq ends the whole process."""
 
 
 class _Publisher(ZMQDisplayPublisher):
@@ -179,11 +187,12 @@ class _Engine(engine_app.IPEngine):
         pass  # exceptions of a rank are reported to the session
 
     def exit(self, exit_status: int = 0) -> None:
-        raise RuntimeError(f"ipyparallel's engine wanted to end the process with {exit_status}")
+        problem = sys.exception()  # which ipyparallel handles by ending the process
+        raise problem or RuntimeError(f"ipyparallel's engine wanted to end with {exit_status}")
 
     def abort(self) -> None:
         """Registration took too long; the rank itself goes on without ipyparallel."""
-        log.error("rank %s did not reach ipyparallel's controller in time", self.id)
+        raise TimeoutError(f"the controller did not answer within {self.timeout:g} s")
 
     def redirect_output(self, iopub_socket: Any) -> None:
         kernel = self.kernel
@@ -211,6 +220,12 @@ def _no_signing_warning() -> Iterator[None]:
         traitlets_log.setLevel(level)
 
 
+def _check_room() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + DESCRIPTORS > limit:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 async def register(
     info: ControllerInfo, rank: int, namespace: dict[str, Any], report: Callable[[int], None]
 ) -> None:
@@ -222,14 +237,14 @@ async def register(
         namespace: The user namespace that ``%%px`` is to share.
         report: Called with the id that the controller gave.
     """
+    _check_room()
     engine_app.Kernel = _Kernel
     config = Config()
     config.ProfileDir.location = info.profile_dir
     config.IPEngine.enable_nanny = False
     config.IPEngine.max_heartbeat_misses = 0  # a controller's end must not end the rank
     config.IPEngine.timeout = 30.0
-    config.IPEngine.log_level = logging.ERROR
-    engine = _Engine(config=config, user_ns=namespace, id=rank)
+    engine = _Engine(config=config, user_ns=namespace, id=rank, log=_ipyparallel_log)
     engine.connection_info_env = json.dumps(info.connection)
     own_path, own_cwd = list(sys.path), os.getcwd()
     try:

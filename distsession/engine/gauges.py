@@ -58,9 +58,9 @@ def read(message: AskGauges, pids: Mapping[int, int], gpus: GpuReader | None = N
     return Gauges(message.number, tuple(uses), message.node)
 
 
-def serve(link: Connection) -> None:
+def serve(link: Connection, agent: int) -> None:
     """Answer the agent's questions until it ends; the whole life of the process beside it."""
-    die_with_parent()
+    die_with_parent(agent)
     gpus = GpuReader()
     with contextlib.suppress(EOFError, OSError):
         while True:

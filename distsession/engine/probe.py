@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distsession.engine.gauges import gpu_uuid
+from distsession.engine.process import die_with_parent
 from distsession.ranks import DeviceInfo, HostInfo
 
 __all__ = ["OLDEST_TORCH", "device_info", "fork_problem", "host_info", "torch_problem"]
@@ -66,9 +67,11 @@ def _count_gpus() -> int:
     if not torch.backends.cuda.is_built():
         return 0
     reader, writer = os.pipe()
+    agent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
+            die_with_parent(agent)  # a driver that does not answer would keep it
             os.write(writer, str(torch.cuda.device_count()).encode())
         finally:
             os._exit(0)

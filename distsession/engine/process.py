@@ -18,6 +18,7 @@ __all__ = [
     "forget_inherited_finalizers",
     "interrupt_children",
     "redirect_standard_streams",
+    "signal_when_parent_ends",
 ]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -30,11 +31,19 @@ def die_with_parent(parent: int | None = None) -> None:
     Args:
         parent: Its pid. If it is gone already, this process ends at once.
     """
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_when_parent_ends(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def signal_when_parent_ends(number: int) -> None:
+    """Have the kernel (Linux's) send this process a signal when its parent ends.
+
+    It comes as well when only the thread ends that started this process, so a handler has to look.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def redirect_standard_streams(out_path: str, err_path: str) -> None:

@@ -583,9 +583,10 @@ class Rank:
             await register(info, self._rank, self._namespace, report)
         except _Stop:
             raise
-        except Exception:
-            log.exception("rank %d could not register with ipyparallel's controller", self._rank)
-            report(-1)
+        except Exception as error:
+            log.debug("could not register with ipyparallel's controller", exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+            self._send(EngineRegistered(self._rank, self._generation, -1, problem))
 
 
 def _is_run(request: Request) -> bool:

@@ -332,13 +332,13 @@ def session_store(path: str) -> Store:
 # --- torch's own, for scripts that meet by an address ---------------------------------------------
 
 
-def serve_tcp(listener: socket.socket) -> None:
+def serve_tcp(listener: socket.socket, agent: int) -> None:
     """Hold a store of torch's until the agent ends.
 
     torch's TCPStore binds every interface unless it is handed a socket that listens already; this
     one listens on the loopback interface alone.
     """
-    die_with_parent()
+    die_with_parent(agent)
     port = listener.getsockname()[1]
     _store = dist.TCPStore(
         "127.0.0.1",

@@ -267,7 +267,7 @@ class _Server:
         client.waits = None
 
 
-def serve(listener: socket.socket) -> None:
+def serve(listener: socket.socket, agent: int) -> None:
     """Hold the store until the agent ends."""
-    die_with_parent()
+    die_with_parent(agent)
     _Server(listener).run()

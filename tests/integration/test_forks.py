@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from distsession import RunError, RunInterrupt, Session, errors
+from distsession import RunInterrupt, Session, errors
 from tests.integration.conftest import Recorder
 
 pytestmark = pytest.mark.timeout(120)
@@ -472,7 +472,7 @@ def test_forks_end_with_their_rank(start: Callable[..., Session], how: str) -> N
     else:
         for info in session.infos:
             os.kill(info.pid, signal.SIGKILL)
-    gone, alive = psutil.wait_procs(there, timeout=5)
+    _gone, alive = psutil.wait_procs(there, timeout=5)
     assert not alive
 
 

@@ -33,6 +33,7 @@ TYPED: dict[str, tuple[str, Any]] = {
     "start_timeout": ("9", 9.0),
     "check": ("detail", "detail"),
     "hang_grace": ("0.5", 0.5),
+    "ipyparallel": ("eager", "eager"),
 }
 
 BAD: dict[str, list[Any]] = {
@@ -49,6 +50,7 @@ BAD: dict[str, list[Any]] = {
     "start_timeout": [0, -1, float("nan"), float("inf"), "9", None],
     "check": ["on", "", None, True],
     "hang_grace": [-1, float("nan"), float("inf"), "2", None, True],
+    "ipyparallel": ["never", "", None, True],
 }
 
 
