@@ -39,13 +39,17 @@ __all__ = [
     "FillRequest",
     "FrameInfo",
     "Gauges",
+    "GivenUp",
     "InputReply",
     "LookReply",
     "MalformedMessage",
+    "Mismatch",
     "Operation",
     "OutputEnd",
+    "Overdue",
     "PartsRequest",
     "PieceRequest",
+    "Posted",
     "PrepareAgent",
     "PullRequest",
     "PushRequest",
@@ -54,6 +58,7 @@ __all__ = [
     "RankReady",
     "RankReport",
     "RankUse",
+    "Reason",
     "RejoinRequest",
     "Reply",
     "Request",
@@ -339,11 +344,76 @@ class ErrorInfo(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp(_Message):
+    """A rank failed only since the process group had been given up, for the sake of another.
+
+    Attributes:
+        operation: What it waited in, or, where it is not marked as waiting, came to later; None
+            where that is not known.
+        had_own: An error of its own came before, in the handling of which it was.
+    """
+
+    operation: Operation | None = None
+    had_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Posted(_Message):
+    """What one rank called.
+
+    Attributes:
+        name: torch's name of the operation.
+        detail: Dtype, shape, reduce op, root or peer, as text.
+        place: Where in the user's code; empty if unknown.
+    """
+
+    rank: int
+    name: str
+    detail: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch(_Message):
+    """Ranks called different things as the same operation of a group, as far as one has seen.
+
+    Attributes:
+        group: Name of the process group; for send and receive of the pair within it.
+        sequence: Which operation of the group it is, from 1.
+        posted: What each rank that had come called.
+    """
+
+    group: str
+    sequence: int
+    posted: tuple[Posted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue(_Message):
+    """Ranks did not come to an operation within its time limit.
+
+    Attributes:
+        operation: What the rank that says so waited in.
+        missing: Who did not come.
+        limit: In seconds; 0 where that is not known.
+    """
+
+    operation: Operation
+    missing: tuple[int, ...]
+    limit: float = 0.0
+
+
+Reason = GivenUp | Mismatch | Overdue
+"""Why a collective, send or receive broke off."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply(_Message):
     """The end of a request on one rank. Payload: the value, or the pickled exception, or nothing.
 
     Attributes:
         duration: Seconds that the user's code ran.
+        reason: Why the operation broke off that the error, or one that came before it, is of.
         shown: The last expression's MIME bundle and its metadata.
         has_output: Output of this request is still on its way; an ``OutputEnd`` follows it.
     """
@@ -354,6 +424,7 @@ class Reply(_Message):
     error: ErrorInfo | None = None
     shown: tuple[dict[str, Any], dict[str, Any]] | None = None
     has_output: bool = False
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)

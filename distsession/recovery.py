@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from distsession.cluster.base import Pending
 from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
-from distsession.messages import RankReport, StackReply
+from distsession.messages import Overdue, RankReport, StackReply
 from distsession.ranks import ranks_text
 
 if TYPE_CHECKING:
@@ -240,11 +240,14 @@ class Watch:
         """Why ranks of this run had to be freed; None if they had not."""
         self.waited: dict[int, str] = {}
         """The operations that freed ranks waited in."""
+        self.places: dict[int, str] = {}
+        """Where ranks were that others had waited for in vain, for as long as they may."""
 
     def look(self) -> None:
         """Called now and then; frees the ranks if no wait can help."""
         recovery = self._recovery
         launcher = recovery.launcher
+        self._find_late()
         if launcher.board is None or self.verdict is not None or self._pending.stopped:
             return
         if where := self._pending.debugger_quit:
@@ -322,8 +325,21 @@ class Watch:
     def _adopt(self, verdict: Verdict, reports: dict[int, RankReport]) -> None:
         self.verdict = verdict
         for rank, report in reports.items():
-            if report.operations and rank in self._pending.ranks and report.state == "running":
+            waits = report.operations and report.operations[-1].is_waiting
+            if waits and rank in self._pending.ranks and report.state == "running":
                 self.waited[rank] = describe_operation(report.operations[-1])
+
+    def _find_late(self) -> None:
+        """Ask ranks that did not come in time where they are, as soon as another has said so."""
+        late = {
+            rank
+            for reply, _ in list(self._pending.replies.values())
+            if isinstance(reply.reason, Overdue)
+            for rank in reply.reason.missing
+        }
+        if new := late - self.places.keys():
+            reports = self._recovery.reports(new, ask=True)
+            self.places |= {rank: reports[rank].place for rank in new if rank in reports}
 
     # --- blocked in something that was issued asynchronously --------------------------------------
 

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from distsession.engine.reasons import has_reason
 from distsession.errors import CollectiveError
 from distsession.messages import ErrorInfo, FrameInfo
 from distsession.serialize import Frames, dump_value
 
 __all__ = [
+    "before",
     "describe",
     "forget_frames",
     "innermost",
@@ -51,10 +53,7 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
 
     Never raises, whatever the exception's own methods do.
     """
-    cause = error.__cause__
-    explicit = cause is not None
-    if cause is None and not error.__suppress_context__:
-        cause = error.__context__
+    cause, explicit = before(error)
     nothing: tuple[str, ...] = ()
     notes = _safely(lambda: tuple(str(note) for note in getattr(error, "__notes__", ())), nothing)
     evalue = message_of(error)
@@ -69,6 +68,18 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
         cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CHAIN else None,
         cause_is_explicit=explicit,
     )
+
+
+def before(error: BaseException) -> tuple[BaseException | None, bool]:
+    """The exception that came before one and is shown with it; whether it is its declared cause."""
+    if error.__cause__ is not None:
+        return error.__cause__, True
+    context = error.__context__
+    if not error.__suppress_context__:
+        return context, False
+    if context is not None and has_reason(error):  # which tells what came from within torch
+        return context.__context__, False
+    return None, False
 
 
 def message_of(error: BaseException) -> str:

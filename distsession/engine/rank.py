@@ -27,7 +27,7 @@ import zmq
 from distsession import board as layout
 from distsession import segment, serialize
 from distsession.board import Board
-from distsession.engine import failure, join, rescue, tensors
+from distsession.engine import failure, join, reasons, rescue, tensors
 from distsession.engine.agent import log_path
 from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
@@ -280,7 +280,7 @@ class Rank:
         )
         began = time.perf_counter()
         answer: serialize.Frames | Shared | None = None
-        shown = error = None
+        shown = error = reason = None
         self._trace.begin(request)
         try:
             with self._interruptor.user_code(request.id):
@@ -294,10 +294,9 @@ class Rank:
         except _Stop:
             raise
         except BaseException as raised:
-            error, shown = raised, None
             duration = time.perf_counter() - began
-            if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
-                error = self._recorder.explain(raised)
+            error, shown = self._explained(raised), None
+            reason = reasons.find(error, self._recorder.abort)
             self._trace.end(request, error)
         self._debugger.end()
         self._asker.request = 0
@@ -310,7 +309,20 @@ class Rank:
             if not (_is_run(request) and self._debugger.keep(error)):
                 failure.forget_frames(error)
         has_output = self._capture.end(request.id)
-        self._send(Reply(request.id, self._rank, duration, info, shown, has_output), answer)
+        reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
+        self._send(reply, answer)
+
+    def _explained(self, raised: BaseException) -> BaseException:
+        """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
+        for part in reasons.chain(raised):
+            if reasons.has_reason(part):
+                break
+            if reasons.IN_GLOO in failure.message_of(part):
+                explained = self._recorder.explain(part)
+                if part is raised and explained is not raised:
+                    explained.__context__ = raised.__context__
+                    return explained
+        return raised
 
     def _perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
         """The value of a request, and what of it is to be shown."""

@@ -28,11 +28,12 @@ from typing import Any
 
 from distsession import board as layout
 from distsession.board import Board, key_of
+from distsession.engine import reasons
 from distsession.engine.collectives import describe
 from distsession.engine.failure import is_user_code, short_name
 from distsession.engine.trace import ENDED, FAILED, FLAGS, Entry, Log
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
-from distsession.messages import Abort
+from distsession.messages import Abort, GivenUp, Operation
 from distsession.ranks import format_ranks
 
 __all__ = ["Posted", "Recorder", "Stream"]
@@ -366,24 +367,39 @@ class Recorder:
         if self.abort is not None:
             return self.error().with_traceback(error.__traceback__)
         self.damage()
+        if "losed" in text or "reset by peer" in text:
+            operation = self._operation()
+            lost = CollectiveError(
+                f"{_described(operation)} broke off: another rank closed its connection, as one "
+                "does that fails, dies or runs into a time limit within an operation."
+            ).with_traceback(error.__traceback__)
+            return reasons.attach(lost, GivenUp(operation))
         return error
 
     def damage(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
         self.words[self.region.start + layout.IS_DAMAGED] = 1
 
-    def error(self) -> BaseException:
-        """What an operation of an aborted generation raises."""
+    def error(self, operation: Operation | None = None) -> BaseException:
+        """What an operation of an aborted generation raises.
+
+        Args:
+            operation: One that is refused; by default what the main thread is in.
+        """
         abort = self.abort
         assert abort is not None
-        match abort.kind:
-            case "stop":
-                return KeyboardInterrupt(abort.text)
-            case "mismatch":
-                return CollectiveMismatchError(abort.text)
-            case "hang":
-                return CollectiveHangError(abort.text)
-        return CollectiveError(abort.text)
+        kinds = {
+            "stop": KeyboardInterrupt,
+            "mismatch": CollectiveMismatchError,
+            "hang": CollectiveHangError,
+        }
+        error = kinds.get(abort.kind, CollectiveError)(abort.text)
+        return reasons.attach(error, GivenUp(operation or self._operation()))
+
+    def _operation(self) -> Operation | None:
+        """What this rank is in: what the main thread waits in, if it does."""
+        operations = self.region.operations()
+        return replace(operations[-1], is_waiting=True) if operations else None
 
 
 class Stream:
@@ -428,7 +444,7 @@ class Stream:
         """
         recorder = self.recorder
         if recorder.abort is not None:
-            raise recorder.error()
+            raise recorder.error(self._refused(key))
         fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
         place = recorder.place()
         self.count = sequence = self.count + 1
@@ -447,6 +463,14 @@ class Stream:
             log.count += 1
             log.append(entry)
         return at
+
+    def _refused(self, key: tuple[Any, ...]) -> Operation:
+        """An operation that is not to be begun."""
+        recorder = self.recorder
+        name, _, detail = describe(key).partition(" ")
+        place = recorder.region.place(recorder.place())
+        sequence = self.count + 1
+        return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
 
     def end(self, at: int) -> None:
         """That operation is over, well or not."""
@@ -721,6 +745,13 @@ class Stream:
             f"{_readable(slot.signature)} at {slot.place}: rank{'s' if len(ranks) > 1 else ''} "
             f"{format_ranks(ranks)} did not come within {timeout:g} s."
         )
+
+
+def _described(operation: Operation | None) -> str:
+    if operation is None:
+        return "an operation"
+    place = f" at {operation.place}" if operation.place else ""
+    return _readable(f"{operation.name} {operation.detail}".strip()) + place
 
 
 def _readable(signature: str) -> str:
