@@ -18,10 +18,14 @@ from dataclasses import dataclass, replace
 
 from distsession.messages import Operation, RankReport
 from distsession.ranks import format_ranks
+from distsession.reasons import sentence
 
-__all__ = ["Kind", "Verdict", "describe_operation", "diagnose"]
+__all__ = ["NO_PART", "Kind", "Verdict", "describe_operation", "diagnose"]
 
 WORLD = "world"
+ANY_SOURCE = "any source"
+NO_PART = "no part in this run"
+"""The outcome of a rank that nothing was asked of, in a run beside which nothing else can be."""
 LONGEST_REASON = 200
 
 
@@ -126,20 +130,28 @@ class _Findings:
     def _missing(self, rank: int) -> frozenset[int]:
         operation = self.blocked[rank]
         members = set(operation.members) & self.reports.keys()
+        if _is_any_source(operation):
+            senders = members - {rank}
+            if any(_has_sent(self.reports[s], self.reports[rank], operation) for s in senders):
+                return frozenset()
+            return frozenset(senders)
         return frozenset(m for m in members if not _takes_part(self.reports[m], operation))
 
     def _stuck(self) -> set[int]:
         """Start with all blocked ranks, and set free each one whose missing ranks can all come."""
         stuck = set(self.blocked)
         while True:
-            free = {
-                rank
-                for rank in stuck
-                if not any(m in stuck or self.is_gone(m) for m in self.missing[rank])
-            }
+            free = {rank for rank in stuck if self._may_come_free(rank, stuck)}
             if not free:
                 return stuck
             stuck -= free
+
+    def _may_come_free(self, rank: int, stuck: set[int]) -> bool:
+        """Whether all can come whom a rank misses; of those who may send it something, any."""
+        can_come = [m not in stuck and not self.is_gone(m) for m in self.missing[rank]]
+        if _is_any_source(self.blocked[rank]):
+            return any(can_come) or not can_come
+        return all(can_come)
 
     def is_gone(self, rank: int) -> bool:
         """The rank begins no further operation of this run."""
@@ -158,6 +170,8 @@ class _Findings:
             wait = _agree(together, "waits", "wait")
             described = describe_operation(operation)
             missing = "; ".join(f"{_name(late)}, which {does}" for _, late, does in reasons)
+            if _is_any_source(operation):
+                missing = f"a message from {missing}"
             text = f"{_name(together)} {wait} in {described}{since} for {missing}"
             parts.append((min(grade for grade, _, _ in reasons), together, text))
         return [text for _, _, text in sorted(parts)]
@@ -233,9 +247,9 @@ class _Findings:
             return 0, died, died
         if report.state == "idle":
             return _idle(outcome, as_missing)
-        place = f" {report.place}" if report.place else " its code"
+        one, many = (report.place,) * 2 if report.place else ("its code", "their code")
         states = {
-            "running": (7, f"runs{place}", f"run{place}"),
+            "running": (7, f"runs {one}", f"run {many}"),
             "stopped": (
                 6,
                 "is stopped (SIGSTOP): kill -CONT lets it go on",
@@ -267,6 +281,17 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     return report.sequences.get(operation.group, 0) >= operation.sequence
 
 
+def _is_any_source(operation: Operation) -> bool:
+    """A receive that takes what comes first, whoever sends it."""
+    return operation.name == "recv" and operation.detail.startswith(ANY_SOURCE)
+
+
+def _has_sent(sender: RankReport, receiver: RankReport, operation: Operation) -> bool:
+    """Whether a message of that rank's is on its way."""
+    pair = operation.group.replace(" any->", f" {sender.rank}->")
+    return sender.sequences.get(pair, 0) > receiver.sequences.get(pair, 0)
+
+
 def _has_failed(report: RankReport) -> bool:
     return report.state == "dead" or report.outcome.startswith("failed")
 
@@ -282,6 +307,8 @@ def _idle(outcome: str, as_missing: bool) -> tuple[int, str, str]:
         error = outcome.removeprefix("failed").lstrip(": ")
         failed = f"failed ({error})" if error else "failed"
         return 1, failed, failed
+    if outcome == NO_PART:
+        return 3, "has no part in this run", "have no part in this run"
     how = "" if outcome == "finished" else f" ({outcome})"
     verb = "ended" if how else "finished"
     without = " without it" if as_missing else ""
@@ -315,7 +342,7 @@ def _shorten(text: str) -> str:
 def _sentences(parts: Iterable[str]) -> str:
     """End each part with a period, and begin all but the first with a capital."""
     first, *others = parts
-    return " ".join(f"{text}." for text in [first, *(o[:1].upper() + o[1:] for o in others)])
+    return " ".join(sentence(text) for text in [first, *(o[:1].upper() + o[1:] for o in others)])
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ __all__ = [
     "AskStack",
     "AssignRequest",
     "CallRequest",
+    "Called",
     "CellRequest",
     "ClearOutput",
     "ControllerInfo",
@@ -49,7 +50,6 @@ __all__ = [
     "Overdue",
     "PartsRequest",
     "PieceRequest",
-    "Posted",
     "PrepareAgent",
     "PullRequest",
     "PushRequest",
@@ -358,7 +358,7 @@ class GivenUp(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Posted(_Message):
+class Called(_Message):
     """What one rank called.
 
     Attributes:
@@ -380,12 +380,14 @@ class Mismatch(_Message):
     Attributes:
         group: Name of the process group; for send and receive of the pair within it.
         sequence: Which operation of the group it is, from 1.
-        posted: What each rank that had come called.
+        calls: What each rank that had come called.
+        is_async: The ranks did not wait for each other before it, so some may have begun it.
     """
 
     group: str
     sequence: int
-    posted: tuple[Posted, ...]
+    calls: tuple[Called, ...]
+    is_async: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +587,7 @@ class RankReport(_Message):
         place: The line of user code that runs, such as ``"In[3] line 7"``.
         outcome: How it ended its part of the run that others still work on: ``"finished"``, or
             ``"failed: ValueError: x"``; for a dead rank how it died. Empty while it runs, and
-            where it may still be given work (it had no part in that run).
+            where it may still be given work (it has no part in that run).
         operations: What it has begun and not ended, the one it is blocked in last.
         sequences: For each group that it took part in, how many operations it has begun.
         stack: Its main thread's frames, outermost first; only where they were asked for.

@@ -236,8 +236,7 @@ def _block(
     line = _line(kind, failed, where, places)
     match failed[kind.ranks[0]].reason:
         case Mismatch():
-            begun = any("It was not begun" not in info.evalue for info in infos.values())
-            remedy = mismatch_remedy(_mismatch(kind, failed), was_begun=begun)
+            remedy = mismatch_remedy(_mismatch(kind, failed))
         case Overdue():
             remedy = late_remedy()
         case _ if isinstance(failed[kind.ranks[0]].error, EngineDiedError):

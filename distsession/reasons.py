@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distsession.messages import Mismatch, Overdue, Posted
+from distsession.messages import Called, Mismatch, Overdue
 from distsession.ranks import ranks_text
 
 __all__ = ["late_remedy", "late_text", "merged", "mismatch_remedy", "mismatch_text", "sentence"]
@@ -36,9 +36,10 @@ def sentence(text: str) -> str:
 def merged(parts: Iterable[Mismatch]) -> Mismatch:
     """What several ranks have seen of the same operation, together; there is at least one."""
     first, *others = parts
-    posted = {post.rank: post for part in (first, *others) for post in part.posted}
+    is_async = any(part.is_async for part in (first, *others))
+    posted = {post.rank: post for part in (first, *others) for post in part.calls}
     together = tuple(posted[rank] for rank in sorted(posted))
-    return Mismatch(first.group, first.sequence, together)
+    return Mismatch(first.group, first.sequence, together, is_async)
 
 
 # --- a mismatch -----------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def mismatch_text(mismatch: Mismatch) -> str:
     """
     if text := _sizes_text(mismatch):
         return text
-    sides = _sides(mismatch.posted)
+    sides = _sides(mismatch.calls)
     places = {side.place for side in sides}
     names = {side.name for side in sides}
     common = next(iter(places)) if len(places) == 1 else ""
@@ -76,13 +77,15 @@ def mismatch_text(mismatch: Mismatch) -> str:
     return f"{', '.join(parts)}{f', at {common}' if common else ''}"
 
 
-def mismatch_remedy(mismatch: Mismatch, *, was_begun: bool = False) -> str:
+def mismatch_remedy(mismatch: Mismatch) -> str:
     """What has become of it, and what to do."""
     pair = _PAIR.match(mismatch.group)
     what = f"message {mismatch.sequence}" if pair else f"operation {mismatch.sequence}"
     of = f"from rank {pair[2]} to rank {pair[3]}" if pair else f"of {_titled(mismatch.group)}"
-    begun = "" if was_begun else " It was not begun here, and no tensor of it was changed."
-    return f"This is {what} {of}.{begun} Make the calls agree."
+    begun = "It was not begun, and no tensor of it was changed"
+    if mismatch.is_async:
+        begun = "It was not begun where that was seen; elsewhere its tensors may have changed"
+    return f"This is {what} {of}. {begun}. Make the calls agree."
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class _Side:
     place: str
 
 
-def _sides(posted: Sequence[Posted]) -> list[_Side]:
+def _sides(posted: Sequence[Called]) -> list[_Side]:
     """Those that called the same together; first those that are fewer, then by rank."""
     ranks: dict[tuple[str, str], list[int]] = {}
     places: dict[tuple[str, str], dict[str, None]] = {}
@@ -123,7 +126,7 @@ def _either(places: Sequence[str]) -> str:
 def _differing(details: Sequence[str]) -> list[str]:
     """Of each detail the parts in which any two differ."""
     parts = [_COMMA.split(detail) for detail in details]
-    if len({len(each) for each in parts}) != 1:
+    if len(details) == 1 or len({len(each) for each in parts}) != 1:
         return [detail or "nothing" for detail in details]
     differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
     return [", ".join(p for p, d in zip(each, differ, strict=True) if d) for each in parts]
@@ -131,7 +134,7 @@ def _differing(details: Sequence[str]) -> list[str]:
 
 def _sizes_text(mismatch: Mismatch) -> str:
     """For an all_to_all: whose sizes do not fit to those of its peers; empty if that is not it."""
-    posted = {post.rank: post for post in mismatch.posted}
+    posted = {post.rank: post for post in mismatch.calls}
     sizes: dict[int, tuple[list[int], list[int]]] = {}
     rest = set()
     for rank, post in posted.items():

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distsession.cluster.base import Pending
-from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
+from distsession.diagnosis import NO_PART, Kind, Verdict, describe_operation, diagnose
 from distsession.messages import Overdue, RankReport, StackReply
 from distsession.ranks import ranks_text
 
@@ -114,7 +114,7 @@ class Recovery:
                 error = pending.replies[rank][0].error
                 outcome = f"failed: {error.ename}: {error.evalue}" if error else "finished"
             elif pending is sole and rank not in pending.ranks:
-                outcome = "it had no part in this run"
+                outcome = NO_PART
         return RankReport(rank, "idle", region.seconds, outcome=outcome, sequences=sequences)
 
     # --- stop -------------------------------------------------------------------------------------

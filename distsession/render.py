@@ -28,7 +28,6 @@ __all__ = [
     "diagnosis_text",
     "error_line",
     "error_place",
-    "error_text",
     "fold",
     "fold_bundles",
     "fold_text",
@@ -229,19 +228,6 @@ def _stacks(reports: Mapping[int, RankReport]) -> list[tuple[tuple[int, ...], st
 
 
 # --- errors ---------------------------------------------------------------------------------------
-
-
-def error_text(errors: Mapping[int, ErrorInfo], where: Mapping[int, str]) -> str:
-    """One traceback for each group of ranks that failed in the same way.
-
-    Args:
-        errors: What each failed rank reported.
-        where: Host and device of each rank.
-    """
-    return "\n\n".join(
-        f"{error_line(ranks, error, where)}\n\n{remote_traceback(error)}"
-        for ranks, error in fold(errors)
-    )
 
 
 def error_line(ranks: Sequence[int], error: ErrorInfo, where: Mapping[int, str]) -> str:

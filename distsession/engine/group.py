@@ -246,14 +246,19 @@ class SwappableGroup(Collectives):
         self._keys.add(stream.key)
         return stream
 
+    def _any_stream(self, tag: int) -> Stream:
+        """What this rank receives from whoever sends first."""
+        name = f"{self._title} any->{self._recorder.rank}{f' tag {tag}' if tag else ''}"
+        groups, recorder = self._groups, self._recorder
+        return recorder.stream(groups.generation, name, self.members, recorder.rank)
+
     @contextmanager
     def recorded(
-        self, key: tuple[Any, ...], *, meets: bool = False, alone: bool = False
+        self, key: tuple[Any, ...], *, meets: bool = False, any_tag: int | None = None
     ) -> Iterator[None]:
         """Record what is no collective of torch's, such as the making of a group."""
         self.check_alive()
-        me = self._my_rank
-        stream = self._pair_stream(me, me, 0) if alone else self._own_stream()
+        stream = self._own_stream() if any_tag is None else self._any_stream(any_tag)
         at = stream.post(key)
         try:
             if meets and self._recorder.check:

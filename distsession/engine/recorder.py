@@ -33,8 +33,8 @@ from distsession.engine.collectives import describe
 from distsession.engine.failure import is_user_code, short_name
 from distsession.engine.trace import ENDED, FAILED, FLAGS, Entry, Log
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
-from distsession.messages import Abort, GivenUp, Operation
-from distsession.ranks import format_ranks
+from distsession.messages import Abort, Called, GivenUp, Mismatch, Operation, Overdue
+from distsession.reasons import late_remedy, late_text, mismatch_remedy, mismatch_text, sentence
 
 __all__ = ["Posted", "Recorder", "Stream"]
 
@@ -583,7 +583,7 @@ class Stream:
         if self._are_all_here(sequence, fingerprint):
             return
         for peer in self._peers:
-            self._is_here(peer, sequence, fingerprint)
+            self._is_here(peer, sequence, fingerprint, is_async=True)
 
     def meet(self, at: int, timeout: float | None) -> None:
         """Wait until all peers have posted the same operation.
@@ -637,7 +637,9 @@ class Stream:
                 return False
         return True
 
-    def _is_here(self, peer: list[int], sequence: int, fingerprint: int) -> bool:
+    def _is_here(
+        self, peer: list[int], sequence: int, fingerprint: int, *, is_async: bool = False
+    ) -> bool:
         if peer[1] < 0 and not self._find(peer):
             return False
         words = self._words
@@ -648,7 +650,8 @@ class Stream:
                 return True
             if words[peer[1] + _COUNT] >= sequence + _RING - 1:  # it is writing a later one there
                 return True
-            raise self._mismatch(sequence)
+            slot = self.recorder.board.regions[peer[0]].slot(at)
+            raise self._mismatch(sequence, [self._call(peer[0], slot)], is_async=is_async)
         if posted >> _SEQUENCE_BITS == base >> _SEQUENCE_BITS:
             return posted > base + sequence  # it is that far ahead only if it found this one alike
         if words[peer[1] + layout.INCARNATION] != base >> _SEQUENCE_BITS:
@@ -714,37 +717,41 @@ class Stream:
         slot = self._slot_of(rank, sequence)
         return "" if slot is None else slot.signature
 
-    def _posted(self, sequence: int) -> dict[tuple[str, str], list[int]]:
-        """What each rank that has come has posted, and where: signature and place -> ranks."""
-        found: dict[tuple[str, str], list[int]] = {}
-        for rank in self.members:
-            slot = self._slot_of(rank, sequence)
-            if slot is not None:
-                found.setdefault((slot.signature, slot.place), []).append(rank)
-        return found
+    def _call(self, rank: int, slot: layout.Slot) -> Called:
+        name, _, detail = slot.signature.partition(" ")
+        return Called(rank, name, detail, slot.place)
 
-    def _mismatch(self, sequence: int) -> CollectiveMismatchError:
+    def _mismatch(
+        self, sequence: int, calls: Sequence[Called] = (), *, is_async: bool = False
+    ) -> CollectiveMismatchError:
+        """What to raise.
+
+        Args:
+            sequence: Of the operation.
+            calls: What has been seen already; its rank may withdraw it at any moment.
+            is_async: Nobody waits for the others here.
+        """
         deadline = time.monotonic() + FOR_THE_OTHERS
-        posted = self._posted(sequence)
-        while sum(map(len, posted.values())) < len(self.members) and time.monotonic() < deadline:
+        seen = {call.rank: call for call in calls}
+        while True:
+            for rank in self.members:
+                slot = self._slot_of(rank, sequence)
+                if slot is not None:
+                    seen[rank] = self._call(rank, slot)
+            if len(seen) == len(self.members) or time.monotonic() > deadline:
+                break
             time.sleep(0.001)
-            posted = self._posted(sequence)
-        sides = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {_readable(text)}"
-            f"{f' at {place}' if place else ''}"
-            for (text, place), ranks in sorted(posted.items(), key=lambda item: item[1])
-        )
-        return CollectiveMismatchError(
-            f"operation {sequence} of {_titled(self.name)} is not the same on all ranks: {sides}. "
-            "It was not begun here, and no tensor of it was changed. Make the calls agree."
-        )
+        calls = tuple(seen[rank] for rank in sorted(seen))
+        mismatch = Mismatch(self.name, sequence, calls, is_async)
+        text = f"{sentence(mismatch_text(mismatch))} {mismatch_remedy(mismatch)}"
+        return reasons.attach(CollectiveMismatchError(text), mismatch)
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
-        slot = self.recorder.region.slot(at)
-        return CollectiveHangError(
-            f"{_readable(slot.signature)} at {slot.place}: rank{'s' if len(ranks) > 1 else ''} "
-            f"{format_ranks(ranks)} did not come within {timeout:g} s."
-        )
+        operation = self.recorder._operation()
+        assert operation is not None
+        overdue = Overdue(operation, tuple(ranks), timeout or 0.0)
+        text = sentence(late_text(overdue, (self.recorder.rank,), {}))
+        return reasons.attach(CollectiveHangError(f"{text} {late_remedy()}"), overdue)
 
 
 def _described(operation: Operation | None) -> str:
@@ -757,10 +764,6 @@ def _described(operation: Operation | None) -> str:
 def _readable(signature: str) -> str:
     name, _, detail = signature.partition(" ")
     return f"{name} ({detail})" if detail else name
-
-
-def _titled(name: str) -> str:
-    return "the default group" if name == "world" else name.replace("world ", "", 1)
 
 
 def _moved(place: int, anew: Callable[[int], int]) -> int:
