@@ -288,7 +288,8 @@ def _is_any_source(operation: Operation) -> bool:
 
 def _has_sent(sender: RankReport, receiver: RankReport, operation: Operation) -> bool:
     """Whether a message of that rank's is on its way."""
-    pair = operation.group.replace(" any->", f" {sender.rank}->")
+    tag = operation.detail.removeprefix(ANY_SOURCE).lstrip(",")
+    pair = f"{operation.group.replace(' any->', f' {sender.rank}->')}{tag}"
     return sender.sequences.get(pair, 0) > receiver.sequences.get(pair, 0)
 
 

@@ -56,7 +56,7 @@ class Collectives(dist.ProcessGroup):
         raise NotImplementedError
 
     def recorded(
-        self, key: tuple[Any, ...], *, meets: bool = False, any_tag: int | None = None
+        self, key: tuple[Any, ...], *, meets: bool = False, from_any: bool = False
     ) -> AbstractContextManager[None]:
         raise NotImplementedError
 

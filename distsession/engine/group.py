@@ -246,19 +246,17 @@ class SwappableGroup(Collectives):
         self._keys.add(stream.key)
         return stream
 
-    def _any_stream(self, tag: int) -> Stream:
+    def _any_stream(self) -> Stream:
         """What this rank receives from whoever sends first."""
-        name = f"{self._title} any->{self._recorder.rank}{f' tag {tag}' if tag else ''}"
-        groups, recorder = self._groups, self._recorder
-        return recorder.stream(groups.generation, name, self.members, recorder.rank)
+        return self._find_stream(f"{self._title} any->{self._recorder.rank}", self.members)
 
     @contextmanager
     def recorded(
-        self, key: tuple[Any, ...], *, meets: bool = False, any_tag: int | None = None
+        self, key: tuple[Any, ...], *, meets: bool = False, from_any: bool = False
     ) -> Iterator[None]:
         """Record what is no collective of torch's, such as the making of a group."""
         self.check_alive()
-        stream = self._own_stream() if any_tag is None else self._any_stream(any_tag)
+        stream = self._any_stream() if from_any else self._own_stream()
         at = stream.post(key)
         try:
             if meets and self._recorder.check:
