@@ -561,6 +561,7 @@ class Operation(_Message):
         place: Where in the user's code, such as ``"In[3] line 4"``; empty if unknown.
         seconds: For how long.
         is_waiting: The main thread is blocked in it; otherwise it was issued asynchronously.
+        in_thread: Another thread is blocked in it.
     """
 
     name: str
@@ -571,6 +572,7 @@ class Operation(_Message):
     place: str = ""
     seconds: float = 0.0
     is_waiting: bool = True
+    in_thread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Runs in: the kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +49,7 @@ _COLLECTIVE = ("CollectiveError", "CollectiveHangError", "CollectiveMismatchErro
 APART_S = 0.5
 """Seconds by which one failure must precede another to be taken for the earlier one: two that come
 of the same may reach the kernel in either order."""
+AN_OPERATION = "an operation"
 MOST_WAITS = 3
 """In how many different operations ranks are said to have suffered; others are only counted."""
 
@@ -245,16 +246,11 @@ def _block(
             return f"{line}\n\n{render.remote_traceback(infos[kind.ranks[0]])}"
     # What each rank's own exception says is in the line, so where it stands is enough.
     stands = {
-        rank: replace(info, evalue="") if info.ename in _COLLECTIVE else info
+        rank: render.remote_traceback(info, message=info.ename not in _COLLECTIVE).strip()
         for rank, info in infos.items()
     }
-    folded = render.fold(stands)
-    if len(folded) > MOST_WAITS:
-        folded = folded[:MOST_WAITS]
-    blocks = [
-        f"{render.rank_label(ranks)}\n{render.remote_traceback(info).strip()}"
-        for ranks, info in folded
-    ]
+    folded = [(ranks, text) for ranks, text in render.fold(stands) if text][:MOST_WAITS]
+    blocks = [f"{render.rank_label(ranks)}\n{text}" for ranks, text in folded]
     return "\n\n".join([f"{sentence(line)}\n{remedy}", *blocks])
 
 
@@ -274,7 +270,9 @@ def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, 
         if operation is not None and not operation.is_waiting:
             later.setdefault(describe_operation(operation), []).append(rank)
         else:
-            what = waited.get(rank) or (describe_operation(operation) if operation else "it")
+            what = waited.get(rank) or (
+                describe_operation(operation) if operation else AN_OPERATION
+            )
             there.setdefault(what, []).append(rank)
     parts = []
     for what, who in _most(there):

@@ -189,7 +189,12 @@ def late_text(overdue: Overdue, waiting: Sequence[int], places: Mapping[int, str
     detail = f" ({operation.detail})" if operation.detail else ""
     limit = f" within {overdue.limit:g} s" if overdue.limit else " in time"
     at = f" at {operation.place}" if operation.place else ""
-    if overdue.missing:
+    pair = _PAIR.match(operation.group)
+    if overdue.missing and pair is not None:
+        verb = f"send to rank {pair[3]}" if operation.name == "recv" else "receive it"
+        who = f"{ranks_text(overdue.missing)} did not {verb}{limit}"
+        text = f"{who}; {ranks_text(waiting)} waited in {name}{detail}{at}"
+    elif overdue.missing:
         who = f"{ranks_text(overdue.missing)} did not come to {name}{detail}{limit}"
         text = f"{who}, in which {ranks_text(waiting)} waited{at}"
     else:

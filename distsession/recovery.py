@@ -6,6 +6,7 @@ Runs in: the kernel.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -35,8 +36,14 @@ ASLEEP = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
 ASLEEP_AFTER_FAILURE = 0.2
 """The same once another rank has failed, whose error the user should see soon."""
+FOR_THE_OTHERS = 0.3
+"""Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 CONFIRM = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
+
+
+_WAITS = re.compile(r"/(threading|queue|concurrent/futures/\w+)\.py$")
+"""Where a main thread is that waits for another thread."""
 
 
 class Recovery:
@@ -240,6 +247,7 @@ class Watch:
         """Why ranks of this run had to be freed; None if they had not."""
         self.waited: dict[int, str] = {}
         """The operations that freed ranks waited in."""
+        self._late_since = 0.0
         self.places: dict[int, str] = {}
         """Where ranks were that others had waited for in vain, for as long as they may."""
 
@@ -340,6 +348,13 @@ class Watch:
         if new := late - self.places.keys():
             reports = self._recovery.reports(new, ask=True)
             self.places |= {rank: reports[rank].place for rank in new if rank in reports}
+            self._late_since = self._late_since or time.monotonic()
+        launcher = self._recovery.launcher
+        if not self._late_since or launcher.is_broken or not self._pending.missing:
+            return
+        if time.monotonic() - self._late_since > FOR_THE_OTHERS:
+            # Whoever comes now would not meet those that have left.
+            launcher.abort("failed", f"{ranks_text(sorted(late))} came too late for the others")
 
     # --- blocked in something that was issued asynchronously --------------------------------------
 
@@ -388,12 +403,17 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
 
 
 def _blocked(report: RankReport) -> RankReport:
-    """The same, its last operation taken for the one that the main thread waits in."""
-    inside = any("torch" in frame.filename for frame in report.stack[-1:])
-    if report.state != "running" or not report.operations or not inside:
+    """The same, with the operation last and marked that its main thread waits for, if it does."""
+    if report.state != "running" or not report.operations or not report.stack:
         return report
-    *others, last = report.operations
-    last = replace(last, is_waiting=True, place=last.place or report.place)
+    filename = report.stack[-1].filename
+    waits = [op for op in report.operations if op.in_thread and _WAITS.search(filename)]
+    if not waits and "torch" in filename:
+        waits = list(report.operations[-1:])
+    if not waits:
+        return report
+    last = replace(waits[-1], is_waiting=True, place=waits[-1].place or report.place)
+    others = tuple(op for op in report.operations if op is not waits[-1])
     return replace(report, operations=(*others, last))
 
 

@@ -257,8 +257,13 @@ def error_place(error: ErrorInfo) -> str:
     return ""
 
 
-def remote_traceback(error: ErrorInfo) -> str:
-    """The traceback of one exception and of those before it, oldest first."""
+def remote_traceback(error: ErrorInfo, *, message: bool = True) -> str:
+    """The traceback of one exception and of those before it, oldest first.
+
+    Args:
+        error: The exception.
+        message: Say in the end what it says itself.
+    """
     parts = []
     if error.cause is not None:
         link = (
@@ -268,7 +273,8 @@ def remote_traceback(error: ErrorInfo) -> str:
         )
         parts += [remote_traceback(error.cause), "", link, ""]
     parts += [_frame_text(frame) for frame in error.frames]
-    parts.append(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
+    if message:
+        parts.append(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
     parts += [f"  {note}" for note in error.notes]
     return "\n".join(parts)
 

@@ -5,9 +5,11 @@ Runs in: an engine.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -109,10 +111,10 @@ def _safely(make: Callable[[], T], fallback: T) -> T:
 def _frames(error: BaseException) -> Iterator[FrameInfo]:
     frames = [(frame, lineno) for frame, lineno in traceback.walk_tb(error.__traceback__)]
     # Everything up to the last frame of this folder at the beginning is how we called the user.
-    while frames and is_own(frames[0][0]):
+    while frames and (is_own(frames[0][0]) or _is_of(frames[0][0], threading.__file__)):
         frames.pop(0)
     if isinstance(error, CollectiveError):  # raised by us within torch: neither explains anything
-        while frames and frames[-1][0].f_code.co_filename.startswith((_TORCH, _OWN)):
+        while frames and _is_of(frames[-1][0], _TORCH, _OWN, contextlib.__file__):
             frames.pop()
     for frame, lineno in frames[-_MAX_FRAMES:]:
         code = frame.f_code
@@ -165,6 +167,10 @@ def short_name(filename: str) -> str:
 def is_own(frame: FrameType) -> bool:
     """Whether a frame belongs to how a rank runs code."""
     return os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == _OWN
+
+
+def _is_of(frame: FrameType, *paths: str) -> bool:
+    return frame.f_code.co_filename.startswith(paths)
 
 
 def _context(

@@ -126,6 +126,8 @@ class Rank:
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._refused: set[int] = set()
+        self._thread_error: BaseException | None = None
+        """What ended a thread of the user's, within a collective, while the present request ran."""
         context = zmq.Context()
         identity = f"{start.generation}.{rank}".encode()
         self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
@@ -206,8 +208,16 @@ class Rank:
             world_size=place.world_size,
             device=place.device,
         )
+        threading.excepthook = self._on_thread_error
         self._asker.install()
         self._debugger.install(self._interruptor.on_signal)
+
+    def _on_thread_error(self, ended: threading.ExceptHookArgs) -> None:
+        """A thread of the user's has failed: Python only prints that, and the ranks may differ."""
+        error = ended.exc_value
+        if error is not None and reasons.find(error, self._recorder.abort) is not None:
+            self._thread_error = self._thread_error or error
+        threading.__excepthook__(ended)
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -279,6 +289,7 @@ class Rank:
             forgets=_is_run(request) and not getattr(request, "expression", False),
         )
         began = time.perf_counter()
+        self._thread_error = None
         answer: serialize.Frames | Shared | None = None
         shown = error = reason = None
         self._trace.begin(request)
@@ -298,6 +309,9 @@ class Rank:
             error, shown = self._explained(raised), None
             reason = reasons.find(error, self._recorder.abort)
             self._trace.end(request, error)
+        if error is None and self._thread_error is not None:
+            error, shown, answer = self._thread_error, None, None
+            reason = reasons.find(error, self._recorder.abort)
         self._debugger.end()
         self._asker.request = 0
         self._front.request(0)

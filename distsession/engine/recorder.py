@@ -63,6 +63,9 @@ Posted = list[int]
 
 _FRAMES = range(24)
 """How far up a place in user code is looked for."""
+_LIMIT = re.compile(r"(\d+) ?ms")
+"""In what gloo says of its time limit."""
+_UNKNOWN = Operation("an operation", "world", (), 0)
 _SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
 
 # Words, as plain names of this module: they are read several times in each operation.
@@ -374,7 +377,27 @@ class Recorder:
                 "does that fails, dies or runs into a time limit within an operation."
             ).with_traceback(error.__traceback__)
             return reasons.attach(lost, GivenUp(operation))
+        if "imed out" in text:
+            return self._overdue(text).with_traceback(error.__traceback__)
         return error
+
+    def _overdue(self, text: str) -> CollectiveHangError:
+        """What to raise for a time limit of gloo's."""
+        limit = _LIMIT.search(text)
+        *operations, last = [*self.region.operations(), _UNKNOWN]
+        begun = [region.sequences() for region in self.board.regions]
+        found = Overdue(last, ())
+        for operation in reversed(operations):
+            late = [
+                rank
+                for rank in operation.members
+                if begun[rank].get(operation.group, 0) < operation.sequence
+            ]
+            if late or found.operation is _UNKNOWN:
+                found = Overdue(replace(operation, is_waiting=True), tuple(late))
+            if late:
+                break
+        return _late_error(replace(found, limit=int(limit[1]) / 1000 if limit else 0.0), self.rank)
 
     def damage(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
@@ -747,11 +770,15 @@ class Stream:
         return reasons.attach(CollectiveMismatchError(text), mismatch)
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
-        operation = self.recorder._operation()
-        assert operation is not None
-        overdue = Overdue(operation, tuple(ranks), timeout or 0.0)
-        text = sentence(late_text(overdue, (self.recorder.rank,), {}))
-        return reasons.attach(CollectiveHangError(f"{text} {late_remedy()}"), overdue)
+        call = self._call(self.recorder.rank, self.recorder.region.slot(at))
+        sequence = self._words[at] & _SEQUENCE_MASK
+        operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
+        return _late_error(Overdue(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+
+
+def _late_error(overdue: Overdue, rank: int) -> CollectiveHangError:
+    text = f"{sentence(late_text(overdue, (rank,), {}))} {late_remedy()}"
+    return reasons.attach(CollectiveHangError(text), overdue)
 
 
 def _described(operation: Operation | None) -> str:
