@@ -49,7 +49,7 @@ _COLLECTIVE = ("CollectiveError", "CollectiveHangError", "CollectiveMismatchErro
 APART_S = 0.5
 """Seconds by which one failure must precede another to be taken for the earlier one: two that come
 of the same may reach the kernel in either order."""
-AN_OPERATION = "an operation"
+AN_OPERATION, OTHERS = "an operation", "others"
 MOST_WAITS = 3
 """In how many different operations ranks are said to have suffered; others are only counted."""
 
@@ -145,7 +145,8 @@ def run_error(
         summary += f" (and on {ranks_text(others)})"
     details = "\n\n".join(_block(kind, failed, where, places or {}) for kind in causes)
     if suffered:
-        text = f"{_suffered_text(suffered, failed, waited)}{mended_text(problem)}"
+        freed = any(isinstance(failed[r].reason, GivenUp) or r in waited for r in suffered)
+        text = f"{_suffered_text(suffered, failed, waited)}{mended_text(problem) if freed else ''}"
         summary, details = f"{sentence(summary)} {text}", f"{details.rstrip()}\n\n{text}"
     by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
     by_rank |= {rank: failed[rank].error for rank in suffered}
@@ -172,7 +173,8 @@ def _grade(rank: int, failure: Failure, waited: Mapping[int, str]) -> int:
     """0: it failed by itself. 1: it may have. 2: it only suffered."""
     if isinstance(failure.reason, GivenUp):
         return 1 if failure.reason.had_own else 2
-    return int(failure.reason is None and rank in waited)
+    is_told = failure.info.ename == "CollectiveError"  # it is raised for another's sake
+    return int(failure.reason is None and (rank in waited or is_told))
 
 
 def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
@@ -264,10 +266,14 @@ def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, 
     """One line for all ranks that failed only for another's sake."""
     there: dict[str, list[int]] = {}
     later: dict[str, list[int]] = {}
+    told: dict[str, list[int]] = {}
     for rank in ranks:
-        reason = failed[rank].reason
+        reason, info = failed[rank].reason, failed[rank].info
         operation = reason.operation if isinstance(reason, GivenUp) else None
-        if operation is not None and not operation.is_waiting:
+        if reason is None and rank not in waited:
+            line = f"{info.ename}: {info.evalue.partition(_NEWLINE)[0]}"
+            told.setdefault(line.rstrip("."), []).append(rank)
+        elif operation is not None and not operation.is_waiting:
             later.setdefault(describe_operation(operation), []).append(rank)
         else:
             what = waited.get(rank) or (
@@ -281,6 +287,7 @@ def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, 
     for what, who in _most(later):
         came = "it" if len(parts) == 1 and what in there else what
         parts.append(f"{ranks_text(who)} came to {came} later")
+    parts += [f"{ranks_text(who)} raised {what}" for what, who in _most(told)]
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
@@ -291,7 +298,7 @@ def _most(by_operation: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
     if len(found) <= MOST_WAITS:
         return found
     rest = sorted(rank for _, ranks in found[MOST_WAITS - 1 :] for rank in ranks)
-    return [*found[: MOST_WAITS - 1], ("other operations", rest)]
+    return [*found[: MOST_WAITS - 1], (OTHERS, rest)]
 
 
 def mended_text(problem: str) -> str:

@@ -254,11 +254,11 @@ HUNG = {
         line=3,
     ),
     "a redistribution of a DTensor": Broken(
-        "from torch.distributed.tensor import *\n"
-        "mesh = init_device_mesh('cpu', (4,))\n"
-        "whole = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])\n"
+        "from torch.distributed import tensor as dt\n"
+        "mesh = dist.init_device_mesh('cpu', (4,))\n"
+        "whole = dt.distribute_tensor(torch.ones(8, 2), mesh, [dt.Shard(0)])\n"
         "if not odd:\n"
-        "    whole.redistribute(mesh, [Replicate()]).to_local().sum()",
+        "    whole.redistribute(mesh, [dt.Replicate()]).to_local().sum()",
         what="all_gather",
         line=5,
     ),

@@ -88,7 +88,7 @@ def test_many_operations_are_not_all_listed() -> None:
     failed = {rank: suffered(rank) for rank in range(20)} | {20: own()}
     assert shown(failed)[-1].startswith(
         "Rank 0 waited in barrier #1 at In[7] line 0 and was freed; rank 1 waited in barrier #1 "
-        "at In[7] line 1 and was freed; ranks 2-19 waited in other operations and were freed. "
+        "at In[7] line 1 and was freed; ranks 2-19 waited in others and were freed. "
     )
 
 
@@ -107,6 +107,15 @@ def test_a_rank_that_was_seen_waiting_may_only_have_suffered() -> None:
     error = run_error(failed, NONE, [], {0: "barrier #1"})
     assert list(error.by_rank) == [1, 0]
     assert own_causes(failed, {0: "barrier #1"}) == [1]
+
+
+def test_one_that_is_told_of_anothers_failure_does_not_lead() -> None:
+    told = ErrorInfo("CollectiveError", "rank 1 raised in one_rank_first: boom")
+    failed = {0: Failure(CollectiveError(told.evalue), told), 1: own()}
+    assert order(failed) == [1, 0]
+    assert (
+        shown(failed)[-1] == "Rank 0 raised CollectiveError: rank 1 raised in one_rank_first: boom."
+    )
 
 
 def test_a_mismatch_is_told_once_with_what_each_rank_has_seen() -> None:
