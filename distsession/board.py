@@ -366,6 +366,7 @@ class Region:
                     place=slot.place,
                     seconds=max(0.0, (now - slot.began) / 1e9),
                     is_waiting=blocked == word,
+                    in_thread=blocked != word and slots[offset + STATE] == WAITING,
                 )
                 found.append((operation.is_waiting, slot.began, operation))
         return tuple(operation for _, _, operation in sorted(found, key=lambda f: f[:2]))

@@ -20,10 +20,14 @@ from dataclasses import dataclass, replace
 
 from distsession.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
 from distsession.ranks import format_ranks
+from distsession.reasons import sentence
 
-__all__ = ["Kind", "Verdict", "describe_operation", "diagnose"]
+__all__ = ["NO_PART", "Kind", "Verdict", "describe_operation", "diagnose"]
 
 WORLD = "world"
+ANY_SOURCE = "any source"
+NO_PART = "no part in this run"
+"""The outcome of a rank that nothing was asked of, in a run beside which nothing else can be."""
 LONGEST_REASON = 200
 
 
@@ -139,26 +143,32 @@ class _Findings:
         if _is_store_wait(operation):
             return frozenset(self.reports.keys() - {rank})
         members = set(operation.members) & self.reports.keys()
+        if _is_any_source(operation):
+            senders = members - {rank}
+            if any(_has_sent(self.reports[s], self.reports[rank], operation) for s in senders):
+                return frozenset()
+            return frozenset(senders)
         return frozenset(m for m in members if not _takes_part(self.reports[m], operation))
 
     def _stuck(self) -> set[int]:
         """Start with all blocked ranks, and set free each one whose missing ranks can all come."""
         stuck = set(self.blocked)
         while True:
-            free = {rank for rank in stuck if self._comes_free(rank, stuck)}
+            free = {rank for rank in stuck if self._may_come_free(rank, stuck)}
             if not free:
                 return stuck
             stuck -= free
 
-    def _comes_free(self, rank: int, stuck: set[int]) -> bool:
-        """Whether the ranks that this one misses can still come, while some others cannot."""
-        missing = self.missing[rank]
-        if not _is_store_wait(self.blocked[rank]):
-            return not any(m in stuck or self.is_gone(m) for m in missing)
-        if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:
+    def _may_come_free(self, rank: int, stuck: set[int]) -> bool:
+        """Whether all can come whom a rank misses; of those who may send or set something, any."""
+        operation, missing = self.blocked[rank], self.missing[rank]
+        if not missing or operation.name == LIMITED_STORE_WAIT:
             return True
-        is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
-        return not is_last or not all(self.is_gone(m) for m in missing)
+        if _is_store_wait(operation):
+            is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
+            return not is_last or not all(self.is_gone(m) for m in missing)
+        can_come = [m not in stuck and not self.is_gone(m) for m in missing]
+        return any(can_come) if _is_any_source(operation) else all(can_come)
 
     def is_gone(self, rank: int) -> bool:
         """The rank begins no further operation of this run."""
@@ -177,6 +187,8 @@ class _Findings:
             wait = _agree(together, "waits", "wait")
             described = describe_operation(operation)
             missing = "; ".join(f"{_name(late)}, which {does}" for _, late, does in reasons)
+            if _is_any_source(operation):
+                missing = f"a message from {missing}"
             text = f"{_name(together)} {wait} in {described}{since} for {missing}"
             if _is_store_wait(operation):
                 does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
@@ -259,9 +271,9 @@ class _Findings:
             return 0, died, died
         if report.state == "idle":
             return _idle(outcome, as_missing)
-        place = f" {report.place}" if report.place else " its code"
+        one, many = (report.place,) * 2 if report.place else ("its code", "their code")
         states = {
-            "running": (7, f"runs{place}", f"run{place}"),
+            "running": (7, f"runs {one}", f"run {many}"),
             "stopped": (
                 6,
                 "is stopped (SIGSTOP): kill -CONT lets it go on",
@@ -293,6 +305,18 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     return report.sequences.get(operation.group, 0) >= operation.sequence
 
 
+def _is_any_source(operation: Operation) -> bool:
+    """A receive that takes what comes first, whoever sends it."""
+    return operation.name == "recv" and operation.detail.startswith(ANY_SOURCE)
+
+
+def _has_sent(sender: RankReport, receiver: RankReport, operation: Operation) -> bool:
+    """Whether a message of that rank's is on its way."""
+    tag = operation.detail.removeprefix(ANY_SOURCE).lstrip(",")
+    pair = f"{operation.group.replace(' any->', f' {sender.rank}->')}{tag}"
+    return sender.sequences.get(pair, 0) > receiver.sequences.get(pair, 0)
+
+
 def _has_failed(report: RankReport) -> bool:
     return report.state == "dead" or report.outcome.startswith("failed")
 
@@ -308,6 +332,8 @@ def _idle(outcome: str, as_missing: bool) -> tuple[int, str, str]:
         error = outcome.removeprefix("failed").lstrip(": ")
         failed = f"failed ({error})" if error else "failed"
         return 1, failed, failed
+    if outcome == NO_PART:
+        return 3, "has no part in this run", "have no part in this run"
     how = "" if outcome == "finished" else f" ({outcome})"
     verb = "ended" if how else "finished"
     without = " without it" if as_missing else ""
@@ -345,7 +371,7 @@ def _shorten(text: str) -> str:
 def _sentences(parts: Iterable[str]) -> str:
     """End each part with a period, and begin all but the first with a capital."""
     first, *others = parts
-    return " ".join(f"{text}." for text in [first, *(o[:1].upper() + o[1:] for o in others)])
+    return " ".join(sentence(text) for text in [first, *(o[:1].upper() + o[1:] for o in others)])
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:

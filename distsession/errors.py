@@ -165,8 +165,8 @@ class RunError(DistsessionError, RuntimeError):
     ``traceback.print_exc`` and never asks it how it wants to be shown.
 
     Attributes:
-        by_rank: The exception of each rank that failed, in rank order. Each carries a note that
-            names its rank, host and device.
+        by_rank: The exception of each rank that failed: the cause first, last those of ranks that
+            only suffered from it. Each carries a note that names its rank, host and device.
         results: The values of the ranks that finished.
     """
 
@@ -179,27 +179,23 @@ class RunError(DistsessionError, RuntimeError):
         details: str = "",
     ):
         super().__init__(message)
-        self.by_rank = dict(sorted(by_rank.items()))
-        self._order = tuple(by_rank)  # the cause comes first
+        self.by_rank = dict(by_rank)
         self.results = results
         self._details = details
 
     @property
     def first(self) -> BaseException:
-        """The cause: what was given first; that of the lowest rank, if several failed alike."""
-        return self._in_order()[0]
+        """The cause; that of the lowest rank, if several failed alike."""
+        return self.by_rank[self.first_rank]
 
     @property
     def first_rank(self) -> int:
         """The rank of the cause."""
-        return self._order[0]
-
-    def _in_order(self) -> list[BaseException]:
-        return [self.by_rank[rank] for rank in self._order]
+        return next(iter(self.by_rank))
 
     def as_group(self) -> BaseExceptionGroup[BaseException]:
         """All ranks' exceptions as a group, for ``except*``; the cause comes first."""
-        return BaseExceptionGroup(str(self), self._in_order())
+        return BaseExceptionGroup(str(self), list(self.by_rank.values()))
 
     def _render_traceback_(self) -> list[str]:
         return (self._details or str(self)).splitlines()
@@ -208,8 +204,7 @@ class RunError(DistsessionError, RuntimeError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        by_rank = {rank: self.by_rank[rank] for rank in self._order}
-        return _rebuild_run_error, (str(self), by_rank, self.results, self._details)
+        return _rebuild_run_error, (str(self), self.by_rank, self.results, self._details)
 
 
 def _rebuild_run_error(

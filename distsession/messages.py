@@ -31,6 +31,7 @@ __all__ = [
     "AskStack",
     "AssignRequest",
     "CallRequest",
+    "Called",
     "CellRequest",
     "ClearOutput",
     "ControllerInfo",
@@ -41,11 +42,14 @@ __all__ = [
     "FillRequest",
     "FrameInfo",
     "Gauges",
+    "GivenUp",
     "InputReply",
     "LookReply",
     "MalformedMessage",
+    "Mismatch",
     "Operation",
     "OutputEnd",
+    "Overdue",
     "PartsRequest",
     "PieceRequest",
     "PrepareAgent",
@@ -56,6 +60,7 @@ __all__ = [
     "RankReady",
     "RankReport",
     "RankUse",
+    "Reason",
     "RejoinRequest",
     "Reply",
     "Request",
@@ -347,11 +352,78 @@ class ErrorInfo(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp(_Message):
+    """A rank failed only since the process group had been given up, for the sake of another.
+
+    Attributes:
+        operation: What it waited in, or, where it is not marked as waiting, came to later; None
+            where that is not known.
+        had_own: An error of its own came before, in the handling of which it was.
+    """
+
+    operation: Operation | None = None
+    had_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Called(_Message):
+    """What one rank called.
+
+    Attributes:
+        name: torch's name of the operation.
+        detail: Dtype, shape, reduce op, root or peer, as text.
+        place: Where in the user's code; empty if unknown.
+    """
+
+    rank: int
+    name: str
+    detail: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch(_Message):
+    """Ranks called different things as the same operation of a group, as far as one has seen.
+
+    Attributes:
+        group: Name of the process group; for send and receive of the pair within it.
+        sequence: Which operation of the group it is, from 1.
+        calls: What each rank that had come called.
+        is_async: The ranks did not wait for each other before it, so some may have begun it.
+    """
+
+    group: str
+    sequence: int
+    calls: tuple[Called, ...]
+    is_async: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue(_Message):
+    """Ranks did not come to an operation within its time limit.
+
+    Attributes:
+        operation: What the rank that says so waited in.
+        missing: Who did not come.
+        limit: In seconds; 0 where that is not known.
+    """
+
+    operation: Operation
+    missing: tuple[int, ...]
+    limit: float = 0.0
+
+
+Reason = GivenUp | Mismatch | Overdue
+"""Why a collective, send or receive broke off."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply(_Message):
     """The end of a request on one rank. Payload: the value, or the pickled exception, or nothing.
 
     Attributes:
         duration: Seconds that the user's code ran.
+        reason: Why the operation broke off that the error, or one that came before it, is of.
         shown: The last expression's MIME bundle and its metadata.
         has_output: Output of this request is still on its way; an ``OutputEnd`` follows it.
     """
@@ -362,6 +434,7 @@ class Reply(_Message):
     error: ErrorInfo | None = None
     shown: tuple[dict[str, Any], dict[str, Any]] | None = None
     has_output: bool = False
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,6 +575,7 @@ class Operation(_Message):
         place: Where in the user's code, such as ``"In[3] line 4"``; empty if unknown.
         seconds: For how long.
         is_waiting: The main thread is blocked in it; otherwise it was issued asynchronously.
+        in_thread: Another thread is blocked in it.
     """
 
     name: str
@@ -512,6 +586,7 @@ class Operation(_Message):
     place: str = ""
     seconds: float = 0.0
     is_waiting: bool = True
+    in_thread: bool = False
 
 
 STORE_WAIT = "store_wait"
@@ -534,7 +609,7 @@ class RankReport(_Message):
         place: The line of user code that runs, such as ``"In[3] line 7"``.
         outcome: How it ended its part of the run that others still work on: ``"finished"``, or
             ``"failed: ValueError: x"``; for a dead rank how it died. Empty while it runs, and
-            where it may still be given work (it had no part in that run).
+            where it may still be given work (it has no part in that run).
         operations: What it has begun and not ended, the one it is blocked in last.
         sequences: For each group that it took part in, how many operations it has begun.
         stack: Its main thread's frames, outermost first; only where they were asked for.

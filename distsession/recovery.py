@@ -6,6 +6,7 @@ Runs in: the kernel.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from distsession.cluster.base import Pending
 from distsession.cluster.reconnect import process_state, stat
-from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
-from distsession.messages import RankReport, StackReply
+from distsession.diagnosis import NO_PART, Kind, Verdict, describe_operation, diagnose
+from distsession.messages import Overdue, RankReport, StackReply
 from distsession.ranks import ranks_text
 
 if TYPE_CHECKING:
@@ -39,8 +40,14 @@ SETTLE_EVERY_S = 0.1
 """Seconds between two looks at whether ranks have come back from a run that was stopped."""
 SETTLE_NOTICE_S = 1.0
 """Seconds after which whoever waits for that is told so."""
+FOR_THE_OTHERS = 0.3
+"""Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 CONFIRM = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
+
+
+_WAITS = re.compile(r"/(threading|queue|concurrent/futures/\w+)\.py$")
+"""Where a main thread is that waits for another thread."""
 
 
 class Recovery:
@@ -132,7 +139,7 @@ class Recovery:
                 error = pending.replies[rank][0].error
                 outcome = f"failed: {error.ename}: {error.evalue}" if error else "finished"
             elif pending is sole and rank not in pending.ranks:
-                outcome = "it had no part in this run"
+                outcome = NO_PART
         return RankReport(rank, "idle", region.seconds, outcome=outcome, sequences=sequences)
 
     # --- stop -------------------------------------------------------------------------------------
@@ -323,11 +330,15 @@ class Watch:
         """Why ranks of this run had to be freed; None if they had not."""
         self.waited: dict[int, str] = {}
         """The operations that freed ranks waited in."""
+        self._late_since = 0.0
+        self.places: dict[int, str] = {}
+        """Where ranks were that others had waited for in vain, for as long as they may."""
 
     def look(self) -> None:
         """Called now and then; frees the ranks if no wait can help."""
         recovery = self._recovery
         launcher = recovery.launcher
+        self._find_late()
         if launcher.board is None or self.verdict is not None or self._pending.stopped:
             return
         if where := self._pending.debugger_quit:
@@ -406,8 +417,28 @@ class Watch:
     def _adopt(self, verdict: Verdict, reports: dict[int, RankReport]) -> None:
         self.verdict = verdict
         for rank, report in reports.items():
-            if report.operations and rank in self._pending.ranks and report.state == "running":
+            waits = report.operations and report.operations[-1].is_waiting
+            if waits and rank in self._pending.ranks and report.state == "running":
                 self.waited[rank] = describe_operation(report.operations[-1])
+
+    def _find_late(self) -> None:
+        """Ask ranks that did not come in time where they are, as soon as another has said so."""
+        late = {
+            rank
+            for reply, _ in list(self._pending.replies.values())
+            if isinstance(reply.reason, Overdue)
+            for rank in reply.reason.missing
+        }
+        if new := late - self.places.keys():
+            reports = self._recovery.reports(new, ask=True)
+            self.places |= {rank: reports[rank].place for rank in new if rank in reports}
+            self._late_since = self._late_since or time.monotonic()
+        launcher = self._recovery.launcher
+        if not self._late_since or launcher.is_broken or not self._pending.missing:
+            return
+        if time.monotonic() - self._late_since > FOR_THE_OTHERS:
+            # Whoever comes now would not meet those that have left.
+            launcher.abort("failed", f"{ranks_text(sorted(late))} came too late for the others")
 
     # --- blocked in something that was issued asynchronously --------------------------------------
 
@@ -474,12 +505,17 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
 
 
 def _blocked(report: RankReport) -> RankReport:
-    """The same, its last operation taken for the one that the main thread waits in."""
-    inside = any("torch" in frame.filename for frame in report.stack[-1:])
-    if report.state != "running" or not report.operations or not inside:
+    """The same, with the operation last and marked that its main thread waits for, if it does."""
+    if report.state != "running" or not report.operations or not report.stack:
         return report
-    *others, last = report.operations
-    last = replace(last, is_waiting=True, place=last.place or report.place)
+    filename = report.stack[-1].filename
+    waits = [op for op in report.operations if op.in_thread and _WAITS.search(filename)]
+    if not waits and "torch" in filename:
+        waits = list(report.operations[-1:])
+    if not waits:
+        return report
+    last = replace(waits[-1], is_waiting=True, place=waits[-1].place or report.place)
+    others = tuple(op for op in report.operations if op is not waits[-1])
     return replace(report, operations=(*others, last))
 
 

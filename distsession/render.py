@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distsession.messages import ErrorInfo, FrameInfo, Operation, RankReport
-from distsession.ranks import RankInfo, format_ranks
+from distsession.ranks import RankInfo, format_ranks, ranks_text
 
 __all__ = [
     "ASKING",
@@ -26,7 +26,8 @@ __all__ = [
     "devices_text",
     "diagnosis_html",
     "diagnosis_text",
-    "error_text",
+    "error_line",
+    "error_place",
     "fold",
     "fold_bundles",
     "fold_text",
@@ -37,6 +38,9 @@ __all__ = [
     "table_text",
     "without_times",
 ]
+
+_LONGEST_REASON = 500
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/distsession/engine/")
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 K = TypeVar("K", bound=Hashable)
@@ -226,24 +230,40 @@ def _stacks(reports: Mapping[int, RankReport]) -> list[tuple[tuple[int, ...], st
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def error_text(errors: Mapping[int, ErrorInfo], where: Mapping[int, str]) -> str:
-    """One traceback for each group of ranks that failed in the same way.
+def error_line(ranks: Sequence[int], error: ErrorInfo, where: Mapping[int, str]) -> str:
+    """``ValueError on rank 2 (alpha, cpu) at In[3] line 2: no``."""
+    places = sorted({where[rank] for rank in ranks if rank in where})
+    on = f" ({'; '.join(places[:4])}{'; ...' if len(places) > 4 else ''})" if places else ""
+    line = error_place(error)
+    at = f" at {line}" if line else ""
+    reason = error.evalue.strip().partition("\n")[0]
+    if len(reason) > _LONGEST_REASON:
+        reason = f"{reason[: _LONGEST_REASON - 3]}..."
+    return f"{error.ename} on {ranks_text(ranks)}{on}{at}{f': {reason}' if reason else ''}"
+
+
+def error_place(error: ErrorInfo) -> str:
+    """The line of the cell that failed; without a cell, the innermost one that looks like the
+    user's own. Empty if there is none.
+    """
+    for frame in error.frames:
+        if frame.filename.startswith("In["):
+            return f"{frame.filename} line {frame.lineno}"
+    for frame in reversed(error.frames):
+        if "ipykernel_" in frame.filename:
+            return f"notebook cell line {frame.lineno}"
+        if not frame.filename.startswith("<") and not _LIBRARY.search(frame.filename):
+            return f"{os.path.basename(frame.filename)} line {frame.lineno}"
+    return ""
+
+
+def remote_traceback(error: ErrorInfo, *, message: bool = True) -> str:
+    """The traceback of one exception and of those before it, oldest first.
 
     Args:
-        errors: What each failed rank reported.
-        where: Host and device of each rank.
+        error: The exception.
+        message: Say in the end what it says itself.
     """
-    blocks = []
-    for ranks, error in fold(errors):
-        places = sorted({where[rank] for rank in ranks if rank in where})
-        at = f" ({'; '.join(places[:4])}{'; ...' if len(places) > 4 else ''})" if places else ""
-        name = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
-        blocks.append(f"{error.ename} on {name}{at}\n\n{remote_traceback(error)}")
-    return "\n\n".join(blocks)
-
-
-def remote_traceback(error: ErrorInfo) -> str:
-    """The traceback of one exception and of those before it, oldest first."""
     parts = []
     if error.cause is not None:
         link = (
@@ -253,7 +273,8 @@ def remote_traceback(error: ErrorInfo) -> str:
         )
         parts += [remote_traceback(error.cause), "", link, ""]
     parts += [_frame_text(frame) for frame in error.frames]
-    parts.append(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
+    if message:
+        parts.append(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
     parts += [f"  {note}" for note in error.notes]
     return "\n".join(parts)
 

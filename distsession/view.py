@@ -25,7 +25,7 @@ from distsession.errors import (
     SessionStateError,
 )
 from distsession.messages import CallRequest, CellRequest, PullRequest, RankReport, Request
-from distsession.outcome import collect, hang_error, mended_text, run_error
+from distsession.outcome import collect, hang_error, mended_text, own_causes, run_error
 from distsession.questions import NO_PLACE, Questions
 from distsession.ranks import ranks_text
 from distsession.recovery import BACK, Recovery, Watch
@@ -529,12 +529,13 @@ class RankView:
             raise RunInterrupt(f"{pending.stopped}{end}")
         if pending.debugger_quit:
             raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
-        verdict = watch.verdict
-        if verdict is not None and not verdict.failed and failed.keys() & watch.waited.keys():
-            raise hang_error(verdict, problem)
+        verdict, waited = watch.verdict, watch.waited
+        has_suffered = len(own_causes(failed, waited)) < len(failed)
+        if verdict is not None and not verdict.failed and has_suffered:
+            raise hang_error(verdict, problem, failed, waited)
         if failed:
-            freed = watch.waited if verdict is not None else {}
-            error = run_error(failed, results, self._session.infos, freed, problem)
+            infos = self._session.infos
+            error = run_error(failed, results, infos, waited, problem, watch.places)
             self._session.failed = error.first_rank
             raise error
         if is_late:

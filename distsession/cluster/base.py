@@ -115,6 +115,8 @@ class Pending:
         self.ranks = tuple(ranks)
         self.replies: dict[int, tuple[Reply, Frames]] = {}
         self.deaths: dict[int, EngineDiedError] = {}
+        self.times: dict[int, float] = {}
+        """When each rank answered or was found dead."""
         self._open: set[int] = set()
         self._ended: set[int] = set()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -153,11 +155,13 @@ class Pending:
             return
         if reply.has_output:
             self._open.add(reply.rank)
+        self.times[reply.rank] = time.monotonic()
         self.replies[reply.rank] = (reply, list(payload))
         self._check()
 
     def put_death(self, error: EngineDiedError) -> None:
         if error.rank in self.ranks and error.rank not in self.replies:
+            self.times[error.rank] = time.monotonic()
             self.deaths[error.rank] = error
         self._open.discard(error.rank)
         self._check()

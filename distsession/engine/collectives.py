@@ -56,14 +56,27 @@ class Collectives(dist.ProcessGroup):
         raise NotImplementedError
 
     def recorded(
-        self, key: tuple[Any, ...], *, meets: bool = False, alone: bool = False
+        self,
+        key: tuple[Any, ...],
+        *,
+        meets: bool = False,
+        from_any: bool = False,
+        limit: float | None = None,
     ) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def _any_source(self, tensors: Any, tag: int) -> Any:
         raise NotImplementedError
 
+    def check_member(self, rank: int) -> None:
+        """Refuse a rank of the group that there is not."""
+        if not 0 <= rank < len(self.members):
+            raise ValueError(
+                f"there is no rank {rank} in this process group of {len(self.members)} ranks."
+            )
+
     def _root(self, opts: Any) -> str:
+        self.check_member(opts.rootRank)
         return f"root {self.members[opts.rootRank]}"
 
     # --- collectives ------------------------------------------------------------------------------
@@ -186,7 +199,7 @@ class Collectives(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         limit = self._limit if timeout is None else timeout
-        with self.recorded(("monitored_barrier",)):
+        with self.recorded(("monitored_barrier",), meets=True, limit=limit.total_seconds()):
             return self.inner._get_backend(torch.device("cpu")).monitored_barrier(
                 limit, wait_all_ranks
             )

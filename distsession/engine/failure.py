@@ -5,9 +5,11 @@ Runs in: an engine.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -15,11 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from distsession.engine.reasons import has_reason
 from distsession.errors import CollectiveError
 from distsession.messages import ErrorInfo, FrameInfo
 from distsession.serialize import Frames, dump_value
 
 __all__ = [
+    "before",
     "describe",
     "forget_frames",
     "innermost",
@@ -51,10 +55,7 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
 
     Never raises, whatever the exception's own methods do.
     """
-    cause = error.__cause__
-    explicit = cause is not None
-    if cause is None and not error.__suppress_context__:
-        cause = error.__context__
+    cause, explicit = before(error)
     nothing: tuple[str, ...] = ()
     notes = _safely(lambda: tuple(str(note) for note in getattr(error, "__notes__", ())), nothing)
     evalue = message_of(error)
@@ -69,6 +70,18 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
         cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CHAIN else None,
         cause_is_explicit=explicit,
     )
+
+
+def before(error: BaseException) -> tuple[BaseException | None, bool]:
+    """The exception that came before one and is shown with it; whether it is its declared cause."""
+    if error.__cause__ is not None:
+        return error.__cause__, True
+    context = error.__context__
+    if not error.__suppress_context__:
+        return context, False
+    if context is not None and has_reason(error):  # which tells what came from within torch
+        return context.__context__, False
+    return None, False
 
 
 def message_of(error: BaseException) -> str:
@@ -98,10 +111,10 @@ def _safely(make: Callable[[], T], fallback: T) -> T:
 def _frames(error: BaseException) -> Iterator[FrameInfo]:
     frames = [(frame, lineno) for frame, lineno in traceback.walk_tb(error.__traceback__)]
     # Everything up to the last frame of this folder at the beginning is how we called the user.
-    while frames and is_own(frames[0][0]):
+    while frames and (is_own(frames[0][0]) or _is_of(frames[0][0], threading.__file__)):
         frames.pop(0)
     if isinstance(error, CollectiveError):  # raised by us within torch: neither explains anything
-        while frames and frames[-1][0].f_code.co_filename.startswith((_TORCH, _OWN)):
+        while frames and _is_of(frames[-1][0], _TORCH, _OWN, contextlib.__file__):
             frames.pop()
     for frame, lineno in frames[-_MAX_FRAMES:]:
         code = frame.f_code
@@ -154,6 +167,10 @@ def short_name(filename: str) -> str:
 def is_own(frame: FrameType) -> bool:
     """Whether a frame belongs to how a rank runs code."""
     return os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == _OWN
+
+
+def _is_of(frame: FrameType, *paths: str) -> bool:
+    return frame.f_code.co_filename.startswith(paths)
 
 
 def _context(

@@ -264,6 +264,8 @@ class SwappableGroup(Collectives):
 
     def _pair_stream(self, source: int, target: int, tag: int) -> Stream:
         """The messages from one rank of the group to another."""
+        for rank in (source, target):
+            self.check_member(rank)
         ends = (self.members[source], self.members[target])
         name = f"{self._title} {ends[0]}->{ends[1]}{f' tag {tag}' if tag else ''}"
         return self._find_stream(name, ends, tag)
@@ -282,18 +284,34 @@ class SwappableGroup(Collectives):
         self._keys.add(stream.key)
         return stream
 
+    def _any_stream(self) -> Stream:
+        """What this rank receives from whoever sends first."""
+        return self._find_stream(f"{self._title} any->{self._recorder.rank}", self.members)
+
     @contextmanager
     def recorded(
-        self, key: tuple[Any, ...], *, meets: bool = False, alone: bool = False
+        self,
+        key: tuple[Any, ...],
+        *,
+        meets: bool = False,
+        from_any: bool = False,
+        limit: float | None = None,
     ) -> Iterator[None]:
-        """Record what is no collective of torch's, such as the making of a group."""
-        self.check_alive()
-        me = self._my_rank
-        stream = self._pair_stream(me, me, 0) if alone else self._own_stream()
+        """Record what is no collective of torch's, such as the making of a group.
+
+        Args:
+            key: What it is.
+            meets: It begins only when all members have come.
+            from_any: It is a receive from whoever sends first.
+            limit: Seconds within which they have to come. Default: the group's limit.
+        """
+        if self._lost:
+            raise CollectiveError(self._lost)
+        stream = self._any_stream() if from_any else self._own_stream()
         at = stream.post(key)
         try:
             if meets and self._recorder.check:
-                stream.meet(at, self._seconds)
+                stream.meet(at, self._seconds if limit is None else limit)
             self._recorder.block(at)
             yield
         except BaseException as error:

@@ -27,7 +27,7 @@ import zmq
 from distsession import board as layout
 from distsession import segment, serialize
 from distsession.board import Board
-from distsession.engine import failure, join, rescue, store, tensors
+from distsession.engine import failure, join, reasons, rescue, store, tensors
 from distsession.engine.agent import log_path
 from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
@@ -133,6 +133,8 @@ class Rank:
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._refused: set[int] = set()
+        self._thread_error: BaseException | None = None
+        """What ended a thread of the user's, within a collective, while the present request ran."""
         context = zmq.Context()
         identity = f"{start.generation}.{rank}".encode()
         self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
@@ -246,8 +248,16 @@ class Rank:
             world_size=place.world_size,
             device=place.device,
         )
+        threading.excepthook = self._on_thread_error
         self._asker.install()
         self._debugger.install(self._interruptor.on_signal)
+
+    def _on_thread_error(self, ended: threading.ExceptHookArgs) -> None:
+        """A thread of the user's has failed: Python only prints that, and the ranks may differ."""
+        error = ended.exc_value
+        if error is not None and reasons.find(error, self._recorder.abort) is not None:
+            self._thread_error = self._thread_error or error
+        threading.__excepthook__(ended)
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -319,8 +329,9 @@ class Rank:
             forgets=_is_run(request) and not getattr(request, "expression", False),
         )
         began = time.perf_counter()
+        self._thread_error = None
         answer: serialize.Frames | Shared | None = None
-        shown = error = None
+        shown = error = reason = None
         self._trace.begin(request)
         try:
             with self._interruptor.user_code(request.id):
@@ -336,11 +347,13 @@ class Rank:
             raise
         except BaseException as raised:
             self._forks.end_child(raised)
-            error, shown = raised, None
             duration = time.perf_counter() - began
-            if "/gloo/" in failure.message_of(raised):  # C++ waited, as in a backward
-                error = self._recorder.explain(raised)
+            error, shown = self._explained(raised), None
+            reason = reasons.find(error, self._recorder.abort)
             self._trace.end(request, error)
+        if error is None and self._thread_error is not None:
+            error, shown, answer = self._thread_error, None, None
+            reason = reasons.find(error, self._recorder.abort)
         self._debugger.end()
         self._asker.request = 0
         info = None
@@ -352,7 +365,20 @@ class Rank:
         self._front.request(0)
         self._recorder.request(0)
         has_output = self._capture.end(request.id)
-        self._send(Reply(request.id, self._rank, duration, info, shown, has_output), answer)
+        reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
+        self._send(reply, answer)
+
+    def _explained(self, raised: BaseException) -> BaseException:
+        """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
+        for part in reasons.chain(raised):
+            if reasons.has_reason(part):
+                break
+            if reasons.IN_GLOO in failure.message_of(part):
+                explained = self._recorder.explain(part)
+                if part is raised and explained is not raised:
+                    explained.__context__ = raised.__context__
+                    return explained
+        return raised
 
     def _perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
         """The value of a request, and what of it is to be shown."""

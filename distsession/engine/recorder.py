@@ -29,12 +29,13 @@ from typing import Any
 
 from distsession import board as layout
 from distsession.board import Board, key_of
+from distsession.engine import reasons
 from distsession.engine.collectives import describe
 from distsession.engine.failure import is_user_code, short_name
 from distsession.engine.trace import ENDED, FAILED, FLAGS, Entry, Log
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
-from distsession.messages import Abort
-from distsession.ranks import format_ranks
+from distsession.messages import Abort, Called, GivenUp, Mismatch, Operation, Overdue
+from distsession.reasons import late_remedy, late_text, mismatch_remedy, mismatch_text, sentence
 
 __all__ = ["Posted", "Recorder", "Stream"]
 
@@ -63,6 +64,9 @@ Posted = list[int]
 
 _FRAMES = range(24)
 """How far up a place in user code is looked for."""
+_LIMIT = re.compile(r"(\d+) ?ms")
+"""In what gloo says of its time limit."""
+_UNKNOWN = Operation("an operation", "world", (), 0)
 _SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
 
 # Words, as plain names of this module: they are read several times in each operation.
@@ -367,24 +371,59 @@ class Recorder:
         if self.abort is not None:
             return self.error().with_traceback(error.__traceback__)
         self.damage()
+        if "losed" in text or "reset by peer" in text:
+            operation = self._operation()
+            lost = CollectiveError(
+                f"{_described(operation)} broke off: another rank closed its connection, as one "
+                "does that fails, dies or runs into a time limit within an operation."
+            ).with_traceback(error.__traceback__)
+            return reasons.attach(lost, GivenUp(operation))
+        if "imed out" in text:
+            return self._overdue(text).with_traceback(error.__traceback__)
         return error
+
+    def _overdue(self, text: str) -> CollectiveHangError:
+        """What to raise for a time limit of gloo's."""
+        limit = _LIMIT.search(text)
+        *operations, last = [*self.region.operations(), _UNKNOWN]
+        begun = [region.sequences() for region in self.board.regions]
+        found = Overdue(last, ())
+        for operation in reversed(operations):
+            late = [
+                rank
+                for rank in operation.members
+                if begun[rank].get(operation.group, 0) < operation.sequence
+            ]
+            if late or found.operation is _UNKNOWN:
+                found = Overdue(replace(operation, is_waiting=True), tuple(late))
+            if late:
+                break
+        return _late_error(replace(found, limit=int(limit[1]) / 1000 if limit else 0.0), self.rank)
 
     def damage(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
         self.words[self.region.start + layout.IS_DAMAGED] = 1
 
-    def error(self) -> BaseException:
-        """What an operation of an aborted generation raises."""
+    def error(self, operation: Operation | None = None) -> BaseException:
+        """What an operation of an aborted generation raises.
+
+        Args:
+            operation: One that is refused; by default what the main thread is in.
+        """
         abort = self.abort
         assert abort is not None
-        match abort.kind:
-            case "stop":
-                return KeyboardInterrupt(abort.text)
-            case "mismatch":
-                return CollectiveMismatchError(abort.text)
-            case "hang":
-                return CollectiveHangError(abort.text)
-        return CollectiveError(abort.text)
+        kinds = {
+            "stop": KeyboardInterrupt,
+            "mismatch": CollectiveMismatchError,
+            "hang": CollectiveHangError,
+        }
+        error = kinds.get(abort.kind, CollectiveError)(abort.text)
+        return reasons.attach(error, GivenUp(operation or self._operation()))
+
+    def _operation(self) -> Operation | None:
+        """What this rank is in: what the main thread waits in, if it does."""
+        operations = self.region.operations()
+        return replace(operations[-1], is_waiting=True) if operations else None
 
 
 class Stream:
@@ -429,7 +468,7 @@ class Stream:
         """
         recorder = self.recorder
         if recorder.abort is not None:
-            raise recorder.error()
+            raise recorder.error(self._refused(key))
         fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
         place = recorder.place()
         self.count = sequence = self.count + 1
@@ -448,6 +487,14 @@ class Stream:
             log.count += 1
             log.append(entry)
         return at
+
+    def _refused(self, key: tuple[Any, ...]) -> Operation:
+        """An operation that is not to be begun."""
+        recorder = self.recorder
+        name, _, detail = describe(key).partition(" ")
+        place = recorder.region.place(recorder.place())
+        sequence = self.count + 1
+        return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
 
     def end(self, at: int) -> None:
         """That operation is over, well or not."""
@@ -560,7 +607,7 @@ class Stream:
         if self._are_all_here(sequence, fingerprint):
             return
         for peer in self._peers:
-            self._is_here(peer, sequence, fingerprint)
+            self._is_here(peer, sequence, fingerprint, is_async=True)
 
     def meet(self, at: int, timeout: float | None) -> None:
         """Wait until all peers have posted the same operation.
@@ -614,7 +661,9 @@ class Stream:
                 return False
         return True
 
-    def _is_here(self, peer: list[int], sequence: int, fingerprint: int) -> bool:
+    def _is_here(
+        self, peer: list[int], sequence: int, fingerprint: int, *, is_async: bool = False
+    ) -> bool:
         if peer[1] < 0 and not self._find(peer):
             return False
         words = self._words
@@ -625,7 +674,8 @@ class Stream:
                 return True
             if words[peer[1] + _COUNT] >= sequence + _RING - 1:  # it is writing a later one there
                 return True
-            raise self._mismatch(sequence)
+            slot = self.recorder.board.regions[peer[0]].slot(at)
+            raise self._mismatch(sequence, [self._call(peer[0], slot)], is_async=is_async)
         if posted >> _SEQUENCE_BITS == base >> _SEQUENCE_BITS:
             return posted > base + sequence  # it is that far ahead only if it found this one alike
         if words[peer[1] + layout.INCARNATION] != base >> _SEQUENCE_BITS:
@@ -688,37 +738,52 @@ class Stream:
         slot = self._slot_of(rank, sequence)
         return "" if slot is None else slot.signature
 
-    def _posted(self, sequence: int) -> dict[tuple[str, str], list[int]]:
-        """What each rank that has come has posted, and where: signature and place -> ranks."""
-        found: dict[tuple[str, str], list[int]] = {}
-        for rank in self.members:
-            slot = self._slot_of(rank, sequence)
-            if slot is not None:
-                found.setdefault((slot.signature, slot.place), []).append(rank)
-        return found
+    def _call(self, rank: int, slot: layout.Slot) -> Called:
+        name, _, detail = slot.signature.partition(" ")
+        return Called(rank, name, detail, slot.place)
 
-    def _mismatch(self, sequence: int) -> CollectiveMismatchError:
+    def _mismatch(
+        self, sequence: int, calls: Sequence[Called] = (), *, is_async: bool = False
+    ) -> CollectiveMismatchError:
+        """What to raise.
+
+        Args:
+            sequence: Of the operation.
+            calls: What has been seen already; its rank may withdraw it at any moment.
+            is_async: Nobody waits for the others here.
+        """
         deadline = time.monotonic() + FOR_THE_OTHERS
-        posted = self._posted(sequence)
-        while sum(map(len, posted.values())) < len(self.members) and time.monotonic() < deadline:
+        seen = {call.rank: call for call in calls}
+        while True:
+            for rank in self.members:
+                slot = self._slot_of(rank, sequence)
+                if slot is not None:
+                    seen[rank] = self._call(rank, slot)
+            if len(seen) == len(self.members) or time.monotonic() > deadline:
+                break
             time.sleep(0.001)
-            posted = self._posted(sequence)
-        sides = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {_readable(text)}"
-            f"{f' at {place}' if place else ''}"
-            for (text, place), ranks in sorted(posted.items(), key=lambda item: item[1])
-        )
-        return CollectiveMismatchError(
-            f"operation {sequence} of {_titled(self.name)} is not the same on all ranks: {sides}. "
-            "It was not begun here, and no tensor of it was changed. Make the calls agree."
-        )
+        calls = tuple(seen[rank] for rank in sorted(seen))
+        mismatch = Mismatch(self.name, sequence, calls, is_async)
+        text = f"{sentence(mismatch_text(mismatch))} {mismatch_remedy(mismatch)}"
+        return reasons.attach(CollectiveMismatchError(text), mismatch)
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
-        slot = self.recorder.region.slot(at)
-        return CollectiveHangError(
-            f"{_readable(slot.signature)} at {slot.place}: rank{'s' if len(ranks) > 1 else ''} "
-            f"{format_ranks(ranks)} did not come within {timeout:g} s."
-        )
+        call = self._call(self.recorder.rank, self.recorder.region.slot(at))
+        sequence = self._words[at] & _SEQUENCE_MASK
+        operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
+        return _late_error(Overdue(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+
+
+def _late_error(overdue: Overdue, rank: int) -> CollectiveHangError:
+    text = f"{sentence(late_text(overdue, (rank,), {}))} {late_remedy()}"
+    return reasons.attach(CollectiveHangError(text), overdue)
+
+
+def _described(operation: Operation | None) -> str:
+    if operation is None:
+        return "an operation"
+    place = f" at {operation.place}" if operation.place else ""
+    return _readable(f"{operation.name} {operation.detail}".strip()) + place
 
 
 @lru_cache(256)
@@ -734,10 +799,6 @@ def _parts(signature: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _readable(signature: str) -> str:
     name, _, detail = signature.partition(" ")
     return f"{name} ({detail})" if detail else name
-
-
-def _titled(name: str) -> str:
-    return "the default group" if name == "world" else name.replace("world ", "", 1)
 
 
 def _moved(place: int, anew: Callable[[int], int]) -> int:

@@ -128,7 +128,7 @@ class _Receiver(Protocol):
 
     def sender(self, tag: int) -> int: ...
     def recv(self, tensors: Any, source: int, tag: int) -> Any: ...
-    def recorded(self, key: tuple[Any, ...], *, alone: bool) -> Any: ...
+    def recorded(self, key: tuple[Any, ...], *, from_any: bool) -> Any: ...
     def check_alive(self) -> None: ...
 
 
@@ -155,7 +155,8 @@ class AnySource(dist.Work):
         return self._work is not None
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        with self._group.recorded(("recv", "any source"), alone=True):
+        tag = f"tag {self._tag}" if self._tag else ""
+        with self._group.recorded(("recv", "any source", tag), from_any=True):
             pause = FIRST_PAUSE
             while not self._find():
                 self._group.check_alive()

@@ -185,7 +185,7 @@ def _fail(error: RunError) -> int:
     first = error.first
     if isinstance(first, SystemExit):
         # Others may have failed for other reasons, or by what this one left undone.
-        rank = next(iter(rank for rank, each in error.by_rank.items() if each is first))
+        rank = error.first_rank
         if first.code is not None and not isinstance(first.code, int):
             _say(f"rank {rank}: {first.code}", 1)
         else:

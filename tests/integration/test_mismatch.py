@@ -78,8 +78,8 @@ MISMATCHES = {
         "n = world_size\n"
         "splits = [2 if odd else 1] * n\n"
         "dist.all_to_all_single(torch.zeros(sum(splits)), ones(n), splits, [1] * n)",
-        "receive 1,",
-        "receive 2,",
+        "to receive 2 from rank",
+        "which sends 1",
     ),
     "roots of a reduce": ("dist.reduce(ones(4), dst=int(odd))", "root 0", "root 1"),
 }
@@ -98,7 +98,7 @@ def test_a_mismatch_raises_on_every_rank_and_changes_nothing(
         assert isinstance(error, errors.CollectiveMismatchError)
         assert one in str(error)
         assert other in str(error)
-        assert str(error).count("In[4] line") == 2
+        assert "at In[4] line" in str(error)
     assert all(session.evaluate("bool((kept == 1).all())").values())
     check(session)
 

@@ -281,7 +281,7 @@ def test_a_rank_that_can_still_be_given_its_part_is_waited_for(cluster: Cluster)
 
 
 def test_a_collective_that_other_ranks_were_not_asked_for_ends_by_itself(cluster: Cluster) -> None:
-    with pytest.raises(errors.CollectiveHangError, match="had no part in this run"):
+    with pytest.raises(errors.CollectiveHangError, match="no part in this run"):
         cluster.session[0].run(dist.barrier)
     cluster.check()
 

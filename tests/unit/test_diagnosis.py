@@ -65,6 +65,8 @@ ON_A = Operation("all_reduce", "a", (0, 1), 3, "float32 [4], sum", "In[5] line 2
 ON_B = Operation("all_reduce", "b", (0, 1), 2, "float32 [4], sum", "In[5] line 3", 9.0)
 ON_A_TEXT = "all_reduce #3 of a (float32 [4], sum) at In[5] line 2"
 ON_B_TEXT = "all_reduce #2 of b (float32 [4], sum) at In[5] line 3"
+ANY = Operation("recv", "world any->0", (0, 1, 2), 1, "any source", "In[5] line 6", 9.0)
+ANY_TEXT = "recv #1 (any source) at In[5] line 6"
 RING = [Operation("barrier", f"g{i}", (i, (i + 1) % 3), 1, "", f"In[5] line {i}") for i in range(3)]
 CHAIN = [Operation("barrier", f"g{i}", (i, i + 1), 1, "", f"In[5] line {i}") for i in range(3)]
 
@@ -179,6 +181,23 @@ def wait(id: str, one: Reports, does: str, **verdict: Any) -> Case:
 
 
 WAIT = [
+    Case(
+        "whoever sends first may still come",
+        waiting(0, op=ANY) | finished(1) | computing(2),
+        Kind.WAIT,
+        f"rank 0 waits in {ANY_TEXT} (for 9 s) for a message from rank 1, which finished its part "
+        "without it; rank 2, which runs In[3] line 7.",
+        (0,),
+        (1, 2),
+    ),
+    Case(
+        "several that run their code",
+        waiting(0) | {r: RankReport(r, "running") for r in (1, 2, 3)},
+        Kind.WAIT,
+        f"rank 0 waits in {SUM_TEXT} (for 12 s) for ranks 1-3, which run their code.",
+        (0,),
+        (1, 2, 3),
+    ),
     wait("one is late", computing(1, world=4), "runs In[3] line 7"),
     wait("one is late somewhere", on(1, "running"), "runs its code"),
     wait("one has no part in the run", on(1, "idle"), "is idle: nothing runs on it"),
@@ -304,6 +323,34 @@ def deadlock(id: str, one: Reports, does: str, failed: bool = False) -> Case:
 
 
 DEADLOCK = [
+    Case(
+        "nobody is left to send anything",
+        waiting(0, op=ANY) | finished(1) | failed(2, "OSError: no disk."),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {ANY_TEXT} for a message from rank 2, which failed (OSError: no disk.); "
+        "rank 1, which finished its part without it." + NO_WAIT,
+        (0,),
+        (1, 2),
+        failed=True,
+    ),
+    Case(
+        "who could send waits for the one that receives",
+        waiting(0, op=ANY) | waiting(1, op=pair("recv", 0, 1, "In[5] line 9")) | finished(2),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {ANY_TEXT} for a message from rank 2, which finished its part without "
+        "it; rank 1, which waits elsewhere. Rank 1 waits in recv #1 (float32 [2], from 0) at "
+        "In[5] line 9 for rank 0, which waits elsewhere." + NO_WAIT,
+        (0, 1),
+        (0, 1, 2),
+    ),
+    Case(
+        "a rank that has no part",
+        waiting(0) | on(1, "idle", outcome="no part in this run") | finished(2, 3, world=5),
+        Kind.DEADLOCK,
+        f"rank 0 waits in {SUM_TEXT} for rank 1, which has no part in this run." + NO_WAIT,
+        (0,),
+        (1,),
+    ),
     deadlock("one finished", finished(1, world=4), "finished its part without it"),
     deadlock("one failed", failed(1), "failed (ValueError: x)", failed=True),
     deadlock(
@@ -649,6 +696,14 @@ def test_a_long_reason_is_cut() -> None:
     sentence = diagnose(waiting(0, 2, 3) | failed(1, "ValueError: " + "x" * 500)).sentence
     assert "xxx..." in sentence
     assert len(sentence) < 320
+
+
+def test_a_message_that_is_on_its_way_is_waited_for() -> None:
+    sent = {"world 1->0": 2}
+    reports = waiting(0, op=ANY) | finished(2) | on(1, "idle", outcome="finished", sequences=sent)
+    assert diagnose(reports).kind is Kind.NOTHING
+    taken = replace(reports[0], sequences={**reports[0].sequences, "world 1->0": 2})
+    assert diagnose(reports | {0: taken}).kind is Kind.DEADLOCK
 
 
 # --- whatever is reported -------------------------------------------------------------------------

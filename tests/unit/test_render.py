@@ -217,24 +217,39 @@ def test_a_diagnosis_without_ranks_is_its_verdict(show: Callable[..., str]) -> N
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_an_error_is_headed_by_its_ranks_and_where_they_are() -> None:
-    text = render.error_text({0: ERROR, 1: ERROR}, {0: "alpha, cpu", 1: "alpha, cpu"})
-    assert text.startswith("ZeroDivisionError on ranks 0-1 (alpha, cpu)\n\n")
-    assert text.endswith("ZeroDivisionError: division by zero")
+def test_an_error_is_headed_by_its_ranks_where_they_are_the_line_and_the_reason() -> None:
+    line = render.error_line((0, 1), ERROR, {0: "alpha, cpu", 1: "alpha, cpu"})
+    assert line == ("ZeroDivisionError on ranks 0-1 (alpha, cpu) at In[3] line 2: division by zero")
+    assert render.error_line((1,), ErrorInfo("ValueError", "no\nreally"), {1: "beta, cuda:0"}) == (
+        "ValueError on rank 1 (beta, cuda:0): no"
+    )
+    assert render.error_line((1,), ErrorInfo("KeyboardInterrupt", ""), {}) == (
+        "KeyboardInterrupt on rank 1"
+    )
 
 
-def test_ranks_that_failed_differently_have_a_traceback_each() -> None:
-    other = ErrorInfo("ValueError", "no")
-    text = render.error_text({0: ERROR, 2: ERROR, 1: other}, {1: "beta, cuda:0"})
-    assert "ZeroDivisionError on ranks 0,2\n" in text
-    assert "ValueError on rank 1 (beta, cuda:0)\n\nValueError: no" in text
-    assert text.count("division by zero") == 1
+def test_a_reason_that_is_too_long_is_cut() -> None:
+    line = render.error_line((1,), ErrorInfo("ValueError", "x" * 10_000), {})
+    assert len(line) < 600
+    assert line.endswith("xxx...")
 
 
 def test_many_places_are_cut_short() -> None:
     where = {rank: f"host{rank}" for rank in range(6)}
-    text = render.error_text(dict.fromkeys(range(6), ERROR), where)
-    assert text.startswith("ZeroDivisionError on ranks 0-5 (host0; host1; host2; host3; ...)\n")
+    line = render.error_line(range(6), ErrorInfo("ValueError", ""), where)
+    assert line == "ValueError on ranks 0-5 (host0; host1; host2; host3; ...)"
+
+
+def test_without_a_cell_the_line_of_an_error_is_the_users_innermost() -> None:
+    def place(*files: str) -> str:
+        frames = tuple(FrameInfo(name, number, "f") for number, name in enumerate(files, 1))
+        return render.error_place(ErrorInfo("ValueError", "", frames))
+
+    torch = "/venv/lib/python3.12/site-packages/torch/nn.py"
+    assert place("/home/me/train.py", "/home/me/net.py", torch) == "net.py line 2"
+    assert place("/tmp/ipykernel_1/2.py", torch) == "notebook cell line 1"
+    assert place("In[3]", "/home/me/net.py") == "In[3] line 1"
+    assert place(torch, "<string>") == ""
 
 
 def test_a_frame_of_a_cell_shows_its_lines_and_points_at_one() -> None:

@@ -1,0 +1,204 @@
+"""Whoever failed by itself is told first; those that only suffered are one line at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from distsession import EngineDiedError, RunError, Session, errors
+from distsession.jobs import script
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(4, threads=1) as session:
+        session.execute("import os, signal, time\nnumber = rank")
+        yield session
+        assert dict(session.evaluate("number")) == {r: r for r in range(4)}
+
+
+def fails(session: Session, code: str) -> RunError:
+    with pytest.raises(RunError) as caught:
+        session.execute(code, label="In[7]", timeout=60)
+    return caught.value
+
+
+def check_one_line(error: RunError, cause: int, name: str, suffered: set[int]) -> None:
+    """The cause leads everywhere, and the others have one line together."""
+    assert error.first_rank == cause
+    assert type(error.first).__name__ == name
+    assert error.as_group().exceptions[0] is error.first
+    assert next(iter(error.by_rank)) == cause
+    assert set(list(error.by_rank)[-len(suffered) :]) == suffered
+    assert str(error).startswith(f"{name} on rank {cause} at In[7] line ")
+    shown = error._render_traceback_()
+    assert shown[0].startswith(f"{name} on rank {cause} ")
+    assert "at In[7] line " in shown[0]
+    about = [line for line in shown if " waited in " in line or " later" in line]
+    assert len(about) == 1
+    assert shown.index(about[0]) == len(shown) - 1
+    assert "CollectiveError" not in "\n".join(shown)
+    assert str(error).count("CollectiveError") == 0
+
+
+RAISE_LATE = {
+    "they come a second later": "if rank < 2: time.sleep(1)\ndist.barrier()",
+    "one after the other": "time.sleep(0.5 * rank)\ndist.barrier()",
+    "all come later": "time.sleep(0.7)\ndist.barrier()",
+    "each its own operation": "time.sleep(0.3 * rank)\ndist.all_reduce(torch.ones(rank + 1))",
+    "they raise on top of it": "time.sleep(0.4 * rank)\n"
+    "try:\n    dist.barrier()\n"
+    "except RuntimeError as error:\n    raise RuntimeError('step failed') from error",
+    "they hide it": "time.sleep(0.4 * rank)\n"
+    "try:\n    dist.barrier()\n"
+    "except RuntimeError:\n    raise OSError('no checkpoint') from None",
+    "they fail in its handling": "time.sleep(0.4 * rank)\n"
+    "try:\n    dist.barrier()\n"
+    "except RuntimeError:\n    {}['gone']",
+    "within a group of errors": "time.sleep(0.4 * rank)\n"
+    "try:\n    dist.barrier()\n"
+    "except RuntimeError as error:\n    raise ExceptionGroup('many', [error])",
+    "while they handle something else": "time.sleep(0.4 * rank)\n"
+    "try:\n    open('/no/cache')\n"
+    "except OSError:\n    dist.barrier()",
+    "asynchronously": "time.sleep(0.4 * rank)\n"
+    "dist.all_reduce(torch.ones(4), async_op=True).wait()",
+    "functional": "time.sleep(0.4 * rank)\n"
+    "import torch.distributed._functional_collectives as f\n"
+    "f.all_reduce(torch.ones(4), 'sum', dist.group.WORLD).sum()",
+    "messages": "time.sleep(0.4 * rank)\n"
+    "dist.recv(torch.ones(4), src=3)",
+    "from anybody": "time.sleep(0.4 * rank)\ndist.recv(torch.ones(4))",
+    "objects": "time.sleep(0.4 * rank)\ndist.all_gather_object([None] * 4, rank)",
+    "a new group": "time.sleep(0.4 * rank)\ndist.new_group([0, 1, 2, 3])",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rest", RAISE_LATE.values(), ids=RAISE_LATE)
+def test_ranks_that_come_late_do_not_lead(session: Session, rest: str) -> None:
+    error = fails(session, f"if rank == 3: raise ValueError('boom')\n{rest}")
+    check_one_line(error, 3, "ValueError", {0, 1, 2})
+
+
+def test_ranks_that_come_late_in_a_backward_do_not_lead(session: Session) -> None:
+    error = fails(
+        session,
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "loss = model(torch.ones(1, 4)).sum()\n"
+        "if rank == 3: raise ValueError('boom')\n"
+        "time.sleep(0.5 * rank)\n"
+        "loss.backward()",
+    )
+    check_one_line(error, 3, "ValueError", {0, 1, 2})
+
+
+def test_ranks_that_finish_are_no_part_of_it(session: Session) -> None:
+    error = fails(
+        session,
+        "if rank == 3: raise ValueError('boom')\n"
+        "if rank: time.sleep(0.5); dist.barrier()",
+    )  # fmt: skip
+    check_one_line(error, 3, "ValueError", {1, 2})
+    assert set(error.results) == {0}
+
+
+def test_of_several_causes_the_earliest_is_first(session: Session) -> None:
+    error = fails(
+        session,
+        "if rank == 3: raise ValueError('first')\n"
+        "if rank == 0: time.sleep(1.5); raise KeyError('second')\n"
+        "dist.barrier()",
+    )
+    assert list(error.by_rank) == [3, 0, 1, 2]
+    shown = "\n".join(error._render_traceback_())
+    assert shown.index("ValueError on rank 3") < shown.index("KeyError on rank 0")
+    assert shown.index("KeyError on rank 0") < shown.index("Ranks 1-2 waited in barrier")
+
+
+def test_an_error_before_the_last_collective_is_a_cause_of_its_own(session: Session) -> None:
+    error = fails(
+        session,
+        "try:\n    if rank == 3: raise ValueError('boom')\n"
+        "finally:\n    dist.barrier(dist.new_group([3])) if rank == 3 else dist.barrier()",
+    )
+    assert any("boom" in line for line in error._render_traceback_())
+
+
+def test_a_failure_of_its_own_after_a_hang_is_told_as_well(session: Session) -> None:
+    with pytest.raises(errors.CollectiveHangError, match="KeyError on rank 2 at In") as caught:
+        session.execute(
+            "if rank == 2: time.sleep(3); raise KeyError('later')\nif rank != 3: dist.barrier()",
+            label="In[7]",
+        )
+    assert "for rank 3, which finished its part" in str(caught.value)
+
+
+def test_a_death_leads_though_others_come_late(start) -> None:
+    session = start(4, threads=1)
+    error = fails(
+        session,
+        "import os, time\n"
+        "if rank == 3: os.kill(os.getpid(), 9)\n"
+        "time.sleep(0.6 * rank)\n"
+        "dist.barrier()",
+    )
+    assert error.first_rank == 3
+    assert isinstance(error.first, EngineDiedError)
+    shown = error._render_traceback_()
+    assert "rank 3" in shown[0]
+    assert "SIGKILL" in shown[0]
+    assert len([line for line in shown if "CollectiveError" in line]) == 0
+    assert shown[-1].startswith("Rank 0 waited in barrier #1 at In[7] line 4 and was freed; ")
+
+
+def test_a_part_of_the_ranks_is_told_whom_it_waited_for(session: Session) -> None:
+    others = session[2:4].submit(_fail_later)
+    with pytest.raises((RunError, errors.CollectiveHangError)) as caught:
+        session[0:2].execute("time.sleep(0.3 * rank)\ndist.barrier()", label="In[7]", timeout=60)
+    first = caught.value._render_traceback_()[0]
+    assert "barrier #1 at In[7] line 2" in first
+    assert "ranks 2-3" in first
+    with pytest.raises(RunError, match="ZeroDivisionError on ranks 2-3"):
+        others.result()
+
+
+def _fail_later() -> None:
+    time.sleep(1)
+    raise ZeroDivisionError("no")
+
+
+def test_of_many_ranks_one_cause_and_one_line(start) -> None:
+    session = start(32, threads=1)
+    error = fails(
+        session,
+        "import time\n"
+        "if rank == 17: raise ValueError('boom')\n"
+        "time.sleep(0.05 * rank)\n"
+        "dist.all_reduce(torch.ones(4))",
+    )
+    check_one_line(error, 17, "ValueError", set(range(32)) - {17})
+    assert len(error._render_traceback_()) < 15
+
+
+def test_a_script_says_the_cause_first(tmp_path, capfd) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import time\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "rank = dist.get_rank()\n"
+        "if rank == 3:\n"
+        "    raise ValueError('boom')\n"
+        "time.sleep(0.7 * rank)\n"
+        "dist.barrier()\n"
+    )
+    assert script.run(str(path), [], {"ranks": 4, "threads": 1}) == 1
+    told = capfd.readouterr().err.splitlines()
+    first = next(line for line in told if line.startswith("distsession run: "))
+    assert "ValueError on rank 3" in first
+    assert "at train.py line 6: boom" in first
+    assert "CollectiveError" not in "\n".join(told)
+    assert sum(" waited in " in line for line in told) == 1

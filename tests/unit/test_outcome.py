@@ -1,0 +1,174 @@
+"""From what ranks answered to one error, the cause first."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsession.errors import CollectiveError, EngineDiedError
+from distsession.messages import (
+    Called,
+    ErrorInfo,
+    FrameInfo,
+    GivenUp,
+    Mismatch,
+    Operation,
+    Overdue,
+    Reason,
+)
+from distsession.outcome import Failure, Failures, mended_text, own_causes, run_error
+from distsession.results import RankResults
+
+NONE: RankResults[None] = RankResults({}, duration=0.0, durations={})
+SUM = "float32 [4], sum"
+
+
+def barrier(line: int, *, waits: bool = True) -> Operation:
+    return Operation("barrier", "world", (0, 1, 2, 3), 1, "", f"In[7] line {line}", 0.0, waits)
+
+
+def own(text: str = "boom", at: float = 0.0, kind: type[Exception] = ValueError) -> Failure:
+    frames = (FrameInfo("In[7]", 2, "<module>"),)
+    return Failure(kind(text), ErrorInfo(kind.__name__, text, frames), at=at)
+
+
+def suffered(line: int = 5, *, waits: bool = True, had_own: bool = False) -> Failure:
+    reason = GivenUp(barrier(line, waits=waits), had_own)
+    text = "rank 0 waits in barrier for rank 3, which failed"
+    return Failure(CollectiveError(text), ErrorInfo("CollectiveError", text), reason)
+
+
+def died(at: float = 0.0) -> Failure:
+    death = EngineDiedError("rank 9 (pid 1) was killed.", rank=9, pid=1, returncode=-9)
+    return Failure(death, ErrorInfo("EngineDiedError", str(death)), at=at)
+
+
+def because(reason: Reason, ename: str) -> Failure:
+    return Failure(CollectiveError("seen"), ErrorInfo(ename, "seen"), reason)
+
+
+def order(failed: Failures) -> list[int]:
+    return list(run_error(failed, NONE, []).by_rank)
+
+
+def shown(failed: Failures, **more: object) -> list[str]:
+    return run_error(failed, NONE, [], **more)._render_traceback_()  # type: ignore[arg-type]
+
+
+def test_those_that_only_suffered_are_last_whatever_their_rank() -> None:
+    assert order({0: suffered(), 1: suffered(waits=False), 3: own(at=9.0)}) == [3, 0, 1]
+
+
+def test_of_those_that_failed_at_about_the_same_time_a_death_is_first() -> None:
+    assert order({0: own(), 2: died(at=0.3), 1: suffered()}) == [2, 0, 1]
+
+
+def test_what_failed_long_before_comes_before_a_death() -> None:
+    assert order({0: died(at=5.0), 2: own()}) == [2, 0]
+
+
+def test_the_same_error_of_all_ranks_is_that_of_the_lowest() -> None:
+    failed = {0: own(at=3.0), 1: own(), 2: own(at=2.0)}
+    assert order(failed) == [0, 1, 2]
+    assert shown(failed)[0] == "ValueError on ranks 0-2 at In[7] line 2: boom"
+
+
+def test_the_ranks_that_suffered_have_one_line() -> None:
+    failed = {0: suffered(), 1: suffered(), 2: suffered(waits=False), 3: own("no disk.")}
+    lines = shown(failed)
+    assert lines[0] == "ValueError on rank 3 at In[7] line 2: no disk."
+    assert lines[-1] == (
+        "Ranks 0-1 waited in barrier #1 at In[7] line 5 and were freed; rank 2 came to it later. "
+        "The process group is connected anew, and all variables are kept."
+    )
+    assert ".." not in str(run_error(failed, NONE, []))
+
+
+def test_many_operations_are_not_all_listed() -> None:
+    failed = {rank: suffered(rank) for rank in range(20)} | {20: own()}
+    assert shown(failed)[-1].startswith(
+        "Rank 0 waited in barrier #1 at In[7] line 0 and was freed; rank 1 waited in barrier #1 "
+        "at In[7] line 1 and was freed; ranks 2-19 waited in others and were freed. "
+    )
+
+
+def test_where_all_suffered_they_say_from_what() -> None:
+    lines = shown({0: suffered(), 1: suffered()})
+    assert lines[0] == "CollectiveError: rank 0 waits in barrier for rank 3, which failed"
+
+
+def test_one_with_an_error_before_leads_where_nobody_else_does() -> None:
+    assert order({0: suffered(), 1: suffered(had_own=True)}) == [1, 0]
+    assert order({0: suffered(had_own=True), 1: own(at=9.0)}) == [1, 0]
+
+
+def test_a_rank_that_was_seen_waiting_may_only_have_suffered() -> None:
+    failed = {0: own("cleaning up", at=1.0), 1: own(at=2.0)}
+    error = run_error(failed, NONE, [], {0: "barrier #1"})
+    assert list(error.by_rank) == [1, 0]
+    assert own_causes(failed, {0: "barrier #1"}) == [1]
+
+
+def test_one_that_is_told_of_anothers_failure_does_not_lead() -> None:
+    told = ErrorInfo("CollectiveError", "rank 1 raised in one_rank_first: boom")
+    failed = {0: Failure(CollectiveError(told.evalue), told), 1: own()}
+    assert order(failed) == [1, 0]
+    assert (
+        shown(failed)[-1] == "Rank 0 raised CollectiveError: rank 1 raised in one_rank_first: boom."
+    )
+
+
+def test_a_mismatch_is_told_once_with_what_each_rank_has_seen() -> None:
+    posts = [Called(r, "all_reduce", SUM if r == 2 else "int32 [4], sum", "In[7] line 3")
+             for r in range(4)]  # fmt: skip
+    seen = {0: (0, 2), 1: (1, 2), 2: (0, 1, 2), 3: (2, 3)}
+    failed = {
+        rank: because(
+            Mismatch("world", 1, tuple(posts[n] for n in part)), "CollectiveMismatchError"
+        )
+        for rank, part in seen.items()
+    }
+    error = run_error(failed, NONE, [])
+    line = (
+        "CollectiveMismatchError: rank 2 called all_reduce with float32 [4], ranks 0-1,3 with "
+        "int32 [4], at In[7] line 3"
+    )
+    assert str(error) == line
+    lines = error._render_traceback_()
+    assert lines[0] == f"{line}."
+    assert lines[1].endswith("Make the calls agree.")
+    assert "seen" not in "\n".join(lines)
+
+
+def test_a_time_limit_says_who_was_late_and_where() -> None:
+    late = because(Overdue(barrier(5), (2,), 3.0), "CollectiveHangError")
+    failed = {0: late, 1: late, 3: late, 2: suffered(waits=False)}
+    assert shown(failed, places={2: "In[7] line 3"})[0] == (
+        "CollectiveHangError: rank 2 did not come to barrier within 3 s, in which ranks 0-1,3 "
+        "waited at In[7] line 5; rank 2 was at In[7] line 3."
+    )
+
+
+def test_what_prevents_the_group_ends_with_one_full_stop() -> None:
+    assert mended_text("it was stopped.").endswith("it was stopped.")
+    assert mended_text("it was stopped").endswith("it was stopped.")
+
+
+failures = st.one_of(
+    st.builds(own, st.sampled_from(["a", "b"]), st.floats(0, 10)),
+    st.builds(died, st.floats(0, 10)),
+    st.builds(suffered, st.integers(1, 3), waits=st.booleans(), had_own=st.booleans()),
+)
+
+
+@given(st.dictionaries(st.integers(0, 40), failures, min_size=1))
+def test_nobody_is_lost_and_no_sufferer_leads(failed: Failures) -> None:
+    error = run_error(failed, NONE, [])
+    assert set(error.by_rank) == set(failed)
+    causes = own_causes(failed, {})
+    assert set(list(error.by_rank)[: len(causes)]) == set(causes)
+    if causes:
+        lines = error._render_traceback_()
+        assert "CollectiveError" not in "\n".join(lines)
+        told = [line for line in lines if "waited in" in line or "came to" in line]
+        assert len(told) == int(len(causes) < len(failed))
