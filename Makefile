@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint notebooks docs bench soak clean
+.PHONY: demo test test-torch lint notebooks docs bench soak clean
 
 demo: $(STAMP)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest -m "not notebook"
+
+test-torch: $(STAMP)  ## the integration tests with another torch: make test-torch TORCH=2.15.0
+	.ci/test-torch $(TORCH) $(TESTS)
 
 lint: $(STAMP)  ## style, types, import laws
 	$(BIN)/ruff check .
@@ -27,8 +30,9 @@ docs: $(STAMP)  ## build the documentation
 bench: $(STAMP)  ## measure this project beside its peers
 	$(BIN)/python -m tests.benchmarks
 
-soak: $(STAMP)  ## a thousand random faults on one session
+soak: $(STAMP)  ## a thousand random faults on one session, and forty on one that is used all day
 	$(BIN)/python -m tests.integration.chaos --faults 1000
+	$(BIN)/python -m tests.integration.chaos --faults 40 --between 500
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,4 +41,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch docs/_build .mypy_cache .ruff_cache .pytest_cache

@@ -7,7 +7,9 @@ collective, send or receive. That operation *misses* each of its members that ha
 (operations of one group are matched by their number), and each that died or is halted inside it.
 A missing rank that computes, is halted or has been given nothing yet can still come, and so can
 one that is blocked in an operation that can itself complete. One that has died or has ended its
-part cannot. What follows from these rules is certain, so a verdict of deadlock is too.
+part cannot. A rank that waits for a key of the store misses all others, any of which may set it:
+nobody can only if all have died or ended their part and nothing more can be asked of them. What
+follows from these rules is certain, so a verdict of deadlock is too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from distsession.messages import Operation, RankReport
+from distsession.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
 from distsession.ranks import format_ranks
 from distsession.reasons import sentence
 
@@ -64,12 +66,16 @@ class Verdict:
     failed: bool = False
 
 
-def diagnose(reports: Mapping[int, RankReport]) -> Verdict:
+def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
     """Say who waits for whom, from the report of each rank.
 
     Members of an operation that have no report are taken to be where they should be.
+
+    Args:
+        reports: Of all ranks.
+        is_sole: The kernel waits for this run alone: nothing else will be asked of the ranks.
     """
-    found = _Findings(reports)
+    found = _Findings(reports, is_sole)
     if found.stuck:
         never = {m for rank in found.stuck for m in found.missing[rank] if found.is_gone(m)}
         missing = _union(found.missing[rank] for rank in found.stuck)
@@ -92,6 +98,10 @@ def describe_operation(operation: Operation) -> str:
     Its group is named too, unless that is all ranks.
     """
     group = _group_name(operation.group)
+    if _is_store_wait(operation):
+        key = "key" if operation.detail.count("'") <= 2 else "keys"
+        at = f" at {operation.place}" if operation.place else ""
+        return f"a wait for the {key} {operation.detail} of the store{at}"
     return (
         f"{operation.name} #{operation.sequence}"
         + (f" of {group}" if group not in ("", WORLD) else "")
@@ -116,8 +126,9 @@ class _Findings:
         late: Blocked ranks that miss some rank, and can still come free.
     """
 
-    def __init__(self, reports: Mapping[int, RankReport]):
+    def __init__(self, reports: Mapping[int, RankReport], is_sole: bool):
         self.reports = reports
+        self._is_sole = is_sole
         self.blocked = {
             rank: report.operations[-1]
             for rank, report in self.reports.items()
@@ -129,6 +140,8 @@ class _Findings:
 
     def _missing(self, rank: int) -> frozenset[int]:
         operation = self.blocked[rank]
+        if _is_store_wait(operation):
+            return frozenset(self.reports.keys() - {rank})
         members = set(operation.members) & self.reports.keys()
         if _is_any_source(operation):
             senders = members - {rank}
@@ -141,17 +154,22 @@ class _Findings:
         """Start with all blocked ranks, and set free each one whose missing ranks can all come."""
         stuck = set(self.blocked)
         while True:
-            free = {rank for rank in stuck if self._may_come_free(rank, stuck)}
+            free = {rank for rank in stuck if self._comes_free(rank, stuck)}
             if not free:
                 return stuck
             stuck -= free
 
-    def _may_come_free(self, rank: int, stuck: set[int]) -> bool:
-        """Whether all can come whom a rank misses; of those who may send it something, any."""
-        can_come = [m not in stuck and not self.is_gone(m) for m in self.missing[rank]]
-        if _is_any_source(self.blocked[rank]):
-            return any(can_come) or not can_come
-        return all(can_come)
+    def _comes_free(self, rank: int, stuck: set[int]) -> bool:
+        """Whether the ranks that this one misses can still come, while some others cannot."""
+        missing = self.missing[rank]
+        if _is_any_source(self.blocked[rank]):  # who sends first is enough
+            return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
+        if not _is_store_wait(self.blocked[rank]):
+            return not any(m in stuck or self.is_gone(m) for m in missing)
+        if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:
+            return True
+        is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
+        return not is_last or not all(self.is_gone(m) for m in missing)
 
     def is_gone(self, rank: int) -> bool:
         """The rank begins no further operation of this run."""
@@ -173,6 +191,13 @@ class _Findings:
             if _is_any_source(operation):
                 missing = f"a message from {missing}"
             text = f"{_name(together)} {wait} in {described}{since} for {missing}"
+            if _is_store_wait(operation):
+                does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
+                described = described.removeprefix("a wait for ")
+                text = (
+                    f"{_name(together)} {wait} for {described}{since}, which no rank has set: "
+                    f"{does_what}"
+                )
             parts.append((min(grade for grade, _, _ in reasons), together, text))
         return [text for _, _, text in sorted(parts)]
 
@@ -323,6 +348,10 @@ def _name(ranks: Iterable[int]) -> str:
 
 def _agree(ranks: Iterable[int], one: str, many: str) -> str:
     return one if len(list(ranks)) == 1 else many
+
+
+def _is_store_wait(operation: Operation) -> bool:
+    return operation.name in (STORE_WAIT, LIMITED_STORE_WAIT)
 
 
 def _is_pair(group: str) -> bool:

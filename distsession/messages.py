@@ -19,6 +19,8 @@ from typing import Any
 from distsession.ranks import HostInfo, RankInfo
 
 __all__ = [
+    "LIMITED_STORE_WAIT",
+    "STORE_WAIT",
     "Abort",
     "AgentFailed",
     "AgentHere",
@@ -67,6 +69,7 @@ __all__ = [
     "StackReply",
     "StartRanks",
     "StopRanks",
+    "StoreEnded",
     "StoreReady",
     "SummaryRequest",
     "Text",
@@ -180,10 +183,15 @@ class CellRequest(_Message):
 
 @dataclass(frozen=True, slots=True)
 class RejoinRequest(_Message):
-    """Leave the process group and join the one of another generation."""
+    """Leave the process group and join the one of another generation.
+
+    Attributes:
+        timeout: Seconds that each step of connecting it may take.
+    """
 
     id: int
     generation: int
+    timeout: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,6 +583,12 @@ class Operation(_Message):
     in_thread: bool = False
 
 
+STORE_WAIT = "store_wait"
+"""Name of the operation of a rank that waits for keys of the store."""
+LIMITED_STORE_WAIT = "limited_store_wait"
+"""The same where the caller has said for how long."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport(_Message):
     """What one rank does.
@@ -697,7 +711,7 @@ class StartRanks(_Message):
         is_whole: All ranks of the world are new, so there are no groups to agree on.
         node: Of which node the agent is.
         nodes: How many there are, all with as many ranks.
-        store_port: Of the rendezvous store; 0 on the first node, whose agent has it.
+        store_port: Of torch's TCP store; 0 on the first node, whose agent has it.
     """
 
     ranks: tuple[int, ...]
@@ -791,9 +805,26 @@ class AgentReady(_Message):
 
 @dataclass(frozen=True, slots=True)
 class StoreReady(_Message):
-    """The rendezvous store, which the agent of the first node has forked, listens there."""
+    """The stores, which the agent of the first node has forked, are up; torch's at this port."""
 
     port: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnded(_Message):
+    """A store has ended, and the agent has put another in its place where it could.
+
+    Attributes:
+        pid: Of its process.
+        returncode: As of ``subprocess``.
+        is_tcp: It is torch's, which scripts meet at by an address.
+        is_replaced: Another one is there.
+    """
+
+    pid: int
+    returncode: int
+    is_tcp: bool
+    is_replaced: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,17 @@ Runs in: the kernel.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distsession.cluster.base import Pending
+from distsession.cluster.reconnect import process_state, stat
 from distsession.diagnosis import NO_PART, Kind, Verdict, describe_operation, diagnose
 from distsession.messages import Overdue, RankReport, StackReply
 from distsession.ranks import ranks_text
@@ -27,8 +29,6 @@ ANSWER = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is."""
 BACK = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
-REJOIN = 10.0
-"""Seconds that connecting the process group anew may take, once all ranks are idle."""
 NOTICE_AFTER = 10.0
 """Seconds without progress after which a notice says who waits for whom."""
 NOTICE_EVERY = 2.0
@@ -38,6 +38,10 @@ ASLEEP_AFTER_FAILURE = 0.2
 """The same once another rank has failed, whose error the user should see soon."""
 FOR_THE_OTHERS = 0.3
 """Seconds that ranks have to say that their time was up, too, before the rest is freed."""
+SETTLE_EVERY_S = 0.1
+"""Seconds between two looks at whether ranks have come back from a run that was stopped."""
+SETTLE_NOTICE_S = 1.0
+"""Seconds after which whoever waits for that is told so."""
 CONFIRM = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
 
@@ -52,14 +56,22 @@ class Recovery:
     Args:
         launcher: Gives the present launcher of the session.
         hang_grace: See ``SessionOptions``.
+        waiting: Says meanwhile that the group is connected anew, should that take long.
     """
 
-    def __init__(self, launcher: Callable[[], Launcher], hang_grace: float):
+    def __init__(
+        self,
+        launcher: Callable[[], Launcher],
+        hang_grace: float,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
         self._launcher = launcher
+        self._waiting = waiting
         self.hang_grace = hang_grace
         self.lock = threading.RLock()
         self.verdict: Verdict | None = None
         """Why the process group has been given up, while it is."""
+        self._held: set[threading.Event] = set()
 
     @property
     def launcher(self) -> Launcher:
@@ -94,6 +106,12 @@ class Recovery:
                 found[rank] = _with_stack(found[rank], stacks.get(rank))
         return found
 
+    def judge(self, reports: dict[int, RankReport], sole: Pending | None) -> Verdict:
+        """The verdict on what the ranks do while a run is looked after."""
+        pendings = self.launcher.channel.pending()
+        is_sole = sole is not None and all(pending is sole for pending in pendings)
+        return diagnose(reports, is_sole=is_sole)
+
     def _report(
         self, rank: int, pid: int, pendings: list[Pending], sole: Pending | None
     ) -> RankReport:
@@ -111,7 +129,7 @@ class Recovery:
             state, place = "running", ""
             if region.is_asking:
                 state, place = "debugging" if region.is_in_debugger else "asking", region.asks_at
-            state = {"T": "stopped", "t": "debugged"}.get(_process_state(pid), state)
+            state = {"T": "stopped", "t": "debugged"}.get(process_state(pid), state)
             return RankReport(
                 rank, state, region.seconds, region.request, place, "", operations, sequences
             )
@@ -129,6 +147,8 @@ class Recovery:
     def stop(self, pending: Pending, why: str = "") -> None:
         """Interrupt a run; ``pending.stopped`` then says why, or where its ranks were."""
         launcher = self.launcher
+        if launcher.cancel_rejoin(pending):
+            return
         with self.lock:
             missing = pending.missing
             if missing and set(missing) <= set(pending.arriving):
@@ -167,6 +187,72 @@ class Recovery:
             launcher.abort("stop", text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
 
+    def settle(
+        self, ranks: Iterable[int], notify: Callable[[str], None], deadline: float | None = None
+    ) -> str:
+        """Before a run: connect the group anew where it has been given up.
+
+        Ranks that have not come back yet from what was stopped are waited for. Otherwise they would
+        begin the run as soon as they do, without a group, and fail with what the stop said.
+
+        Args:
+            ranks: Of the run.
+            notify: Shows a line that replaces the one before.
+            deadline: By ``time.monotonic()``.
+
+        Returns:
+            Why the run is not to begin; nothing if it may.
+        """
+        launcher, began = self.launcher, time.monotonic()
+        given_up = threading.Event()
+        noticed, late = "", list[int]()
+        self._held.add(given_up)
+        try:
+            while True:
+                self.mend()
+                if not launcher.is_broken or launcher.dead_ranks() or not launcher.is_alive:
+                    return ""
+                late = [rank for rank in ranks if launcher.channel.is_busy(rank)]
+                if not late:
+                    return ""
+                now = time.monotonic()
+                if now - began > SETTLE_NOTICE_S:
+                    noticed = self._busy_text(late)
+                    notify(noticed)
+                if given_up.is_set():
+                    return f"this was stopped before it began. {self._busy_text(late)}"
+                if deadline is not None and now > deadline:
+                    return f"this did not begin in time. {self._busy_text(late)}"
+                given_up.wait(SETTLE_EVERY_S)
+        except KeyboardInterrupt:
+            return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
+        finally:
+            self._held.discard(given_up)
+            if noticed:
+                notify("")
+
+    def give_up_waiting(self) -> bool:
+        """From any thread: end every :meth:`settle`; whether there was one."""
+        held = list(self._held)
+        for event in held:
+            event.set()
+        return bool(held)
+
+    def _busy_text(self, late: Sequence[int]) -> str:
+        reports = self.reports(late, ask=True)
+        together: dict[str, list[int]] = {}
+        for rank in late:
+            together.setdefault(_stuck_text(reports[rank]), []).append(rank)
+        parts = []
+        for why, ranks in together.items():
+            who = ranks_text(ranks)
+            have, it = ("has", "it") if len(ranks) == 1 else ("have", "them")
+            parts.append(
+                f"{who[:1].upper()}{who[1:]} {have} not come back from a run that was stopped "
+                f"({why}): session.restart({ranks}) replaces {it}."
+            )
+        return " ".join(parts)
+
     def explain_stuck(self, pending: Pending) -> str:
         """What to do about ranks that did not come back from a run that was stopped."""
         parts = []
@@ -178,11 +264,7 @@ class Recovery:
                     f"Rank {rank} is still busy with an earlier run; this one will not begin there."
                 )
                 continue
-            why = {
-                "silent": "computes in C code that holds Python's lock and cannot be interrupted",
-                "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
-                "debugged": "is held by a debugger",
-            }.get(report.state, f"does not react, at {report.place or 'an unknown place'}")
+            why = _stuck_text(report)
             parts.append(
                 f"Rank {rank} {why}: session.restart([{rank}]) replaces it alone; the others keep "
                 "their variables."
@@ -210,14 +292,15 @@ class Recovery:
                 text = f"an operation failed on {ranks_text(damaged)}"
                 launcher.abort("failed", text)
 
-    def mend(self, timeout: float = REJOIN) -> str:
+    def mend(self) -> str:
         """Connect the group anew if it has been given up; gives what prevents that, or nothing."""
-        if not self.launcher.is_broken:
+        if not self.launcher.must_reconnect:
             return ""
         with self.lock:
-            if not self.launcher.is_broken:
+            if not self.launcher.must_reconnect:
                 return ""
-            problem = self.launcher.rejoin(timeout)
+            with self._waiting():
+                problem = self.launcher.rejoin()
             if not problem:
                 self.verdict = None
             return problem
@@ -272,7 +355,7 @@ class Watch:
         reports = recovery.reports(ask=False, sole=sole)
         now = time.monotonic()
         self._note_progress(reports, now)
-        verdict = diagnose(reports)
+        verdict = recovery.judge(reports, sole)
         suspects = self._suspects(reports, now)
         if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.1:
             self._asked_at = now
@@ -280,12 +363,13 @@ class Watch:
             reports = {
                 r: _blocked(report) if r in suspects else report for r, report in asked.items()
             }
-            verdict = diagnose(reports)
+            verdict = recovery.judge(reports, sole)
             self._judge(verdict, reports, now, sole, kept=True)
             return
         if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
             self._judge(verdict, reports, now, sole)
-        if verdict.kind is Kind.WAIT:
+        is_halted = any(reports[r].state in ("stopped", "debugged") for r in self._pending.missing)
+        if verdict.kind is Kind.WAIT or is_halted:
             self._notice(now, sole)
 
     def _judge(
@@ -325,7 +409,7 @@ class Watch:
                 return
             if not kept:
                 again = recovery.reports(ask=False, sole=sole)
-                if diagnose(again).kind is not verdict.kind:
+                if recovery.judge(again, sole).kind is not verdict.kind:
                     return
             self._adopt(verdict, reports)
             recovery.free(verdict, verdict.sentence)
@@ -393,7 +477,25 @@ class Watch:
         if now - self._progress_at < NOTICE_AFTER or now - self._noticed_at < NOTICE_EVERY:
             return
         self._noticed_at = now
-        self._notify(diagnose(self._recovery.reports(ask=True, sole=sole)).sentence)
+        reports = self._recovery.reports(ask=True, sole=sole)
+        self._notify(self._recovery.judge(reports, sole).sentence)
+
+
+def _stuck_text(report: RankReport) -> str:
+    """Why a rank does not come back."""
+    known = {
+        "silent": "computes in C code that holds Python's lock and cannot be interrupted",
+        "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
+        "debugged": "is held by a debugger",
+    }
+    if report.state in known:
+        return known[report.state]
+    if report.place or not report.stack:
+        return f"does not react, at {report.place or 'an unknown place'}"
+    # Its own code is over: what it had is let go, and the end of that takes long.
+    outermost = report.stack[0]
+    file = os.path.basename(outermost.filename)
+    return f"does not react, in {outermost.name} ({file} line {outermost.lineno})"
 
 
 def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
@@ -431,19 +533,7 @@ def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:
     return f"{text}." if text else ""
 
 
-def _stat(pid: int, thread: bool) -> list[str]:
-    path = f"/proc/{pid}/task/{pid}/stat" if thread else f"/proc/{pid}/stat"
-    with contextlib.suppress(OSError), open(path) as stat:
-        return stat.read().rpartition(")")[2].split()
-    return []
-
-
-def _process_state(pid: int) -> str:
-    """The letter that /proc has for it; empty where that is not known."""
-    return (_stat(pid, False) or [""])[0]
-
-
 def _processor_time(pid: int) -> int:
     """Clock ticks that the main thread has used."""
-    fields = _stat(pid, True)
+    fields = stat(pid, thread=True)
     return int(fields[11]) + int(fields[12]) if len(fields) > 12 else 0

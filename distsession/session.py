@@ -116,7 +116,11 @@ class Session:
         self.failed: int | None = None
         """The rank at which the last run that failed did so first."""
         self.last_run: LastRun | None = None
-        self.recovery = Recovery(lambda: self._launcher, self.options.hang_grace)
+        self.recovery = Recovery(
+            lambda: self._launcher,
+            self.options.hang_grace,
+            lambda: self._waiting("connecting the process group anew"),
+        )
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
         try:
             with self._waiting("starting the ranks"):
@@ -217,7 +221,7 @@ class Session:
         waiting = [pending for pending in self.channel.pending() if pending.missing]
         for pending in waiting:
             self.recovery.stop(pending)
-        return bool(waiting)
+        return self.recovery.give_up_waiting() or bool(waiting)
 
     # --- from notebook to job ---------------------------------------------------------------------
 
@@ -435,6 +439,7 @@ class Session:
                 RankView(self, [healthy]).copy_to(fresh, names)
                 return
             if self._launcher.is_alive:
+                self._launcher.cancel_rejoin()
                 which = ranks_text(self.ranks if chosen is None else chosen)
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)

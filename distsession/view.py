@@ -135,7 +135,9 @@ class RankView:
             RunInterrupt: Ctrl-C or Jupyter's Stop.
         """
         began = time.perf_counter()
+        self._session.check_open()
         output = self._session.output()
+        self._settle(output)
         progress = Progress(output.notify, "sending")
         pending = self._call(function, args, kwargs, progress)
         pending.is_sole = threading.current_thread() is threading.main_thread()
@@ -360,6 +362,7 @@ class RankView:
         output = self._session.output()
         progress = Progress(output.notify, verb) if verb else None
         try:
+            self._settle(output)
             pending = self._submit(make, payload, progress)
         except BaseException:
             output.close()
@@ -437,13 +440,17 @@ class RankView:
             name = label or f"In[{number}]"
             return CellRequest(number, code, name, fetch, expression, tuple(profile), tuple(debug))
 
+        output = self._session.output()
+        waited = self._settle(output, timeout)
+        if timeout is not None and waited > 1:
+            timeout = max(0.1, timeout - round(waited, 1))
         pending = self._submit(make, [])
         pending.is_sole = threading.current_thread() is threading.main_thread()
         if record and not expression:
             self._session.last_run = LastRun(pending.request, self._ranks)
         name = f"%distributed {code.strip()}" if expression else label or f"In[{pending.request}]"
         entry = self._session.history.cell(self._ranks, code, name) if record else None
-        results: RankResults[Any] = self._finish(pending, self._session.output(), timeout, began)
+        results: RankResults[Any] = self._finish(pending, output, timeout, began)
         if entry is not None:
             self._session.history.keep(entry)
         return results if fetch else None
@@ -459,6 +466,21 @@ class RankView:
                 f"{ranks_text(wrong)} cannot be debugged: the code runs on "
                 f"{ranks_text(self._ranks)}."
             )
+
+    def _settle(self, output: Output, timeout: float | None = None) -> float:
+        """Wait for ranks that have not come back from a run that was stopped; seconds it took."""
+        recovery = self._session.recovery
+        if self._session.channel.runs_in_caller or not recovery.launcher.is_broken:
+            return 0.0
+        began = time.monotonic()
+        deadline = None if timeout is None else began + timeout
+        problem = recovery.settle(self._ranks, output.notify, deadline)
+        if not problem:
+            return time.monotonic() - began
+        output.close()
+        if deadline is not None and time.monotonic() > deadline:
+            raise RunTimeoutError(problem)
+        raise RunInterrupt(problem)
 
     def _submit(
         self,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from tests.ports import held_port
+
 # A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -85,6 +87,13 @@ def _mark_processes() -> Iterator[None]:
         yield
     tempfile.tempdir = None
     del os.environ["PYTEST_RUN_OF"], os.environ["TMPDIR"]
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that no other program is given while the test runs."""
+    with held_port() as number:
+        yield number
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -320,9 +320,25 @@ class Launcher(ABC):
     def refuse(self, requests: Sequence[int]) -> None:  # noqa: B027
         """Have requests that have not begun answered with an error."""
 
-    def rejoin(self, timeout: float) -> str:
+    @property
+    def must_reconnect(self) -> bool:
+        """Whether the process group is to be connected anew before the next run."""
+        return self.is_broken
+
+    def rejoin(self) -> str:
         """Connect the process group anew; gives what prevents it, or nothing."""
         return ""
+
+    def cancel_rejoin(self, pending: Pending | None = None) -> bool:
+        """Give up connecting the group anew, from another thread.
+
+        Args:
+            pending: Only if this is its request.
+
+        Returns:
+            Whether it was under way.
+        """
+        return False
 
     def log_path(self, rank: int, stream: str) -> Path | None:
         """Where everything is that a rank wrote to ``"stdout"`` or ``"stderr"``."""

@@ -5,6 +5,7 @@ Runs in: the kernel.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -24,11 +25,11 @@ from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import CONTROLLER_GONE, Controller
 from distsession.cluster.folder import private_folder
 from distsession.cluster.monitor import Monitor
+from distsession.cluster.reconnect import Halted, Reconnect, failure_of
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
     LaunchTimeoutError,
-    RunTimeoutError,
     SessionStateError,
 )
 from distsession.messages import (
@@ -51,10 +52,12 @@ __all__ = ["LocalLauncher"]
 
 log = logging.getLogger(__name__)
 
-SETTLE_BEFORE_REJOIN = 0.2
-"""Seconds that ranks have to come to an end before connecting them anew is put off."""
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
+SETTLE_PER_RANK = 0.05
+"""By how much each of them makes that longer."""
+END = 5.0
+"""Seconds that a rank which did not come into its group has to end."""
 
 
 class LocalLauncher(Launcher):
@@ -73,7 +76,9 @@ class LocalLauncher(Launcher):
         self._generation = 0
         self._forked_in: dict[int, int] = {}
         self.is_broken = False
-        self._mending: Pending | None = None
+        self._reconnect: Reconnect | None = None
+        self._problem = ""
+        """Why the process group could not be connected anew; empty where that was not tried."""
         self._gauges_asked: dict[int, int] = {}
         self._plan: RankPlan | None = None
         self._controller: Controller | None = None
@@ -162,15 +167,21 @@ class LocalLauncher(Launcher):
             self.channel.set_identity(rank, self._generation, plan.node_of(rank))
             self._forked_in[rank] = self._generation
         self._fork(ranks, deadline)
+        halted = Halted(self.pids)
         rejoining = [rank for rank in world if rank not in ranks]
         pending = None
         if rejoining:
             pending = self.channel.submit(
-                rejoining, lambda number: RejoinRequest(number, self._generation), []
+                rejoining,
+                lambda number: RejoinRequest(number, self._generation, self._options.start_timeout),
+                [],
             )
         try:
             self._monitor.wait_ready(
-                world, self._generation, deadline, lambda: _failure_of(pending)
+                world,
+                self._generation,
+                deadline,
+                lambda: failure_of(pending) or halted.look(rejoining),
             )
         finally:
             if pending is not None:
@@ -239,38 +250,42 @@ class LocalLauncher(Launcher):
         for rank in self._living():
             self.channel.send_control(rank, message)
 
-    def rejoin(self, timeout: float) -> str:
-        dead = self.dead_ranks()
-        if dead:
-            have = "has" if len(dead) == 1 else "have"
-            return f"{ranks_text(sorted(dead))} died and {have} to be replaced first"
-        ranks = self._living()
-        if self._mending is not None:  # an earlier attempt may still wait somewhere
-            self.abort("failed", "connecting the process group anew took too long")
-            self._mending = None
-        deadline = time.monotonic() + SETTLE_BEFORE_REJOIN
-        while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
-            if time.monotonic() > deadline:
-                return (
-                    f"{ranks_text(busy)} is still busy"
-                    if len(busy) == 1
-                    else (f"{ranks_text(busy)} are still busy")
-                )
-            time.sleep(0.002)
-        self._generation += 1
-        pending = self._mending = self.channel.submit(
-            ranks, lambda number: RejoinRequest(number, self._generation), []
-        )
+    @property
+    def must_reconnect(self) -> bool:
+        return self.is_broken or bool(self._monitor.store_ended)
+
+    def rejoin(self) -> str:
+        self._reconnect = reconnect = Reconnect(self, self._world)
         try:
-            pending.wait(lambda _: None, timeout)
-        except RunTimeoutError as error:
-            return str(error)
+            self._problem = reconnect.run()
         finally:
-            self.channel.forget(pending)
-        self._mending = None
-        problem = _failure_of(pending)
-        self.is_broken = bool(problem)
-        return problem
+            self._reconnect = None
+        self.is_broken = bool(self._problem)
+        return self._problem
+
+    def cancel_rejoin(self, pending: Pending | None = None) -> bool:
+        reconnect = self._reconnect
+        if reconnect is None or (pending is not None and not reconnect.asks_by(pending)):
+            return False
+        reconnect.cancel()
+        return True
+
+    def begin_generation(self) -> int:
+        """The number of a generation that begins now."""
+        if not self._monitor.store_is_down:
+            self._monitor.store_ended = ""  # what is in the store now is of no earlier one
+        self._generation += 1
+        return self._generation
+
+    def store_problem(self) -> str:
+        """Why there is no store at which ranks could meet; nothing if there is one."""
+        if not self._monitor.store_is_down:
+            return ""
+        return "there is no rendezvous store: session.restart() starts it again, with all ranks"
+
+    def pids(self) -> dict[int, int]:
+        """The process of each rank."""
+        return {rank: info.pid for rank, info in self._monitor.ready.items()}
 
     def log_path(self, rank: int, stream: str) -> Path | None:
         generation = self._forked_in[rank]
@@ -285,8 +300,20 @@ class LocalLauncher(Launcher):
 
     def trouble(self) -> str:
         has_died = self._controller is not None and self._controller.has_died
-        parts = [CONTROLLER_GONE if has_died else "", self.channel.payloads.relays.trouble()]
+        parts = [
+            self._group_trouble(),
+            self._monitor.store_ended or self._monitor.tcp_store_ended,
+            CONTROLLER_GONE if has_died else "",
+            self.channel.payloads.relays.trouble(),
+        ]
         return " ".join(filter(None, parts))
+
+    def _group_trouble(self) -> str:
+        if not self.is_broken or self.channel.pending():
+            return ""
+        if self._problem:
+            return f"The process group is not connected: {self._problem}."
+        return "The process group is not connected; the next run connects it anew."
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.ask_stacks(ranks, timeout)
@@ -309,9 +336,13 @@ class LocalLauncher(Launcher):
         asked = {node: self._gauges_asked[node] for node in nodes}
         return self._monitor.wait_gauges(asked, timeout)
 
-    def _living(self) -> list[int]:
+    @property
+    def _world(self) -> range:
         assert self._plan is not None
-        return [r for r in range(self._plan.world_size) if r not in self._monitor.dead]
+        return range(self._plan.world_size)
+
+    def _living(self) -> list[int]:
+        return [rank for rank in self._world if rank not in self._monitor.dead]
 
     # --- ipyparallel ------------------------------------------------------------------------------
 
@@ -342,7 +373,10 @@ class LocalLauncher(Launcher):
         wanted = tuple(sorted({*wanted, *self._monitor.dead}))
         if ranks is not None:
             others = [rank for rank in self._living() if rank not in wanted]
-            self.abort("replaced", f"{ranks_text(wanted)} is being replaced by a fresh process")
+            if text := Halted(self.pids).look_twice(others):
+                raise SessionStateError(f"the new process group needs all ranks, but {text}.")
+            be = "is" if len(wanted) == 1 else "are"
+            self.abort("replaced", f"{ranks_text(wanted)} {be} being replaced by a fresh process")
             self._wait_idle(others)
         engine_ids = [self._monitor.engine_ids.get(rank, rank) for rank in wanted]
         living = [rank for rank in wanted if rank not in self._monitor.dead]
@@ -354,14 +388,31 @@ class LocalLauncher(Launcher):
                 self._agents.send(node, StopRanks(here))
         if living:
             self._monitor.wait_exited(living, self._options.start_timeout)
-        self._generation += 1
-        infos = self._launch(wanted, deadline)
+        self.begin_generation()
+        try:
+            infos = self._launch(wanted, deadline)
+        except BaseException as error:
+            self._give_launch_up(wanted, error)
+            raise
         self._register_anew(wanted, engine_ids)
         return infos
 
+    def _give_launch_up(self, ranks: Sequence[int], error: BaseException) -> None:
+        """Nobody stays in a group that did not come together; fresh ranks that did not join end."""
+        assert self._plan is not None
+        late = tuple(self._monitor.late(ranks, self._generation))
+        self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"
+        self.abort("failed", f"{ranks_text(ranks)} could not be started")
+        with contextlib.suppress(SessionStateError):  # an agent is gone, and its ranks with it
+            for node in range(self._plan.nodes):
+                if here := tuple(rank for rank in late if rank in self._plan.ranks_of(node)):
+                    self._agents.send(node, StopRanks(here))
+        self._monitor.wait_exited(late, END)
+        self._monitor.lose(late)
+
     def _wait_idle(self, ranks: Sequence[int]) -> None:
         """Ranks that are to join a new group must have nothing else to do."""
-        deadline = time.monotonic() + SETTLE
+        deadline = time.monotonic() + SETTLE + SETTLE_PER_RANK * len(ranks)
         while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
             if time.monotonic() > deadline:
                 raise SessionStateError(
@@ -415,12 +466,3 @@ class LocalLauncher(Launcher):
         self._background.put_death(EngineDiedError("", rank=-1, pid=0, returncode=0))
         os.close(self._board_file)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _failure_of(pending: Pending | None) -> str:
-    """The first error among the answers to a request; empty if there is none."""
-    replies = {} if pending is None else dict(pending.replies)
-    for rank, (reply, _) in sorted(replies.items()):
-        if reply.error is not None:
-            return f"rank {rank} could not join it: {reply.error.ename}: {reply.error.evalue}"
-    return ""

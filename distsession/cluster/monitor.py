@@ -5,6 +5,7 @@ Runs in: the kernel.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -26,11 +27,14 @@ from distsession.messages import (
     RankExited,
     RankFailed,
     RankReady,
+    StoreEnded,
     StoreReady,
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
 __all__ = ["Monitor", "NodeGone", "agent_text", "describe_death", "mend_text"]
+
+log = logging.getLogger(__name__)
 
 AGENT_GONE = (
     "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
@@ -57,6 +61,10 @@ class Monitor:
         self._changed = threading.Condition()
         self.hosts: dict[int, HostInfo] = {}
         self.store_port = 0
+        self.store_ended = ""
+        """What to say of a store that has ended since the present generation began."""
+        self.store_is_down = False
+        self.tcp_store_ended = ""
         self.lost_nodes: set[int] = set()
         self.ready: dict[int, RankInfo] = {}
         self.dead: dict[int, EngineDiedError] = {}
@@ -79,6 +87,9 @@ class Monitor:
                     self.hosts[message.node] = message.host
                 case StoreReady():
                     self.store_port = message.port
+                    self.store_is_down, self.tcp_store_ended = False, ""
+                case StoreEnded():
+                    self._note_store_end(message)
                 case AgentFailed():
                     self._agent_problem = message.reason
                 case RankReady():
@@ -121,6 +132,40 @@ class Monitor:
             self.dead[message.rank] = error
             return [error]
         return []
+
+    def _note_store_end(self, message: StoreEnded) -> None:
+        how = _ended_text(message.returncode)
+        if message.is_tcp:
+            text = f"torch's TCP store, at which scripts meet, (pid {message.pid}) {how}"
+            now = "another one is in its place, and what was in it is lost."
+        else:
+            text = f"The session's rendezvous store (pid {message.pid}) {how}"
+            now = (
+                "another one is in its place. What was in it is lost; the next run connects the "
+                "process group anew."
+            )
+        if not message.is_replaced:
+            now = "it could not be replaced: session.restart() starts it again, with all ranks."
+        if message.is_tcp:
+            self.tcp_store_ended = f"{text[0].upper()}{text[1:]}; {now}"
+        else:
+            self.store_ended = f"{text}; {now}"
+            self.store_is_down = not message.is_replaced
+        log.warning("%s", self.tcp_store_ended if message.is_tcp else self.store_ended)
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """These were to be started, and are ended since that did not work."""
+        with self._changed:
+            for rank in ranks:
+                info = self.ready[rank]
+                error = EngineDiedError(
+                    f"rank {rank} was to be replaced, but did not start.{mend_text(rank)}",
+                    rank=rank,
+                    pid=info.pid,
+                    returncode=-signal.SIGKILL,
+                )
+                self.dead[rank] = error
+                self._on_death(error)
 
     def _lost_with_node(self, node: int) -> list[EngineDiedError]:
         ranks = [rank for rank in self._living() if self.ready[rank].node_rank == node]
@@ -275,20 +320,22 @@ def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
     who = f"rank {message.rank} (pid {message.pid})"
     if message.expected:
         return f"{who} was ended by session.restart() or close()."
-    code = message.returncode
-    if code < 0:
-        try:
-            how = f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            how = f"was killed by signal {-code}"
-        if message.oom:
-            how += ", by the system for want of memory (its count of out-of-memory kills rose)"
-    else:
-        how = f"ended with exit code {code}"
+    how = _ended_text(message.returncode)
+    if message.oom:
+        how += ", by the system for want of memory (its count of out-of-memory kills rose)"
     when = " while it was starting" if while_starting else ""
     tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
     last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
     return f"{who} {how}{when}.{'' if while_starting else mend_text(message.rank)}{last}"
+
+
+def _ended_text(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def agent_text(node: int) -> str:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
+from distsession.engine import store_server
 from distsession.messages import (
     AgentFailed,
     AgentHere,
@@ -33,6 +34,7 @@ from distsession.messages import (
     RankExited,
     StartRanks,
     StopRanks,
+    StoreEnded,
     StoreReady,
 )
 from distsession.segment import LinkListener
@@ -45,6 +47,10 @@ POLL = 0.5
 
 GRACE = 0.4
 """Seconds that a rank has to leave by itself (run its exit functions) before it is killed."""
+
+STORE_ENDS = 5
+STORE_ENDS_WITHIN_S = 10.0
+"""A store that ends so often in so short a time is not started again."""
 
 LOG_TAIL = 4000
 """Bytes of each log that are kept for the message about a death."""
@@ -71,7 +77,10 @@ class Agent:
         self._node = node
         self._ranks: dict[int, _Rank] = {}
         self._store_pid = 0
+        self._tcp_store_pid = 0
         self._store_port = 0
+        self._store_ends: list[float] = []
+        self._is_ending = False
         self._gauges: Connection | None = None  # to the process that asks NVML
         self._gauges_pid = 0
         self._relay_pid = 0
@@ -122,8 +131,11 @@ class Agent:
                     self._store_port = message.store_port
                     if not self._relay_pid:
                         self._start_relay(message.folder)
-                elif not self._store_pid:
-                    self._start_store()
+                else:
+                    if not self._store_pid:
+                        self._start_store()
+                    if not self._tcp_store_pid:
+                        self._start_tcp_store(0)
                 self._link.send(StoreReady(self._store_port))
                 for rank in message.ranks:
                     self._fork(message, rank)
@@ -140,7 +152,13 @@ class Agent:
 
     def _prepare(self, message: PrepareAgent) -> bool:
         sys.path[:] = [*message.sys_path, *(p for p in sys.path if p not in message.sys_path)]
-        from distsession.engine import probe, rank  # noqa: F401  torch and IPython, most of a second
+        from distsession.engine import probe  # torch, most of a second
+
+        problem = probe.torch_problem()
+        if problem:
+            self._link.send(AgentFailed(reason=problem))
+            return False
+        from distsession.engine import rank  # noqa: F401  IPython
 
         for name in message.preload:
             try:
@@ -164,16 +182,55 @@ class Agent:
 
     def _start_store(self) -> None:
         """Fork the process that holds the rendezvous store, which thereby outlives every rank."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-        self._store_port = listener.getsockname()[1]
+        listener = store_server.bind(store_server.socket_path(self._folder))
         self._store_pid = os.fork()
         if self._store_pid == 0:
             self._become_child()
             with _exit_after():
+                store_server.serve(listener)
+        listener.close()
+
+    def _start_tcp_store(self, port: int) -> None:
+        """Fork the process that holds a store for scripts that meet by an address and a port.
+
+        Nothing of the session's own goes through it, unless the ranks use NCCL. Whoever can connect
+        to a port of this machine can reach it, and at worst end it: so it is a process of its own.
+        """
+        listener = socket.create_server(("127.0.0.1", port), backlog=4096)
+        self._store_port = listener.getsockname()[1]
+        self._tcp_store_pid = os.fork()
+        if self._tcp_store_pid == 0:
+            self._become_child()
+            with _exit_after():
                 from distsession.engine import store
 
-                store.serve(listener)
+                store.serve_tcp(listener)
         listener.close()
+
+    def _replace_store(self, pid: int, returncode: int) -> None:
+        """A store has ended: start another at the same place, and tell the kernel."""
+        is_tcp = pid == self._tcp_store_pid
+        log.error("%s ended with %d", "torch's store" if is_tcp else "the store", returncode)
+        if is_tcp:
+            self._tcp_store_pid = 0
+        else:
+            self._store_pid = 0
+        if self._is_ending:
+            return
+        now = time.monotonic()
+        self._store_ends = [at for at in self._store_ends if now - at < STORE_ENDS_WITHIN_S]
+        self._store_ends.append(now)
+        is_replaced = len(self._store_ends) < STORE_ENDS
+        try:
+            if is_replaced and is_tcp:
+                self._start_tcp_store(self._store_port)
+            elif is_replaced:
+                self._start_store()
+        except OSError:
+            log.exception("another one could not be started")
+            is_replaced = False
+        with contextlib.suppress(OSError):
+            self._link.send(StoreEnded(pid, returncode, is_tcp, is_replaced))
 
     # --- gauges -----------------------------------------------------------------------------------
 
@@ -288,9 +345,8 @@ class Agent:
             self._report(pid, os.waitstatus_to_exitcode(status))
 
     def _report(self, pid: int, returncode: int) -> None:
-        if pid == self._store_pid:
-            self._store_pid = 0
-            log.error("the process of the rendezvous store ended with %d", returncode)
+        if pid in (self._store_pid, self._tcp_store_pid):
+            self._replace_store(pid, returncode)
             return
         if pid == self._gauges_pid:
             self._gauges_pid = -1  # it would end again
@@ -317,8 +373,9 @@ class Agent:
 
     def _end(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._is_ending = True
         self._stop(set(self._ranks))
-        for pid in (self._store_pid, self._gauges_pid, self._relay_pid):
+        for pid in (self._store_pid, self._tcp_store_pid, self._gauges_pid, self._relay_pid):
             if pid > 0:
                 _signal(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from distsession.messages import OutputEnd, Text
+from distsession.messages import Display, OutputEnd, Text
 
 __all__ = ["Capture", "LogStream"]
 
@@ -130,6 +130,21 @@ class Capture:
     def start(self) -> None:
         self._thread.start()
 
+    def become_child(self) -> None:
+        """In a forked process: what it writes is in the rank's logs; nothing here waits or sends.
+
+        Another thread of the rank may have held a lock just then, and nobody here would release it.
+        """
+        self._write_lock = threading.Lock()
+        self.write = _write_plainly  # type: ignore[method-assign]
+        self.show = self._show_plainly  # type: ignore[method-assign]
+
+    def _show_plainly(self, message: Any) -> None:
+        """A display as text, for only the rank can send one."""
+        text = message.data.get("text/plain") if isinstance(message, Display) else None
+        if text:
+            _write_plainly(0, f"{text}\n".encode("utf-8", "backslashreplace"))
+
     # --- called by user code ----------------------------------------------------------------------
 
     def write(self, index: int, data: bytes) -> None:
@@ -137,9 +152,7 @@ class Capture:
             if index != self._last_stream:
                 self._marks.append(_Mark(self._sizes()))
                 self._last_stream = index
-            view = memoryview(data)
-            while view:
-                view = view[os.write(index + 1, view) :]
+            _write_plainly(index, data)
             self._unchecked += len(data)
         if self._unchecked > CHECK_EVERY:
             self._unchecked = 0
@@ -224,6 +237,12 @@ class Capture:
                 if text:
                     self._send(Text(self._rank, self._request, STREAMS[index], text))
                 self._sent[index] += len(data)
+
+
+def _write_plainly(index: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(index + 1, view) :]
 
 
 @contextlib.contextmanager

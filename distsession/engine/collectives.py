@@ -46,7 +46,7 @@ class Collectives(dist.ProcessGroup):
         call: Callable[[Any], Any],
         key: tuple[Any, ...],
         is_async: bool,
-        sizes: tuple[list[int], list[int]] | None = None,
+        has_sizes: bool = False,
     ) -> Any:
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class Collectives(dist.ProcessGroup):
         receive = [tensor.numel() for tensor in outputs]
         key = ("all_to_all", inputs[0].dtype, _sizes(send, receive))
         call = lambda g: g.alltoall(outputs, inputs, opts)  # noqa: E731
-        return self._collective(call, key, _is_async(opts), (send, receive))
+        return self._collective(call, key, _is_async(opts), has_sizes=True)
 
     def alltoall_base(
         self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None
@@ -189,7 +189,7 @@ class Collectives(dist.ProcessGroup):
             _sizes(send_sizes, receive_sizes),
         )
         call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
-        return self._collective(call, key, _is_async(opts), (send_sizes, receive_sizes))
+        return self._collective(call, key, _is_async(opts), has_sizes=True)
 
     all_to_all_single = alltoall_base
 

@@ -27,6 +27,8 @@ AGAIN = 0.3
 ENDING = 0.06
 """Seconds for which operations that are under way may still end by themselves: gloo (torch 2.13)
 now and then loses one when its connections are shut in the midst of it."""
+SWALLOWED = 0.02
+"""Seconds after which an interrupt that Python has swallowed is repeated."""
 FREED = 0.1
 """Seconds that a main thread which waited in a collective has to come back by itself."""
 
@@ -40,6 +42,7 @@ class Interruptor:
     def __init__(self) -> None:
         self._running = 0
         self._wanted = 0
+        self._raised: KeyboardInterrupt | None = None
         self._main = threading.main_thread()
         signal.signal(signal.SIGINT, self.on_signal)
 
@@ -51,6 +54,7 @@ class Interruptor:
             yield
         finally:
             self._running = 0
+            self._raised = None
 
     def want(self, request: int) -> None:
         """From another thread: this request is to be interrupted, once."""
@@ -65,7 +69,19 @@ class Interruptor:
         """The handler of SIGINT."""
         if self._running and self._running == self._wanted:
             self._wanted = 0
-            raise KeyboardInterrupt
+            self._raised = KeyboardInterrupt()
+            raise self._raised
+
+    def is_swallowed(self, error: BaseException | None) -> bool:
+        """Take note of what Python has printed instead of raising; whether it is raised again.
+
+        What a signal raises within ``__del__``, or within a hook around a fork, goes no further.
+        """
+        if error is None or error is not self._raised:
+            return False
+        self._raised, self._wanted = None, self._running
+        threading.Timer(SWALLOWED, self.interrupt).start()
+        return True
 
 
 class Control:
@@ -77,6 +93,7 @@ class Control:
         obey: Called with every message; for an ``Abort``, before the interrupt.
         is_blocked: Whether the main thread waits in a collective, which the abort will free.
         free: Called with an ``Abort`` once operations under way have had time to end.
+        interrupt_children: Interrupts what a request has started, if it still runs.
     """
 
     def __init__(
@@ -86,12 +103,14 @@ class Control:
         obey: Callable[[Any], None],
         is_blocked: Callable[[], bool],
         free: Callable[[Abort], None],
+        interrupt_children: Callable[[int], None],
     ):
         self._socket = socket
         self._interruptor = interruptor
         self._obey = obey
         self._is_blocked = is_blocked
         self._free = free
+        self._interrupt_children = interrupt_children
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.malformed = 0
         self._thread = threading.Thread(target=self._serve, name="distsession-control", daemon=True)
@@ -136,10 +155,15 @@ class Control:
             return
         if blocked:  # it will be free in a moment; a signal then would be one too many
             self._after(ENDING + FREED, self._interruptor.interrupt)
-            self._after(ENDING + FREED + AGAIN, self._interruptor.interrupt)
+            self._after(ENDING + FREED + AGAIN, lambda: self._insist(message.interrupt))
         else:
             self._interruptor.interrupt()
-            self._after(AGAIN, self._interruptor.interrupt)
+            self._after(AGAIN, lambda: self._insist(message.interrupt))
+
+    def _insist(self, request: int) -> None:
+        """The main thread may wait for a process that it has started: that is interrupted, too."""
+        self._interruptor.interrupt()
+        self._interrupt_children(request)
 
     def _after(self, seconds: float, action: Callable[[], object]) -> None:
         self._timers.append((time.monotonic() + seconds, action))

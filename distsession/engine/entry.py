@@ -144,16 +144,21 @@ class _Kernel(IPythonParallelKernel):
 
     @contextlib.contextmanager
     def _px(self) -> Iterator[None]:
-        if self.px_streams is None:
-            yield
-            return
-        with streams_set(*self.px_streams):
-            try:
+        process = os.getpid()
+        try:
+            if self.px_streams is None:
                 yield
-            finally:
-                # The client forgets a request once it is idle, with whatever still comes.
-                for stream in self.px_streams:
-                    stream.flush()
+                return
+            with streams_set(*self.px_streams):
+                try:
+                    yield
+                finally:
+                    # The client forgets a request once it is idle, with whatever still comes.
+                    for stream in self.px_streams:
+                        stream.flush()
+        finally:
+            if os.getpid() != process:  # a fork that has come to the end of what it was to run
+                os._exit(0)
 
     async def do_execute(self, *args: Any, **kwargs: Any) -> Any:
         with self._px():

@@ -28,6 +28,7 @@ from distsession.engine.collectives import Collectives
 from distsession.engine.recorder import Recorder, Stream
 from distsession.engine.works import AnySource, IssuedWork, await_collective
 from distsession.errors import CollectiveError
+from distsession.messages import LIMITED_STORE_WAIT, STORE_WAIT
 from distsession.ranks import format_ranks
 
 __all__ = ["Groups"]
@@ -51,6 +52,7 @@ class Groups:
         self.generation = 0
         self._detail = detail
         self._meeting: dist.Store | None = None
+        self._connect_timeout: timedelta | None = None
         self._alive: weakref.WeakValueDictionary[str, SwappableGroup] = (
             weakref.WeakValueDictionary()
         )
@@ -95,7 +97,33 @@ class Groups:
             pass
 
     def native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return internals.make_native_group(store, rank, size, timeout, detail=self._detail)
+        joining = self._connect_timeout if self._meeting is not None else None
+        return internals.make_native_group(
+            store, rank, size, timeout, detail=self._detail, connect_timeout=joining
+        )
+
+    @contextmanager
+    def store_wait(self, keys: Sequence[str], is_limited: bool) -> Iterator[None]:
+        """Record that the main thread waits for keys of the store, unless it is for a group.
+
+        Args:
+            keys: Which; those of the generation begin with its name.
+            is_limited: The caller has set a limit, after which it goes on.
+        """
+        recorder = self.recorder
+        if self._meeting is not None or recorder.is_blocked or not recorder.is_main_thread:
+            yield
+            return
+        me, start = recorder.rank, f"generation{self.generation}/"
+        stream = recorder.stream((self.generation, -1), f"{WORLD} {me}->{me}", (me, me))
+        names = ", ".join(repr(key.removeprefix(start)) for key in keys)
+        at = stream.post((LIMITED_STORE_WAIT if is_limited else STORE_WAIT, names))
+        recorder.block(at)
+        try:
+            yield
+        finally:
+            recorder.block(0)
+            stream.end(at)
 
     # --- a new generation -------------------------------------------------------------------------
 
@@ -104,21 +132,25 @@ class Groups:
         """Whether there is a default group that can be connected anew."""
         return dist.is_initialized() and isinstance(dist.group.WORLD, SwappableGroup)
 
-    def prepare(self, meeting: dist.Store, generation: int) -> None:
+    def prepare(
+        self, meeting: dist.Store, generation: int, connect_timeout: float | None = None
+    ) -> None:
         """The default group that is made next belongs to this generation.
 
         Args:
             meeting: The generation's own part of the store, through a client that works.
             generation: Its number.
+            connect_timeout: Seconds that connecting a group may take; by default as its operations.
         """
         self.generation = generation
-        self.recorder.reset()
         self._made.clear()
-        self._meeting = meeting
+        self._meeting = meeting  # the recorder has been reset: an abort may have come since
+        self._connect_timeout = (
+            None if connect_timeout is None else timedelta(seconds=connect_timeout)
+        )
 
-    def reconnect(self, meeting: dist.Store, generation: int) -> None:
+    def reconnect(self, meeting: dist.Store) -> None:
         """Connect the default group anew; returns when every rank has."""
-        self.prepare(meeting, generation)
         world: Any = dist.group.WORLD
         self._keep(world)
         world.connect(dist.PrefixStore("world", meeting))
@@ -133,16 +165,17 @@ class Groups:
             meeting: The generation's own part of the store.
             alone: Every rank of the world is new: there is nothing to agree on.
         """
-        self._meeting = None
-        if alone:
-            return
         world: Any = dist.group.WORLD
         internals.set_store(world, meeting)
+        if alone:
+            self._meeting = None
+            return
         internals.set_group_count(self.generation * NAMES_PER_GENERATION)
         mine = {name: g for name, g in self._alive.items() if g is not world}
         known = {name: group.members for name, group in mine.items()}
         meeting.set(f"groups/{dist.get_rank()}", json.dumps(known))
-        theirs = [json.loads(meeting.get(f"groups/{r}")) for r in range(dist.get_world_size())]
+        ranks = range(dist.get_world_size())
+        theirs = [json.loads(text) for text in meeting.multi_get([f"groups/{r}" for r in ranks])]
         # In the same order everywhere, so that no two ranks wait for each other in different ones.
         for name, group in sorted(mine.items()):
             missing = [r for r in group.members if theirs[r].get(name) != group.members]
@@ -151,6 +184,7 @@ class Groups:
             else:
                 self._keep(group)
                 group.connect(dist.PrefixStore(f"group{name}", meeting))
+        self._meeting = None
         for module in internals.data_parallel_modules():
             internals.refresh_data_parallel(module)
 
@@ -191,6 +225,7 @@ class SwappableGroup(Collectives):
         self._finalizer: Any = None
         """Lets its streams go with it."""
         self.inner: Any = None
+        self.devices: list[torch.device] = []
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -198,6 +233,7 @@ class SwappableGroup(Collectives):
         """Replace the inner group; returns when all members have."""
         old = [self.inner]
         self.inner = None
+        self._lost = "this process group is not connected."
         # Its threads may need a moment to end, for which nobody has to wait.
         threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
         self.inner = self._groups.native(store, self._my_rank, len(self.members), self._limit)
@@ -298,7 +334,7 @@ class SwappableGroup(Collectives):
         call: Callable[[Any], Any],
         key: tuple[Any, ...],
         is_async: bool,
-        sizes: tuple[list[int], list[int]] | None = None,
+        has_sizes: bool = False,
     ) -> Any:
         if self._lost:
             raise CollectiveError(self._lost)
@@ -311,8 +347,8 @@ class SwappableGroup(Collectives):
             return self._issue(call, stream, at, key)
         try:
             stream.meet(at, self._seconds)
-            if sizes is not None:
-                stream.compare_sizes(at, *sizes)
+            if has_sizes:
+                stream.compare_sizes(at)
         except BaseException:
             stream.fail(at)
             raise
@@ -388,11 +424,7 @@ class SwappableGroup(Collectives):
 
     @property
     def _device_types(self) -> Any:
-        return (
-            [torch.device("cpu"), torch.device("cuda")]
-            if self.inner is None
-            else (self.inner._device_types)
-        )
+        return self.devices  # none as long as torch is making the group
 
     def __repr__(self) -> str:
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"

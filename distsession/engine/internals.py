@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from distsession.engine import rescue
 
 __all__ = [
     "BACKEND",
@@ -34,6 +37,9 @@ __all__ = [
 BACKEND = "distsession"
 """Name under which torch knows our process groups; ``get_backend()`` still says ``gloo``."""
 
+LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+"""With it, members connect to each other only when they first need to."""
+
 Maker = Callable[..., Any]
 
 _is_native = False
@@ -49,8 +55,13 @@ def every_group_is_made_by(
     which every group is made, is told that name where it is asked for gloo, and the world's tables
     are told gloo again, so that ``new_group()`` and ``monitored_barrier()`` go on as ever.
 
+    From 2.15 on, torch attaches a hook of its flight recorder to a group that it has just made,
+    which needs a backend registered in C++ and fails on ours. It is left out where the group has no
+    devices yet, so a group gets them last. Nothing is lost: the gloo group inside records itself.
+
     Args:
-        make: Gets torch's ``_DistributedBackendOptions``.
+        make: Gets torch's ``_DistributedBackendOptions``. What it returns says in ``devices`` which
+            it is for; that is set here.
         agree: Called on every rank before a new group is made that all ranks have to make; gets
             its members, or None for all.
     """
@@ -69,6 +80,8 @@ def every_group_is_made_by(
             return native(*args, **kwargs)
         bound.arguments["backend"] = dist.Backend(BACKEND)
         group, store = native(*bound.args, **bound.kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            group.devices = [torch.device("cpu"), torch.device("cuda")]  # type: ignore[attr-defined]
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = (asked, store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
@@ -106,7 +119,13 @@ def _is_gloo(backend: str) -> bool:
 
 
 def make_native_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, *, detail: bool = False
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    detail: bool = False,
+    connect_timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """A gloo group of torch's own that is in none of the world's tables.
 
@@ -116,12 +135,18 @@ def make_native_group(
         size: Of the group.
         timeout: Of each operation.
         detail: Compare collectives through the group itself, as ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+        connect_timeout: Of connecting it; by default as of each operation.
     """
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     cpu = dist.PrefixStore("cpu/", store)
-    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=timeout)
+    limit = min(timeout, connect_timeout or timeout)
+    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
+    if limit != timeout:
+        backend._set_default_timeout(timeout)
+    if os.environ.get(LAZY_INIT, "0") == "0":
+        _close_listener(cpu, rank)
     backend._set_sequence_number_for_group()
     if detail:
         backend = c10d._create_process_group_wrapper(
@@ -134,7 +159,17 @@ def make_native_group(
         )
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)
+    nan_check = getattr(c10d, "NanCheckHook", None)  # from torch 2.14 on
+    if nan_check is not None and os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
+        nan_check.attach(group)  # to the outer group, torch attaches one in vain
     return group
+
+
+def _close_listener(store: dist.Store, rank: int) -> None:
+    """Close the port of a group that is connected: no member has to connect to it any more."""
+    key = f"0/{rank}"  # of the group's only context; the value begins with the device's address
+    if store.check([key]):
+        rescue.close_gloo_listener(store.get(key))
 
 
 def set_store(group: Any, store: dist.Store) -> None:

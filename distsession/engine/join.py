@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
-from distsession.engine import internals, probe, store
+from distsession.engine import internals, probe, store, store_server
 from distsession.engine.group import Groups
 from distsession.messages import StartRanks
 from distsession.ranks import RankInfo
@@ -40,6 +40,7 @@ class Place:
     device: torch.device
     store_port: int
     session: str
+    store_path: str = ""
 
 
 def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
@@ -60,6 +61,7 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
         timeout=start.timeout,
         device=device,
         store_port=store_port,
+        store_path=store_server.socket_path(start.folder),
         session=os.path.basename(start.folder),
     )
     os.environ.clear()
@@ -105,7 +107,12 @@ def _loopback() -> str:
 
 
 def join(
-    place: Place, generation: int, groups: Groups | None = None, *, alone: bool = True
+    place: Place,
+    generation: int,
+    groups: Groups | None = None,
+    *,
+    alone: bool = True,
+    timeout: float | None = None,
 ) -> None:
     """Join the process group of a generation; returns when all ranks have.
 
@@ -116,15 +123,23 @@ def join(
         generation: Of the process group.
         groups: What keeps groups alive over generations; None where the backend cannot.
         alone: Every rank of the world is new, so there are no groups to agree on.
+        timeout: Seconds that each step of connecting it may take; by default as any operation.
     """
-    client = store.connect(place.store_port)
-    meeting = dist.PrefixStore(f"generation{generation}", client)
+    part = f"generation{generation}"
+    meeting: dist.Store
+    if groups is not None:
+        client = store.session_store(place.store_path)
+        client.renew()
+        meeting = store.Part(part, client)
+        groups.prepare(meeting, generation, timeout)
+        if not alone:
+            _meet(meeting, place.world_size, timeout)
+    else:
+        meeting = dist.PrefixStore(part, store.connect_tcp(place.store_port))
     if groups is not None and groups.has_world:
-        groups.reconnect(meeting, generation)
+        groups.reconnect(meeting)
     else:
         leave()
-        if groups is not None:
-            groups.prepare(meeting, generation)
         dist.init_process_group(
             place.backend,
             store=meeting,
@@ -135,6 +150,16 @@ def join(
         )
     if groups is not None:
         groups.agree(meeting, alone=alone)
+        if place.rank == 0:  # all have come, so nobody needs what is left of earlier ones
+            client.keep("generation", f"{part}/")
+
+
+def _meet(meeting: dist.Store, world_size: int, timeout: float | None) -> None:
+    """Wait for all ranks here, where one can be told to stop, rather than within gloo."""
+    if meeting.add("arrived", 1) == world_size:
+        meeting.set("all have arrived", "")
+    limit = store.DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
+    meeting.wait(["all have arrived"], limit)
 
 
 def leave() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
+import sys
 import threading
 
 import torch
@@ -16,7 +18,11 @@ import torch.distributed as dist
 from distsession.engine.gauges import gpu_uuid
 from distsession.ranks import DeviceInfo, HostInfo
 
-__all__ = ["device_info", "fork_problem", "host_info"]
+__all__ = ["OLDEST_TORCH", "device_info", "fork_problem", "host_info", "torch_problem"]
+
+OLDEST_TORCH = (2, 8)
+"""What ``pyproject.toml`` asks for. With older ones the store does not serve on the socket that it
+is handed, and ranks would wait for it until the start is given up."""
 
 
 def host_info() -> HostInfo:
@@ -30,6 +36,18 @@ def host_info() -> HostInfo:
         cpus=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
+    )
+
+
+def torch_problem() -> str:
+    """Why no session can run with this torch; empty if one can."""
+    found = str(torch.__version__)
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST_TORCH:
+        return ""
+    needed = ".".join(map(str, OLDEST_TORCH))
+    return (
+        f"torch {found} is too old, distsession needs {needed} or newer. "
+        f"Upgrade it, for this Python: {sys.executable} -m pip install 'torch>={needed}'"
     )
 
 

@@ -10,11 +10,18 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import weakref
 
-__all__ = ["die_with_parent", "forget_inherited_finalizers", "redirect_standard_streams"]
+__all__ = [
+    "die_with_parent",
+    "forget_inherited_finalizers",
+    "interrupt_children",
+    "redirect_standard_streams",
+]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -54,3 +61,22 @@ def forget_inherited_finalizers() -> None:
     """
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
+
+
+def interrupt_children(seconds: float) -> None:
+    """Send SIGINT to the processes of our group that were started within the last seconds.
+
+    Ctrl-C in a terminal reaches them too; but those that were there before, such as a server that
+    an earlier cell has started, are left alone.
+    """
+    if not os.path.exists("/proc/self/stat"):
+        return
+    since = (time.clock_gettime(time.CLOCK_BOOTTIME) - seconds) * _TICKS - 1
+    me, group = os.getpid(), os.getpgrp()
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/stat") as stat:
+                # Behind the name, which is in parentheses and may hold anything.
+                fields = stat.read().rpartition(")")[2].split()
+            if pid != me and int(fields[2]) == group and int(fields[19]) >= since:
+                os.kill(pid, signal.SIGINT)

@@ -27,7 +27,7 @@ import zmq
 from distsession import board as layout
 from distsession import segment, serialize
 from distsession.board import Board
-from distsession.engine import failure, join, reasons, rescue, tensors
+from distsession.engine import failure, join, reasons, rescue, store, tensors
 from distsession.engine.agent import log_path
 from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
@@ -35,18 +35,20 @@ from distsession.engine.control import Control, Interruptor
 from distsession.engine.debug import Debugger
 from distsession.engine.entry import ShellFront, make_shell, register
 from distsession.engine.execute import NOTHING, remember, run_call, run_cell
+from distsession.engine.forks import Forks, make_private
 from distsession.engine.group import Groups
 from distsession.engine.look import Looker
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
+    interrupt_children,
     redirect_standard_streams,
 )
 from distsession.engine.recorder import Recorder
 from distsession.engine.summary import Summary
 from distsession.engine.trace import Trace
 from distsession.engine.transfer import Transfers
-from distsession.errors import SerializationError, SessionStateError
+from distsession.errors import CollectiveError, SerializationError, SessionStateError
 from distsession.messages import (
     Abort,
     AskLook,
@@ -123,6 +125,11 @@ class Rank:
             self._groups = Groups(self._recorder, detail=start.check == "detail")
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
+        self._store = store.session_store(self._place.store_path)
+        rescue.be_deaf(start.folder)
+        self._store.given_up = self._given_up
+        if self._groups is not None:
+            self._store.named = self._groups.store_wait
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._refused: set[int] = set()
@@ -148,6 +155,7 @@ class Rank:
             self._obey,
             lambda: self._recorder.is_blocked,
             self._free,
+            self._interrupt_children,
         )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -162,9 +170,22 @@ class Rank:
         )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
+        self._forks = Forks(
+            {
+                signal.SIGTERM: (self._on_terminate, signal.SIG_DFL),
+                signal.SIGINT: (self._interruptor.on_signal, signal.default_int_handler),
+            },
+            (
+                make_private(self._recorder.words, start.board),
+                self._leave_group_to_rank,
+                self._capture.become_child,
+            ),
+        )
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_terminate)
+        self._forks.install()
+        sys.unraisablehook = self._on_unraisable
         self._capture.start()
         try:
             try:
@@ -187,12 +208,31 @@ class Rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _Stop
 
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """What Python cannot raise it prints; a Stop that it swallows so is raised again."""
+        if isinstance(unraisable.exc_value, _Stop) and not self._forks.is_child:
+            signal.signal(signal.SIGTERM, self._on_terminate)
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        elif not self._interruptor.is_swallowed(unraisable.exc_value):
+            sys.__unraisablehook__(unraisable)
+
     def _leave(self) -> None:
+        if self._forks.is_child:
+            os._exit(1)
         self._is_leaving = True
         with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
         with contextlib.suppress(Exception):
             self._capture.flush()
+
+    def _leave_group_to_rank(self) -> None:
+        """In a forked process: collectives would go through connections that the rank uses."""
+        text = (
+            f"this process was forked from rank {self._rank} and is no member of its process "
+            "group: call collectives on the rank itself, or start the process with "
+            "multiprocessing's 'spawn' and let it make a group of its own."
+        )
+        self._recorder.abort = Abort("forked", text, self._generation)
 
     def _announce(self) -> None:
         self._send(RankReady(self._rank, join.rank_info(self._place, self._generation)))
@@ -296,6 +336,7 @@ class Rank:
         try:
             with self._interruptor.user_code(request.id):
                 value, shown = self._perform(request, payload)
+                self._forks.end_child()
                 del payload
                 self._trace.end(request)
                 duration = time.perf_counter() - began
@@ -305,6 +346,7 @@ class Rank:
         except _Stop:
             raise
         except BaseException as raised:
+            self._forks.end_child(raised)
             duration = time.perf_counter() - began
             error, shown = self._explained(raised), None
             reason = reasons.find(error, self._recorder.abort)
@@ -314,14 +356,14 @@ class Rank:
             reason = reasons.find(error, self._recorder.abort)
         self._debugger.end()
         self._asker.request = 0
-        self._front.request(0)
-        self._recorder.request(0)
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
             if not (_is_run(request) and self._debugger.keep(error)):
-                failure.forget_frames(error)
+                failure.forget_frames(error)  # what ends with them may take long, and is told
+        self._front.request(0)
+        self._recorder.request(0)
         has_output = self._capture.end(request.id)
         reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
         self._send(reply, answer)
@@ -350,7 +392,7 @@ class Rank:
             case CellRequest():
                 value, shown = self._cell(request)
             case RejoinRequest():
-                self._rejoin(request.generation)
+                self._rejoin(request)
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
@@ -469,11 +511,17 @@ class Rank:
 
     # --- the process group ------------------------------------------------------------------------
 
-    def _rejoin(self, generation: int) -> None:
+    def _rejoin(self, request: RejoinRequest) -> None:
         with self._group_lock:  # an abort of the generation before comes too late from here on
-            self._generation = generation
+            self._generation = request.generation
             self._recorder.reset()
-        join.join(self._place, generation, self._groups, alone=False)
+        join.join(
+            self._place,
+            request.generation,
+            self._groups,
+            alone=False,
+            timeout=request.timeout,
+        )
         self._announce()
 
     def _abort(self, message: Abort) -> None:
@@ -482,6 +530,15 @@ class Rank:
         with self._group_lock:
             if message.generation >= self._generation:
                 self._recorder.abort = message
+                self._store.end_waits()
+
+    def _given_up(self) -> BaseException | None:
+        """What a wait for a key of the store raises once the group has been given up."""
+        if self._recorder.abort is None:
+            return None
+        error = self._recorder.error()
+        is_ours = self._recorder.is_main_thread or isinstance(error, Exception)
+        return error if is_ours else CollectiveError(str(error))
 
     def _free(self, message: Abort) -> None:
         """From the control thread: free the main thread from whatever it waits in."""
@@ -492,7 +549,17 @@ class Rank:
                 join.abort()
             else:
                 rescue.shut_gloo()
+            self._store.end_waits()
             rescue.shut_store(self._place.store_port)
+
+    def _interrupt_children(self, request: int) -> None:
+        """From the control thread: also once the user's code is over, and what it had is let go.
+
+        A ``DataLoader`` then waits for its workers, ten seconds for two that are stuck.
+        """
+        region = self._recorder.region
+        if region.request == request:
+            interrupt_children(region.seconds)
 
     def _refuse(self, request: Request, payload: Any) -> None:
         self._refused.discard(request.id)

@@ -23,6 +23,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -166,6 +167,10 @@ class Recorder:
         """Whether a rank's debugger is open, or waits for input: no time limit counts then."""
         words = self.words
         return any(words[at] or words[at + 1] for at in self._debuggers)
+
+    @property
+    def is_main_thread(self) -> bool:
+        return threading.get_ident() == self._main
 
     @property
     def is_blocked(self) -> bool:
@@ -342,10 +347,6 @@ class Recorder:
         """The main thread waits in this operation from here on; 0 for none."""
         if threading.get_ident() == self._main:
             self.words[self._blocked] = at
-
-    def is_main(self) -> bool:
-        """Whether this is the main thread."""
-        return threading.get_ident() == self._main
 
     def place_again(self, place: int) -> int:
         """A place that was found before, as a word that can be written down now."""
@@ -536,7 +537,7 @@ class Stream:
         words = self._words
         if words[at] == posted[0]:
             return at
-        if not self.is_watched or not self.recorder.is_main():
+        if not self.is_watched or not self.recorder.is_main_thread:
             return 0
         spare = self.at + _HEAD + _RING * _SLOT
         fingerprint, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
@@ -703,23 +704,20 @@ class Stream:
 
     # --- sizes that differ from rank to rank ------------------------------------------------------
 
-    def compare_sizes(self, at: int, send: Sequence[int], receive: Sequence[int]) -> None:
-        """Check the parts of an all_to_all against those of the peers; all have posted theirs.
+    def compare_sizes(self, at: int) -> None:
+        """Check what all ranks send in an all_to_all against what each expects from the others.
+
+        Every rank checks all of them, so that none begins what another has refused.
 
         Raises:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
         """
         sequence = self._words[at] & _SEQUENCE_MASK
-        me = self.members.index(self.recorder.rank)
-        for number, rank in enumerate(self.members):
-            theirs = _SIZES.search(self._signature(rank, sequence))
-            if theirs is None or rank == self.recorder.rank:
-                continue
-            sent, received = ([int(n) for n in part.split(",") if n] for part in theirs.groups())
-            if (sent and sent[me] != receive[number]) or (
-                received and received[me] != send[number]
-            ):
-                raise self._mismatch(sequence)
+        parts = [_parts(self._signature(rank, sequence)) for rank in self.members]
+        for source, (sent, _) in enumerate(parts):
+            for target, (_, received) in enumerate(parts):
+                if sent and received and sent[target] != received[source]:
+                    raise self._mismatch(sequence)
 
     # --- words for people -------------------------------------------------------------------------
 
@@ -786,6 +784,16 @@ def _described(operation: Operation | None) -> str:
         return "an operation"
     place = f" at {operation.place}" if operation.place else ""
     return _readable(f"{operation.name} {operation.detail}".strip()) + place
+
+
+@lru_cache(256)
+def _parts(signature: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How much a rank sends to each member and expects from each; empty where it does not say."""
+    found = _SIZES.search(signature)
+    if found is None:
+        return (), ()
+    sent, received = (tuple(int(n) for n in part.split(",") if n) for part in found.groups())
+    return sent, received
 
 
 def _readable(signature: str) -> str:

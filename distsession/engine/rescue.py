@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 
-__all__ = ["shut_gloo", "shut_store"]
+__all__ = ["be_deaf", "close_gloo_listener", "shut_gloo", "shut_store"]
 
 
 def shut_gloo() -> int:
@@ -25,15 +27,55 @@ def shut_gloo() -> int:
     to its peers; no other library's set looks like that.
     """
     shut = 0
-    for members in _epoll_sets():
-        pipes = [fd for fd in members if _is_pipe(fd)]
-        sockets = [fd for fd in members if _is_tcp(fd)]
-        if not pipes or not any(_is_listening(fd) for fd in sockets):
-            continue
-        for descriptor in sockets:
-            if not _is_listening(descriptor):
+    for _, members in _gloo_sets():
+        for descriptor in members:
+            if _is_tcp(descriptor) and not _is_listening(descriptor):
                 shut += _shut(descriptor)
     return shut
+
+
+def close_gloo_listener(address: bytes) -> bool:
+    """Close the port of a gloo device all of whose pairs are connected; says whether it was found.
+
+    gloo goes on listening there, and whoever of this machine connects takes a descriptor of the
+    rank for good; where none is left, gloo ends the process. gloo knows its socket by the number
+    of the descriptor, takes it out of its epoll set one day and closes it. So another socket gets
+    that number, at which nobody can arrive: its path is gone as soon as it is bound. To accept from
+    it is to be told to try again, as before, should gloo's thread be just about to.
+
+    Args:
+        address: What gloo has told its peers: somewhere within is its ``struct sockaddr``.
+    """
+    deaf = _deaf
+    if deaf is None:
+        return False
+    for epoll, members in _gloo_sets():
+        for descriptor in members:
+            if _is_tcp(descriptor) and _is_listening(descriptor) and _name(descriptor) in address:
+                os.dup2(deaf.fileno(), descriptor, inheritable=False)
+                # The other end of a duplicate: closing it must not close gloo's.
+                with select.epoll.fromfd(os.dup(epoll)) as same:
+                    same.register(descriptor, 0)
+                return True
+    return False
+
+
+_deaf: socket.socket | None = None
+
+
+def be_deaf(folder: str) -> None:
+    """Make what :func:`close_gloo_listener` needs.
+
+    Args:
+        folder: Where a socket may be bound for a moment.
+    """
+    global _deaf
+    path = os.path.join(folder, f"deaf-{os.getpid()}")
+    _deaf = socket.socket(socket.AF_UNIX)
+    _deaf.setblocking(False)
+    _deaf.bind(path)
+    _deaf.listen(1)
+    os.unlink(path)
 
 
 def shut_store(port: int) -> int:
@@ -49,12 +91,20 @@ def _descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
-def _epoll_sets() -> Iterator[list[int]]:
+def _gloo_sets() -> Iterator[tuple[int, list[int]]]:
+    """The epoll sets of gloo's devices: their descriptors and those in them."""
+    for epoll, members in _epoll_sets():
+        if any(map(_is_pipe, members)) and any(map(_is_listening, members)):
+            yield epoll, members
+
+
+def _epoll_sets() -> Iterator[tuple[int, list[int]]]:
     for descriptor in _descriptors():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
                 with open(f"/proc/self/fdinfo/{descriptor}") as info:
-                    yield [int(line.split()[1]) for line in info if line.startswith("tfd:")]
+                    lines = [line.split() for line in info if line.startswith("tfd:")]
+                yield descriptor, [int(words[1]) for words in lines]
 
 
 def _is_pipe(descriptor: int) -> bool:
@@ -90,6 +140,16 @@ def _is_listening(descriptor: int) -> bool:
             return bool(s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
         return False
+
+
+def _name(descriptor: int) -> bytes:
+    """How a ``struct sockaddr`` with its own address begins."""
+    with _borrowed(descriptor) as s:
+        host, port = str(s.getsockname()[0]), int(s.getsockname()[1])
+        family = int(s.family).to_bytes(2, sys.byteorder)
+        if s.family == socket.AF_INET:
+            return family + port.to_bytes(2, "big") + socket.inet_aton(host)
+        return family + port.to_bytes(2, "big")
 
 
 def _peer_port(descriptor: int) -> int:

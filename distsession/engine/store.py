@@ -1,22 +1,339 @@
-"""The process that holds the rendezvous store.
+"""A rank's hand on the rendezvous store.
 
 Runs in: an engine.
+
+torch's C++ calls a store that is written in Python. So the session's own is not reached by a port,
+which every user of the machine could connect to, but by a unix socket in the private folder; a wait
+for a key can be ended at any moment, and it can be named (see ``store_server`` for the other end).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from distsession.engine.process import die_with_parent
+from distsession.engine.store_server import EMPTY, WORD, Op, pack, unpack
 
-__all__ = ["connect", "serve"]
+__all__ = ["Part", "Store", "StoreGone", "connect_tcp", "serve_tcp", "session_store"]
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+"""torch's own for a store."""
+AT_ONCE_S = 0.05
+"""A key that comes within this time was not waited for: nothing is said of it."""
+CONNECT_TIMEOUT_S = 5.0
+"""How long a store that takes the place of one that has ended may need to come up."""
+CONNECT_AGAIN_S = 0.01
+
+GONE = (
+    "the session's rendezvous store has ended, and what was in it is lost. It is replaced by "
+    "itself, and the process group is connected anew before the next run."
+)
+
+_Value = str | bytes
 
 
-def serve(listener: socket.socket) -> None:
-    """Hold the store until the agent ends.
+class StoreGone(dist.DistNetworkError):
+    """The store's process has ended, or another one has taken its place."""
+
+
+class _Connection:
+    """One connection to the server; used for one request at a time."""
+
+    def __init__(self, path: str):
+        self.socket = socket.socket(socket.AF_UNIX)
+        try:
+            self.socket.settimeout(CONNECT_TIMEOUT_S)
+            self.socket.connect(path)
+            self.server = self.receive(time.monotonic() + CONNECT_TIMEOUT_S)[1][0]
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def send(self, frame: bytes) -> None:
+        self.socket.settimeout(None)
+        self.socket.sendall(frame)
+
+    def receive(self, deadline: float | None) -> tuple[int, list[bytes]]:
+        (size,) = WORD.unpack(self._read(WORD.size, deadline))
+        return unpack(self._read(size, None))
+
+    def is_readable(self, deadline: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        return bool(poll.poll(left))
+
+    def _read(self, size: int, deadline: float | None) -> bytes:
+        data = b""
+        while len(data) < size:
+            if deadline is not None and not self.is_readable(deadline):
+                raise TimeoutError
+            more = self.socket.recv(size - len(data))
+            if not more:
+                raise ConnectionResetError
+            data += more
+        return data
+
+
+def _nothing() -> BaseException | None:
+    return None
+
+
+@contextlib.contextmanager
+def _unnamed(_keys: Sequence[str], _is_limited: bool) -> Iterator[None]:
+    yield
+
+
+class Store(dist.Store):
+    """The store, as torch and user code see it.
+
+    torch's C++ keeps no hold of the Python part of a store, so this object lives as long as its
+    process; see :func:`session_store`.
+
+    Args:
+        path: Of the server's socket.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self._path = path
+        self._server: bytes | None = None
+        self._free: list[_Connection] = []
+        self._waiting: set[_Connection] = set()
+        self.given_up: Callable[[], BaseException | None] = _nothing
+        """Why no wait may go on; None while one may."""
+        self.named: Callable[[Sequence[str], bool], contextlib.AbstractContextManager[None]]
+        self.named = _unnamed
+        """Lets others see that there is a wait for some keys, and whether it has an end."""
+        os.register_at_fork(after_in_child=self._forget)
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """A generation begins: it may be another server, and is the same one until it ends."""
+        self._server = None
+        self._drop_free()
+        self.set_timeout(DEFAULT_TIMEOUT)
+
+    def end_waits(self) -> int:
+        """From any thread: whoever waits for a key comes back with an error; gives their number."""
+        waiting = list(self._waiting)
+        for connection in waiting:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+        return len(waiting)
+
+    def keep(self, start: str, present: str) -> None:
+        """Delete all keys that begin in one way but not in the other."""
+        self._ask(Op.KEEP, [start.encode(), present.encode()])
+
+    @property
+    def _limit(self) -> timedelta:
+        limit: timedelta = self.timeout  # type: ignore[attr-defined]
+        return limit
+
+    def _drop_free(self) -> None:
+        while self._free:
+            self._free.pop().socket.close()
+
+    def _forget(self) -> None:
+        """In a forked child: the connections are those of the parent."""
+        self._drop_free()
+        for connection in self._waiting:
+            connection.socket.close()
+        self._waiting = set()
+        self.given_up, self.named = _nothing, _unnamed
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    def _connection(self) -> _Connection:
+        while self._free:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                return self._free.pop()
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            try:
+                connection = _Connection(self._path)
+                break
+            except OSError as error:
+                # Where a generation begins, another store may be about to come up.
+                if self._server is not None or time.monotonic() > deadline or self.given_up():
+                    raise (self.given_up() or StoreGone(GONE)) from error
+                time.sleep(CONNECT_AGAIN_S)
+        if self._server is None:
+            self._server = connection.server
+        if connection.server != self._server:
+            connection.socket.close()
+            raise StoreGone(GONE)
+        return connection
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[_Connection]:
+        """A connection that goes back only if its request has been answered."""
+        connection = self._connection()
+        try:
+            yield connection
+        except (BrokenPipeError, ConnectionResetError) as error:
+            connection.socket.close()
+            raise (self.given_up() or StoreGone(GONE)) from error
+        except BaseException:
+            connection.socket.close()
+            raise
+        self._free.append(connection)
+
+    def _ask(self, code: int, parts: Sequence[bytes]) -> list[bytes]:
+        with self._using() as connection:
+            connection.send(pack(code, parts))
+            return connection.receive(None)[1]
+
+    def _await(
+        self, code: int, keys: Sequence[str], limit: timedelta, *, is_limited: bool
+    ) -> list[bytes]:
+        """Ask for what may not be there yet."""
+        deadline = time.monotonic() + limit.total_seconds()
+        soon = time.monotonic() + AT_ONCE_S
+        with self._using() as connection:
+            self._waiting.add(connection)
+            try:
+                connection.send(pack(code, [_bytes(key) for key in keys]))
+                if not connection.is_readable(min(soon, deadline)) and soon < deadline:
+                    if error := self.given_up():
+                        raise error
+                    with self.named(keys, is_limited):
+                        return connection.receive(deadline)[1]
+                return connection.receive(deadline)[1]
+            except TimeoutError:
+                names = ", ".join(f"/{key}" for key in keys)
+                ms = limit.total_seconds() * 1000
+                raise dist.DistStoreError(f"wait timeout after {ms:.0f}ms, keys: {names}") from None
+            finally:
+                self._waiting.discard(connection)
+
+    # --- what torch asks of a store ---------------------------------------------------------------
+
+    def set(self, key: str, value: _Value) -> None:
+        self._ask(Op.SET, [_bytes(key), _bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        limit = self._limit
+        return self._await(Op.GET, keys, limit, is_limited=limit != DEFAULT_TIMEOUT)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[_Value]) -> None:
+        pairs = zip(keys, values, strict=True)
+        self._ask(Op.SET, [_bytes(part) for pair in pairs for part in pair])
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask(Op.ADD, [_bytes(key), b"%d" % value])[0])
+
+    def compare_set(self, key: str, expected_value: _Value, desired_value: _Value) -> bytes:
+        parts = [_bytes(key), _bytes(expected_value), _bytes(desired_value)]
+        return self._ask(Op.COMPARE_SET, parts)[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(Op.CHECK, [_bytes(key) for key in keys])[0] == b"1"
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = self._limit if timeout is None else timeout
+        is_limited = limit != DEFAULT_TIMEOUT
+        self._await(Op.WAIT, keys, limit, is_limited=is_limited)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(Op.DELETE, [_bytes(key)])[0] == b"1"
+
+    def num_keys(self) -> int:
+        return int(self._ask(Op.COUNT, [])[0])
+
+    def append(self, key: str, value: _Value) -> None:
+        self._ask(Op.APPEND, [_bytes(key), _bytes(value)])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> Store:
+        return self  # any number of threads may use it
+
+    def list_keys(self) -> list[str]:
+        return [key.decode() for key in self._ask(Op.KEYS, [])]
+
+    def queue_push(self, key: str, value: _Value) -> None:
+        self._ask(Op.PUSH, [_bytes(key), _bytes(value)])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        if block:
+            limit = self._limit
+            return self._await(Op.POP, [key], limit, is_limited=limit != DEFAULT_TIMEOUT)[0]
+        with self._using() as connection:
+            connection.send(pack(Op.POP, [_bytes(key), b"now"]))
+            code, parts = connection.receive(None)
+        if code == EMPTY:
+            raise getattr(dist, "QueueEmptyError", RuntimeError)(f"queue {key} is empty")
+        return parts[0]
+
+    def queue_len(self, key: str) -> int:
+        return int(self._ask(Op.LENGTH, [_bytes(key)])[0])
+
+    # The names under which C++ looks for two of them (torch 2.13).
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle a store: each process has its own connection to it")
+
+
+class Part(dist.PrefixStore):
+    """A part of the store; what torch does not pass on to a store in Python goes there directly."""
+
+    def __init__(self, prefix: str, store: Store):
+        super().__init__(prefix, store)
+        self._start = f"{prefix}/"
+        self._store = store
+
+    def list_keys(self) -> list[str]:
+        start = self._start
+        return [key[len(start) :] for key in self._store.list_keys() if key.startswith(start)]
+
+    def queue_push(self, key: str, value: _Value) -> None:
+        self._store.queue_push(self._start + key, value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self._store.queue_pop(self._start + key, block)
+
+    def queue_len(self, key: str) -> int:
+        return self._store.queue_len(self._start + key)
+
+
+def _bytes(value: _Value) -> bytes:
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else bytes(value)
+
+
+_stores: dict[str, Store] = {}
+
+
+def session_store(path: str) -> Store:
+    """This process's hand on the store at a path, always the same one."""
+    if path not in _stores:
+        _stores[path] = Store(path)
+    return _stores[path]
+
+
+# --- torch's own, for scripts that meet by an address ---------------------------------------------
+
+
+def serve_tcp(listener: socket.socket) -> None:
+    """Hold a store of torch's until the agent ends.
 
     torch's TCPStore binds every interface unless it is handed a socket that listens already; this
     one listens on the loopback interface alone.
@@ -35,6 +352,6 @@ def serve(listener: socket.socket) -> None:
         signal.pause()
 
 
-def connect(port: int) -> dist.Store:
-    """A client of the store."""
+def connect_tcp(port: int) -> dist.Store:
+    """A client of that store."""
     return dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)

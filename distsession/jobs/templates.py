@@ -142,7 +142,7 @@ def batch(name: str, ranks: int, *, on_gpu: bool, threads: int) -> str:
 
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 20000))
+port=$((10000 + SLURM_JOB_ID % 20000))  # below those that systems give away by themselves
 export OMP_NUM_THREADS={threads}
 
 srun torchrun \\

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -182,11 +181,3 @@ def end_tree(process: subprocess.Popen[str]) -> None:
 def program(name: str, *arguments: object, python: str = sys.executable) -> list[str]:
     """The command line of one of our programs."""
     return [python, str(PROGRAMS / f"{name}.py"), *map(str, arguments)]
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -15,8 +15,9 @@ from distsession.errors import RunInterrupt
 from tests.benchmarks import peers
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Figure, NotInstalled, Row, Target, describe
-from tests.benchmarks.processes import free_port, program, run_program, snapshot
+from tests.benchmarks.processes import program, run_program, snapshot
 from tests.benchmarks.programs.hangs import LIMIT, WORK, Fault, cell
+from tests.ports import held_port
 
 RANKS = (2, 4)
 PEER_RANKS = 4
@@ -189,7 +190,8 @@ def _peers(bench: Bench, case: str) -> Iterator[tuple[str, list[Outcome] | Row]]
 
 
 def _ipyparallel(bench: Bench, case: str, path: str) -> str:
-    return run_program(program("hang_ipyparallel", case, PEER_RANKS, free_port(), path))
+    with held_port() as port:
+        return run_program(program("hang_ipyparallel", case, PEER_RANKS, port, path))
 
 
 def _nbdistributed(bench: Bench, case: str, path: str) -> str:

@@ -10,7 +10,8 @@ from functools import partial
 from tests.benchmarks import peers
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Arm, NotInstalled, Row, take_turns
-from tests.benchmarks.processes import free_port, program, snapshot, time_program
+from tests.benchmarks.processes import program, snapshot, time_program
+from tests.ports import held_port
 
 RANKS = (1, 2, 4, 8)
 IMPORT = "import torch"
@@ -64,12 +65,14 @@ def _start_ours(ranks: int) -> float:
 def _start_torchrun(ranks: int) -> float:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     script = program("start_torchrun")[1:]
-    command = [*launcher, "--master-port", str(free_port()), *script]
-    return time_program(command, ready=ranks)
+    with held_port() as port:
+        command = [*launcher, "--master-port", str(port), *script]
+        return time_program(command, ready=ranks)
 
 
 def _start_ipyparallel(ranks: int) -> float:
-    return time_program(program("start_ipyparallel", ranks, free_port()), ready=1)
+    with held_port() as port:
+        return time_program(program("start_ipyparallel", ranks, port), ready=1)
 
 
 def _start_nbdistributed(ranks: int) -> float:

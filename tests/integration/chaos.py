@@ -1,12 +1,14 @@
 """Random faults on a session of four ranks, and what must hold after each.
 
-``python -m tests.integration.chaos --faults 1000`` (``make soak``) runs it for long.
+``python -m tests.integration.chaos --faults 1000`` (``make soak``) runs it for long. With
+``--between 500 --faults 40`` the session ages: so many calls and cells come before each fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import os
 import random
 import signal
@@ -65,6 +67,18 @@ MISMATCHES = (
     "dist.barrier() if odd else dist.all_reduce(x.clone())",
     "dist.all_reduce(torch.ones(4 + odd), async_op=True).wait()",
 )
+SHAPES = 5000
+"""As many different tensors are reduced in the session's life."""
+GROUP = """
+ranks = [{a}, {b}]
+other = dist.new_group(ranks)
+if rank in ranks:
+    dist.all_reduce(torch.ones({size}), group=other)
+    dist.destroy_process_group(other)
+del other
+"""
+MEMORY_GROWTH = 64 << 20
+"""Bytes by which a process may be larger than when all that it needs had been loaded."""
 BUSY = ("while True: pass", "time.sleep(60)", "while True: dist.all_reduce(x.clone())")
 
 
@@ -76,6 +90,12 @@ class Held:
     shared_memory: int
     kernel: tuple[int, int]
     ranks: tuple[tuple[int, int], ...]
+    memory: tuple[int, ...]
+
+
+def total(numbers: Any) -> float:
+    """What ranks are called with."""
+    return float(sum(numbers))
 
 
 class Violation(AssertionError):
@@ -92,6 +112,8 @@ class Chaos:
     def __init__(self, seed: int):
         self.seed = seed
         self.random = random.Random(seed)
+        self.calls = 0
+        self._sizes = itertools.cycle(range(1, SHAPES + 1))
         self.done: list[str] = []
         self.session = Session(RANKS, output=Recorder(), threads=1, hang_grace=0.3)
         self.session.execute(SETUP)
@@ -186,6 +208,40 @@ class Chaos:
         self.run(self.random.choice(BUSY), RunInterrupt)
         timer.join()
 
+    # --- ordinary use -----------------------------------------------------------------------------
+
+    def use(self, calls: int) -> None:
+        """Do what people do between two mistakes, so that the session ages."""
+        session, number = self.session, self.calls
+        for number in range(self.calls, self.calls + calls):
+            size = next(self._sizes)
+            kind = self.random.random()
+            if kind < 0.4:
+                session.execute(f"y = torch.ones({size})\ndist.all_reduce(y)")
+                if number % 50 == 0 and session.evaluate("y[-1].item()")[0] != RANKS:
+                    raise Violation(f"a sum is wrong after {number} calls")
+            elif kind < 0.55:
+                session.execute(f"z = [dist.all_reduce(torch.ones({size}, 2), async_op=True)]")
+                session.execute("[work.wait() for work in z]; del z")
+            elif kind < 0.75:
+                if session.run(total, range(size))[RANKS - 1] != size * (size - 1) / 2:
+                    raise Violation(f"a call's result is wrong after {number} calls")
+            elif kind < 0.8:
+                a, b = self.random.sample(range(RANKS), 2)
+                session.execute(GROUP.format(a=min(a, b), b=max(a, b), size=size))
+            elif kind < 0.85:
+                code = (
+                    "if rank == 0: dist.send(x, 1, tag={0})\nif rank == 1: dist.recv(x, 0, tag={0})"
+                )
+                session.execute(code.format(number))
+            elif kind < 0.9:
+                session.push(numbers=list(range(size)))
+            elif kind < 0.95:
+                session.execute(f"print('cell', {number}, rank)")
+            else:
+                session.pull("x")
+        self.calls += calls
+
     # --- what must hold ---------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -208,30 +264,42 @@ class Chaos:
             shared_memory=len(os.listdir("/dev/shm")),
             kernel=(kernel.num_fds(), kernel.num_threads()),
             ranks=tuple((rank.num_fds(), rank.num_threads()) for rank in ranks),
+            memory=tuple(p.memory_info().rss for p in (kernel, *ranks)),
         )
 
     def check_held(self, before: Held) -> None:
         """Nothing has grown since; a rank that is new holds less, never more."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + LIMIT
         while True:
             now = self.held()
             most = tuple(max(counts) for counts in zip(*before.ranks, strict=True))
             grown = [counts for counts in now.ranks if counts[0] > most[0] or counts[1] > most[1]]
             same = now.processes <= before.processes and now.shared_memory <= before.shared_memory
             kernel_same = all(n <= b for n, b in zip(now.kernel, before.kernel, strict=True))
-            if not grown and same and kernel_same:
+            larger = max(n - b for n, b in zip(now.memory, before.memory, strict=True))
+            if not grown and same and kernel_same and larger < MEMORY_GROWTH:
                 return
             if time.monotonic() > deadline:
                 raise Violation(f"more is held than before:\n{before}\n{now}")
             time.sleep(0.1)
 
-    def go(self, faults: int, *, say: Callable[[str], None] = lambda _: None) -> None:
-        """Do so many faults, checking after each."""
+    def go(
+        self, faults: int, *, between: int = 0, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Do so many faults, checking after each.
+
+        Args:
+            faults: How many, after one of each kind.
+            between: How many calls and cells come before each.
+            say: Is told how far it is.
+        """
+        self.use(min(between, 100))
         for name, fault in self.faults.items():  # each once, so that all is there that will be
             self._do(name, fault)
         time.sleep(0.5)
         before = self.held()
         for number in range(faults):
+            self.use(between)
             name = self.random.choice(list(self.faults))
             self._do(name, self.faults[name])
             if number % 25 == 24:
@@ -256,19 +324,23 @@ def main() -> int:
     """Run it for long."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--between", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     chaos = Chaos(arguments.seed)
     began = time.monotonic()
     try:
-        chaos.go(arguments.faults, say=lambda text: print(text, flush=True))
+        chaos.go(
+            arguments.faults, between=arguments.between, say=lambda text: print(text, flush=True)
+        )
     except Violation as error:
         print(f"{error}\nfaults: {chaos.done}", file=sys.stderr)
         return 1
     finally:
         chaos.close()
     counts = {name: chaos.done.count(name) for name in chaos.faults}
-    print(f"seed {arguments.seed}: {counts} in {time.monotonic() - began:.0f} s")
+    used = f"{chaos.calls} calls and cells, "
+    print(f"seed {arguments.seed}: {used}{counts} in {time.monotonic() - began:.0f} s")
     return 0
 
 

@@ -184,13 +184,7 @@ def join(environments: list[dict[str, object]], **arguments: object) -> list[lis
     return [json.loads(text.partition("SHOWN")[2]) for _, text in done]
 
 
-def free_port() -> int:
-    url = dd.get_available_local_url()
-    let_go(url)
-    return int(url.rpartition(":")[2])
-
-
-def slurm(rank: int) -> dict[str, object]:
+def slurm(rank: int, port: int) -> dict[str, object]:
     return {
         "SLURM_JOB_ID": 4711,
         "SLURM_PROCID": rank,
@@ -199,36 +193,33 @@ def slurm(rank: int) -> dict[str, object]:
         "SLURM_NODEID": 0,
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_JOB_NODELIST": "localhost",
-        "MASTER_PORT": PORT,
+        "MASTER_PORT": port,
     }
 
 
-def open_mpi(rank: int) -> dict[str, object]:
+def open_mpi(rank: int, port: int) -> dict[str, object]:
     return {
         "OMPI_COMM_WORLD_RANK": rank,
         "OMPI_COMM_WORLD_SIZE": 2,
         "OMPI_COMM_WORLD_LOCAL_RANK": rank,
         "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
-        "MASTER_PORT": PORT,
+        "MASTER_PORT": port,
     }
 
 
-def pmi(rank: int) -> dict[str, object]:
-    return {"PMI_RANK": rank, "PMI_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+def pmi(rank: int, port: int) -> dict[str, object]:
+    return {"PMI_RANK": rank, "PMI_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def bare(rank: int) -> dict[str, object]:
-    return {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
-
-
-PORT = free_port()
+def bare(rank: int, port: int) -> dict[str, object]:
+    return {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 @pytest.mark.parametrize("launcher", [slurm, open_mpi, pmi, bare])
 def test_a_launchers_variables_are_found(
-    launcher: Callable[[int], dict[str, object]],
+    launcher: Callable[[int, int], dict[str, object]], port: int
 ) -> None:
-    environments = [launcher(rank) for rank in range(2)]
+    environments = [launcher(rank, port) for rank in range(2)]
     for rank, shown in enumerate(join(environments)):
         tells = launcher in (slurm, open_mpi)
         within = str(rank) if tells else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -96,13 +95,7 @@ def test_training_without_distribution_runs_here():
     assert dict(results) == {0: os.getpid()}
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def test_the_ranks_of_two_hosts_form_one_group(tmp_path):
+def test_the_ranks_of_two_hosts_form_one_group(tmp_path, port):
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(
@@ -126,7 +119,7 @@ def test_the_ranks_of_two_hosts_form_one_group(tmp_path):
             """
         )
     )
-    common = ["--world-size", "4", "--processes", "2", "--port", str(free_port())]
+    common = ["--world-size", "4", "--processes", "2", "--port", str(port)]
     hosts = [
         subprocess.Popen(
             [sys.executable, str(script), *common, "--first-rank", first],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -157,3 +159,48 @@ def test_a_group_made_of_other_ranks_on_one_rank_is_told(old: Session) -> None:
     assert "rank 1" in text
     assert "new_group (ranks 1-2)" in text
     check(old)
+
+
+# --- many ranks -----------------------------------------------------------------------------------
+
+
+def test_thirty_two_ranks_beside_busy_loops_are_freed_after_long_use() -> None:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        with Session(32, output=Recorder(), threads=1, hang_grace=0.5) as session:
+            session.execute(OPERATIONS.format(count=400, first=1, shapes=400))
+            session.execute("odd = dist.new_group(list(range(1, 32, 2)))")
+            for number in range(100):
+                session.execute(f"dist.all_reduce(torch.ones({number + 1}, 3))")
+            text = failure(
+                session, "if rank == 7: raise ValueError('late')\ndist.barrier()", RunError
+            )
+            assert text.startswith("ValueError on rank 7 at In[7] line 1: late")
+            assert "Ranks 0-6,8-31 waited in barrier #" in text
+            code = "if rank % 2 and rank != 9:\n    dist.barrier(group=odd)"
+            text = failure(session, code, errors.CollectiveHangError)
+            assert "for rank 9, which finished its part" in text
+            session.execute("t = torch.ones(1)\ndist.all_reduce(t)")
+            assert session.evaluate("t.item()")[31] == 32.0
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_sizes_that_make_a_long_text_are_compared_in_full() -> None:
+    with Session(16, output=Recorder(), threads=1) as session:
+        code = """
+def exchange(wrong):
+    send = [1000 + rank + to for to in range(world_size)]
+    receive = [1000 + source + rank for source in range(world_size)]
+    if wrong and rank == 15:
+        receive[14] += 1
+    output, data = torch.zeros(sum(receive)), torch.ones(sum(send))
+    dist.all_to_all_single(output, data, receive, send)
+"""
+        session.execute(code)
+        session.execute("exchange(False)")
+        text = failure(session, "exchange(True)", RunError)
+        assert "CollectiveMismatchError" in text
+        session.execute("exchange(False)")

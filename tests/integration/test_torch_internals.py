@@ -79,14 +79,16 @@ def test_groups_are_ours_whoever_asks_for_them_and_say_gloo(session: Session) ->
     assert kinds[0] == ["SwappableGroup", "SwappableGroup", "gloo", "gloo"]
 
 
-def test_the_sockets_of_gloo_and_of_the_store_are_found(session: Session) -> None:
+def test_the_sockets_of_gloo_and_of_its_tcp_store_are_found(session: Session) -> None:
     shut = session.execute(
         "import os, time\n"
         "from distsession.engine import rescue\n"
         "dist.barrier()\n"
         "time.sleep(0.5)  # until it is over on all ranks\n"
         "gloo = rescue.shut_gloo() if rank == 0 else 1  # the other end goes with it\n"
-        "gloo, rescue.shut_store(int(os.environ['MASTER_PORT']))",
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "client = dist.TCPStore('127.0.0.1', port, None, False, wait_for_workers=False)\n"
+        "gloo, rescue.shut_store(port)",
         fetch=True,
     )
     assert shut is not None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
-from distsession.messages import Operation, RankReport
+from distsession.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
 
 Reports = dict[int, RankReport]
 
@@ -615,6 +615,61 @@ def test_ranks_in_different_operations_have_a_sentence_each(other: Operation) ->
         f"rank 0 waits in {SUM_TEXT} {for_whom} "
         f"Rank 1 waits in {describe_operation(other)} {for_whom}"
     )
+
+
+KEY = Operation(STORE_WAIT, "world 0->0", (0, 0), 1, "'x'", "In[3] line 2", 12.4, is_waiting=True)
+KEY_TEXT = "rank 0 waits for the key 'x' of the store at In[3] line 2"
+
+
+@pytest.mark.parametrize(
+    ("others", "does"),
+    [
+        (computing(1, 2), "ranks 1-2 run In[3] line 7"),
+        ({**computing(1), **finished(2)}, "rank 2 finished its part without it; rank 1 runs"),
+        ({**failed(1), **computing(2)}, "rank 1 failed (ValueError: x); rank 2 runs"),
+        (on(1, "idle"), "rank 1 is idle: nothing runs on it"),
+        (on(1, "stopped"), "rank 1 is stopped (SIGSTOP): kill -CONT lets it go on"),
+    ],
+)
+def test_a_key_of_the_store_is_waited_for_while_any_rank_may_set_it(
+    others: Reports, does: str
+) -> None:
+    verdict = diagnose({**waiting(0, op=KEY), **others}, is_sole=True)
+    assert verdict.kind is Kind.WAIT
+    assert verdict.sentence.startswith(f"{KEY_TEXT} (for 12 s), which no rank has set: {does}")
+
+
+def test_nobody_can_set_a_key_once_all_others_have_ended_their_part_and_nothing_follows() -> None:
+    reports = {**waiting(0, op=KEY), **finished(1, 2)}
+    verdict = diagnose(reports, is_sole=True)
+    assert verdict.kind is Kind.DEADLOCK
+    assert verdict.sentence == (
+        f"{KEY_TEXT}, which no rank has set: ranks 1-2 finished their part without it.{NO_WAIT}"
+    )
+    assert diagnose(reports).kind is Kind.WAIT  # a later run may set it
+
+
+def test_a_rank_that_failed_and_was_to_set_a_key_is_the_cause() -> None:
+    verdict = diagnose({**waiting(0, op=KEY), **failed(1), **finished(2)})
+    assert verdict.kind is Kind.DEADLOCK
+    assert verdict.failed
+
+
+def test_a_wait_for_a_key_that_has_a_limit_of_its_own_is_never_ended() -> None:
+    limited = replace(KEY, name=LIMITED_STORE_WAIT)
+    verdict = diagnose({**waiting(0, op=limited), **finished(1)}, is_sole=True)
+    assert verdict.kind is Kind.WAIT
+    assert KEY_TEXT in verdict.sentence
+
+
+def test_ranks_that_wait_for_keys_of_each_other_are_not_ended() -> None:
+    """A thread of theirs may set one."""
+    reports = {**waiting(0, op=KEY), **waiting(1, op=replace(KEY, group="world 1->1"))}
+    assert diagnose(reports, is_sole=True).kind is Kind.WAIT
+
+
+def test_a_session_of_one_rank_that_waits_for_a_key_has_a_verdict() -> None:
+    assert diagnose(waiting(0, op=KEY), is_sole=True).kind is Kind.NOTHING
 
 
 def test_a_rank_does_not_miss_itself() -> None:

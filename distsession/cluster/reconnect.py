@@ -1,0 +1,245 @@
+"""Connecting the process group anew, with an end whatever happens meanwhile.
+
+Runs in: the kernel.
+
+A rank that is stopped, dies or loses the store would otherwise leave the others waiting for it, and
+every later run behind them. So an attempt ends at once where it is seen that it cannot succeed, and
+else after a limit; whoever still waits in it is freed, and it is tried again where that may help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from distsession.board import Board
+from distsession.cluster.base import Channel, Pending
+from distsession.errors import EngineDiedError, RunTimeoutError
+from distsession.messages import RejoinRequest
+from distsession.ranks import ranks_text
+
+__all__ = ["Halted", "Reconnect", "failure_of", "process_state", "stat"]
+
+REJOIN_TIMEOUT_S = 10.0
+"""Limit of a first attempt, once all ranks are idle; each further one has twice as long."""
+REJOIN_TIMEOUT_PER_RANK_S = 0.5
+"""By how much each rank makes that longer."""
+REJOIN_ATTEMPTS = 3
+SETTLE_S = 0.2
+"""How long ranks have to come to an end before a first attempt is put off."""
+FREED_S = 3.0
+"""The same for ranks that were freed from an attempt which failed."""
+FREED_PER_RANK_S = 0.1
+POLL_S = 0.002
+HALTED_S = 0.5
+"""A process that is stopped for so long is no longer waited for."""
+
+
+class _Over(Exception):
+    """This attempt cannot succeed any more."""
+
+
+class Halted:
+    """Notices processes that are stopped by SIGSTOP, or held by a debugger.
+
+    Args:
+        pids: Gives the process of each rank.
+    """
+
+    def __init__(self, pids: Callable[[], Mapping[int, int]]):
+        self._pids = pids
+        self._since: dict[int, float] = {}
+
+    def look(self, ranks: Sequence[int]) -> str:
+        """What to say of those that are halted for some time; nothing if none is."""
+        pids, now = self._pids(), time.monotonic()
+        halted = {rank: process_state(pids[rank]) for rank in ranks if rank in pids}
+        halted = {rank: state for rank, state in halted.items() if state in ("T", "t")}
+        self._since = {rank: self._since.get(rank, now) for rank in halted}
+        long = [rank for rank, since in self._since.items() if now - since >= HALTED_S]
+        if not long:
+            return ""
+        be = "is" if len(long) == 1 else "are"
+        kill = " ".join(str(pids[rank]) for rank in long)
+        if any(halted[rank] == "t" for rank in long):
+            return f"{ranks_text(long)} {be} held by a debugger"
+        it = "it" if len(long) == 1 else "them"
+        return (
+            f"{ranks_text(long)} {be} stopped by SIGSTOP: kill -CONT {kill} lets {it} go on, "
+            f"session.restart({long}) replaces {it}"
+        )
+
+    def look_twice(self, ranks: Sequence[int]) -> str:
+        """The same where nothing has been looked at before; takes its time only if some are."""
+        self.look(ranks)
+        if not self._since:
+            return ""
+        time.sleep(HALTED_S)
+        return self.look(ranks)
+
+
+class _Ranks(Protocol):
+    """What is needed of the launcher."""
+
+    @property
+    def board(self) -> Board | None: ...
+    @property
+    def channel(self) -> Channel: ...
+    def begin_generation(self) -> int: ...
+    def store_problem(self) -> str: ...
+    def pids(self) -> Mapping[int, int]: ...
+    def dead_ranks(self) -> Mapping[int, EngineDiedError]: ...
+    def abort(
+        self, kind: str, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+    ) -> None: ...
+
+
+class Reconnect:
+    """The attempts to connect the group of some ranks anew.
+
+    Args:
+        launcher: Whose ranks they are.
+        ranks: All of the world.
+    """
+
+    def __init__(self, launcher: _Ranks, ranks: Sequence[int]):
+        self._launcher = launcher
+        self._channel = launcher.channel
+        self._ranks = list(ranks)
+        self._halted = Halted(launcher.pids)
+        self._cancelled = threading.Event()
+        self._pending: Pending | None = None
+        self._problem = ""
+
+    def asks_by(self, pending: Pending) -> bool:
+        """Whether that is its request."""
+        return pending is self._pending
+
+    def cancel(self) -> None:
+        """From another thread: give it up."""
+        self._cancelled.set()
+
+    def run(self) -> str:
+        """Connect the group anew; gives what prevents it, or nothing."""
+        limit = REJOIN_TIMEOUT_S + REJOIN_TIMEOUT_PER_RANK_S * len(self._ranks)
+        settle = SETTLE_S
+        for _ in range(REJOIN_ATTEMPTS):
+            if text := self._what_prevents_it(settle):
+                self._problem = self._problem or text
+                self._free_all()
+                break
+            if not self._attempt(limit):
+                return ""
+            if self._cancelled.is_set() or self._launcher.dead_ranks():
+                break
+            limit *= 2
+            settle = FREED_S + FREED_PER_RANK_S * len(self._ranks)
+        return self._problem
+
+    def _what_prevents_it(self, settle: float) -> str:
+        """What is to be said before ranks are asked for anything."""
+        if text := self._launcher.store_problem() or self._dead_text():
+            return text
+        if text := self._halted.look_twice(self._ranks):
+            return text
+        deadline = time.monotonic() + settle
+        while busy := [rank for rank in self._ranks if self._channel.is_busy(rank)]:
+            if self._cancelled.is_set():
+                return "it was stopped"
+            if time.monotonic() > deadline:
+                be = "is" if len(busy) == 1 else "are"
+                return self._halted.look(busy) or (
+                    f"{ranks_text(busy)} {be} still busy; the next run tries again, and "
+                    f"session.restart({busy}) replaces {'it' if len(busy) == 1 else 'them'}"
+                )
+            time.sleep(POLL_S)
+        return ""
+
+    def _dead_text(self) -> str:
+        dead = sorted(self._launcher.dead_ranks())
+        have = "has" if len(dead) == 1 else "have"
+        return f"{ranks_text(dead)} died and {have} to be replaced first" if dead else ""
+
+    def _attempt(self, limit: float) -> str:
+        """Have all ranks join another generation; nobody stays in it if that fails."""
+        generation = self._launcher.begin_generation()
+        try:
+            pending = self._channel.submit(
+                self._ranks, lambda number: RejoinRequest(number, generation, limit), []
+            )
+        except EngineDiedError:
+            self._problem = self._dead_text()
+            return self._problem
+        self._pending = pending
+        problem = "it was stopped"
+        try:
+            pending.wait(lambda _: None, limit, lambda: self._look(pending))
+            problem = self._dead_text() or failure_of(pending)
+        except _Over as over:
+            problem = str(over)
+        except RunTimeoutError:
+            problem = self._why_late(pending, limit)
+        finally:  # also where the caller was interrupted
+            self._channel.forget(pending)
+            self._problem = problem
+            if problem:
+                self._free_all([pending.request])
+        return problem
+
+    def _free_all(self, requests: Sequence[int] = ()) -> None:
+        """Nobody waits in an attempt any more, and operations say why they cannot begin."""
+        text = f"the process group is not connected: {self._problem}."
+        self._launcher.abort("failed", text, refuse=requests)
+
+    def _look(self, pending: Pending) -> None:
+        """Called now and then during an attempt; ends it where it cannot succeed."""
+        if self._cancelled.is_set():
+            raise _Over("it was stopped")
+        text = self._dead_text() or failure_of(pending) or self._halted.look(pending.missing)
+        if text:
+            raise _Over(text)
+
+    def _why_late(self, pending: Pending, limit: float) -> str:
+        """Who is to blame for an attempt that took too long."""
+        missing, board = pending.missing, self._launcher.board
+        away = [
+            rank
+            for rank in missing
+            if board is not None and board.regions[rank].request != pending.request
+        ]
+        if away:
+            it = "it" if len(away) == 1 else "them"
+            return (
+                f"{ranks_text(away)} did not begin with it within {limit:g} s, as C code may hold "
+                f"the interpreter's lock there: session.restart({away}) replaces {it}"
+            )
+        return (
+            f"{ranks_text(missing)} did not get through within {limit:g} s: session.restart() "
+            "starts all ranks anew"
+        )
+
+
+def failure_of(pending: Pending | None) -> str:
+    """The first error among the answers to a request; empty if there is none."""
+    replies = {} if pending is None else dict(pending.replies)
+    for rank, (reply, _) in sorted(replies.items()):
+        if reply.error is not None:
+            text = reply.error.evalue.rstrip(".")
+            return f"rank {rank} could not join it: {reply.error.ename}: {text}"
+    return ""
+
+
+def stat(pid: int, *, thread: bool = False) -> list[str]:
+    """The fields of a process in /proc, or of its main thread, from its state on."""
+    path = f"/proc/{pid}/task/{pid}/stat" if thread else f"/proc/{pid}/stat"
+    with contextlib.suppress(OSError), open(path) as file:
+        return file.read().rpartition(")")[2].split()
+    return []
+
+
+def process_state(pid: int) -> str:
+    """The letter that /proc has for it; empty where that is not known."""
+    return (stat(pid) or [""])[0]

@@ -1,0 +1,164 @@
+"""What a process that is forked from a rank has of the rank: its memory, and nothing that acts.
+
+Runs in: an engine.
+
+``multiprocessing``, workers of a ``DataLoader`` and ``os.fork()`` copy the rank with one thread
+of it. The copy has to be what a child of a plain Python program is. So around each fork SIGTERM is
+held back: Python drops what comes between the fork and the child's first line, and
+``Pool.terminate`` waits for ever for a child that missed it. And the child puts away whatever of
+ours would act in it: handlers of signals, exit functions, the board that others read, and the
+streams' wait for a thread that it has not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distsession.engine.failure import is_own
+from distsession.engine.process import forget_inherited_finalizers
+
+__all__ = ["Forks", "make_private"]
+
+_MAP_FIXED = 0x10  # <sys/mman.h>
+_INTERRUPTED = 130
+"""The exit code of shells for what SIGINT has ended."""
+
+
+class Forks:
+    """Makes plain children of whatever is forked from this process.
+
+    Args:
+        handlers: For each signal, the handler that is the rank's own, and a plain process's.
+        in_child: What else the child does first.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[int, tuple[Any, Any]],
+        in_child: Sequence[Callable[[], None]],
+    ):
+        self._handlers = handlers
+        self._in_child = in_child
+        self._held_back = threading.local()
+        self.is_child = False
+        """This is no longer the rank, but a process that was forked from it."""
+
+    def install(self) -> None:
+        """From here on, once in the life of a process.
+
+        What is registered last runs first before a fork and last after it, so SIGTERM is held back
+        while the hooks of other libraries run, too.
+        """
+        os.register_at_fork(
+            before=self._before, after_in_parent=self._after, after_in_child=self._become_child
+        )
+
+    def _before(self) -> None:
+        if self.is_child:
+            return
+        # In two steps: handlers of Python's may run, and raise, within each of these calls.
+        self._held_back.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _after(self) -> None:
+        mask = getattr(self._held_back, "mask", None)
+        if mask is not None:
+            self._held_back.mask = None
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _become_child(self) -> None:
+        if self.is_child:  # what is forked from a child is the child's own affair
+            return
+        self.is_child = True
+        for number, (ours, plain) in self._handlers.items():
+            if signal.getsignal(number) == ours:
+                signal.signal(number, plain)
+        for action in (*self._in_child, _forget_exit_functions, _forget_event_loop):
+            with contextlib.suppress(Exception):
+                action()
+        self._after()
+
+    def end_child(self, error: BaseException | None = None) -> None:
+        """End this process if it is a child: it has come to the end of the rank's code.
+
+        A child that ends by itself, as those of multiprocessing do, never comes here.
+
+        Args:
+            error: What it raised, if it did.
+        """
+        if not self.is_child:
+            return
+        code = 1
+        try:
+            code = _exit_code(error)
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def make_private(memory: memoryview, descriptor: int) -> Callable[[], None]:
+    """What a child calls so that nothing that it writes to a shared memory is seen by others.
+
+    Args:
+        memory: The memory, mapped from its first byte on.
+        descriptor: Of its file.
+    """
+    address, size = ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes
+    map_memory = ctypes.CDLL(None, use_errno=True).mmap
+    map_memory.restype = ctypes.c_void_p
+    map_memory.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+
+    def become_private() -> None:
+        map_memory(address, size, access, flags, descriptor, 0)
+
+    return become_private
+
+
+def _forget_exit_functions() -> None:
+    """Those of the rank, and of the agent before it, are theirs; the child may add its own.
+
+    multiprocessing does the same in its children.
+    """
+    atexit._clear()
+    forget_inherited_finalizers()
+    if getattr(weakref.finalize, "_registered_with_atexit", False):
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+
+
+def _forget_event_loop() -> None:
+    """The rank's loop waits in an epoll set, which the child would share with it."""
+    if sys.version_info < (3, 12):  # since then Python does this
+        asyncio.set_event_loop_policy(None)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """What Python would exit with, having shown the error as it would."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code & 0xFF
+        sys.stderr.write(f"{error.code}\n")
+        return 1
+    frames = error.__traceback__
+    while frames is not None and is_own(frames.tb_frame):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

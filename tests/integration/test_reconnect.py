@@ -1,0 +1,352 @@
+"""A reconnect that cannot succeed ends, says why, and leaves a session that can be used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from distsession import RunError, RunInterrupt, Session, SessionStateError, errors
+from distsession.cluster import reconnect
+from tests.integration.conftest import Recorder
+
+SUM = "probe = torch.ones(1)\ndist.all_reduce(probe)\nprobe.item()"
+
+
+@pytest.fixture
+def output() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def session(output: Recorder) -> Iterator[Session]:
+    with Session(3, threads=1, output=output) as session:
+        session.execute("import os, time\nkept = 40 + rank")
+        yield session
+
+
+def check(session: Session, *, kept: bool = True) -> None:
+    """The next collective is right, and the variables are there."""
+    sums = session.execute(SUM, fetch=True)
+    assert sums is not None
+    assert set(sums.values()) == {float(session.world_size)}
+    if kept:
+        assert list(session.evaluate("kept").values()) == [40, 41, 42]
+
+
+def break_group(session: Session) -> None:
+    """What a Stop or a failure does, without connecting the group anew."""
+    session._launcher.abort("failed", "the test said so")
+    assert session._launcher.must_reconnect
+
+
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: reconnect.process_state(pid) == "T")
+
+
+def process_of_store(session: Session) -> psutil.Process:
+    """Known by the socket that it listens on."""
+    path = os.path.join(session._launcher.folder, "store.sock")
+    agent = psutil.Process(session._launcher._agents.pid())
+    ranks = {info.pid for info in session.infos}
+    for child in agent.children():
+        if child.pid not in ranks and any(
+            c.laddr and str(c.laddr).startswith(path) for c in child.net_connections("unix")
+        ):
+            return child
+    raise AssertionError("there is no process of the store")
+
+
+def until(is_so: Callable[[], Any], seconds: float = 10.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (answer := is_so()):
+        assert time.monotonic() < deadline, "that never came to be"
+        time.sleep(0.01)
+    return answer
+
+
+# --- a rank that is stopped -----------------------------------------------------------------------
+
+
+def test_a_rank_stopped_before_the_reconnect_is_named_and_the_next_run_goes_on(
+    session: Session,
+) -> None:
+    pid = session.infos[1].pid
+    freeze(pid)
+    try:
+        break_group(session)
+        problem = session.recovery.mend()
+        assert f"rank 1 is stopped by SIGSTOP: kill -CONT {pid} lets it go on" in problem
+        assert "session.restart([1]) replaces it" in problem
+        assert f"kill -CONT {pid}" in session.status()
+        assert "not connected" in session.status()
+        with pytest.raises(RunError, match="not connected"):
+            session[0].execute("dist.barrier()")
+        assert session[0].evaluate("kept")[0] == 40  # needs no group
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    check(session)
+    assert "not connected" not in session.status()
+
+
+def test_a_rank_stopped_in_the_midst_of_a_reconnect_frees_the_others(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to the request only when it goes on, long after it was given up."""
+    pid = session.infos[2].pid
+    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    break_group(session)
+    freeze(pid)
+    try:
+        assert f"kill -CONT {pid}" in session.recovery.mend()
+        until(lambda: not any(session.channel.is_busy(rank) for rank in (0, 1)))
+        session[:2].execute("")
+        assert list(session[:2].evaluate("kept").values()) == [40, 41]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    check(session)
+
+
+def test_a_stopped_rank_can_be_replaced_and_others_keep_their_variables(session: Session) -> None:
+    pid = session.infos[1].pid
+    freeze(pid)
+    break_group(session)
+    assert "SIGSTOP" in session.recovery.mend()
+    session.restart([1])
+    check(session, kept=False)
+    assert session[[0, 2]].evaluate("kept")[2] == 42
+
+
+def test_a_restart_of_one_rank_does_not_wait_for_another_that_is_stopped(session: Session) -> None:
+    pid = session.infos[2].pid
+    freeze(pid)
+    try:
+        with pytest.raises(SessionStateError, match=f"kill -CONT {pid}"):
+            session.restart([1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    session.restart([1])
+    session[1].execute("kept = 41")
+    check(session)
+
+
+def test_a_rank_that_is_stopped_while_another_is_replaced_frees_all(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    pid = session.infos[2].pid
+    freeze(pid)
+    try:
+        with pytest.raises(errors.ProcessGroupError, match="rank 2 is stopped by SIGSTOP"):
+            session.restart([1])
+        assert "session.restart([1])" in session.status()
+        assert session[0].evaluate("kept")[0] == 40
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    session.restart([1])
+    session[1].execute("kept = 41")
+    check(session)
+
+
+def test_a_run_on_a_stopped_rank_says_so(
+    session: Session, output: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distsession.recovery.NOTICE_AFTER", 0.3)
+    pid = session.infos[1].pid
+    freeze(pid)
+    timer = threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])
+    timer.start()
+    session.execute("kept")
+    timer.join()
+    assert any("rank 1 is stopped (SIGSTOP)" in text for text in output.notices)
+
+
+# --- a reconnect that takes too long --------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_answer_is_named_after_the_limit(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnect, "REJOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(reconnect, "REJOIN_TIMEOUT_PER_RANK_S", 0.0)
+    monkeypatch.setattr(reconnect, "FREED_S", 0.2)
+    # Idle, and yet it takes no request: a task of ipyparallel's event loop holds the lock.
+    session[1].execute(
+        "import asyncio, ctypes\n"
+        "_ = asyncio.get_event_loop_policy().get_event_loop().call_later("
+        "0.2, ctypes.PyDLL(None).sleep, 4)"
+    )
+    time.sleep(0.5)
+    break_group(session)
+    problem = session.recovery.mend()
+    assert "rank 1 did not begin with it within" in problem
+    assert "session.restart([1])" in problem
+    assert "session.restart([1])" in session.status()
+    until(lambda: not session.channel.is_busy(1))
+    check(session)
+
+
+@pytest.mark.parametrize("by_signal", [True, False], ids=["Ctrl-C", "interrupt()"])
+def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch, by_signal: bool
+) -> None:
+    press = (lambda: os.kill(os.getpid(), signal.SIGINT)) if by_signal else session.interrupt
+    monkeypatch.setattr(reconnect, "HALTED_S", 60.0)
+    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    pid = session.infos[1].pid
+    freeze(pid)
+    break_group(session)
+    timer = threading.Timer(0.5, press)
+    timer.start()
+    try:
+        if by_signal:
+            with pytest.raises(KeyboardInterrupt):
+                session.execute("kept")
+        else:
+            assert "it was stopped" in session.recovery.mend()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    timer.join()
+    check(session)
+
+
+def test_a_rank_killed_during_a_reconnect_frees_the_others(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnect, "HALTED_S", 60.0)
+    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    pid = session.infos[1].pid
+    freeze(pid)
+    break_group(session)
+    threading.Timer(0.5, os.kill, [pid, signal.SIGKILL]).start()
+    assert "rank 1 died and has to be replaced first" in session.recovery.mend()
+    assert session[0].evaluate("kept")[0] == 40
+    session.restart([1])
+    session[1].execute("kept = 41")
+    check(session)
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def test_a_store_that_dies_idle_is_replaced_and_told_of(session: Session) -> None:
+    before = process_of_store(session)
+    before.kill()
+    status = until(lambda: "rendezvous store" in session.status() and session.status())
+    assert f"(pid {before.pid}) was killed by SIGKILL" in status
+    assert "another one is in its place" in status
+    assert "rendezvous store" in repr(session.show_config())
+    check(session)
+    assert "rendezvous store" not in session.status()
+    assert process_of_store(session).pid != before.pid
+    session.execute("pair = dist.new_group([0, 1, 2])\ndist.barrier(group=pair)")
+
+
+def test_a_store_that_dies_in_a_run_ends_who_waits_in_it_and_nobody_else(session: Session) -> None:
+    store = process_of_store(session)
+    threading.Timer(0.8, store.kill).start()
+    with pytest.raises(RunError, match="rendezvous store has ended") as caught:
+        session.execute(
+            "if rank == 0:\n"
+            "    dist.distributed_c10d._get_default_store().get('never')\n"
+            "for _ in range(300):\n"
+            "    time.sleep(0.005)\n"
+            "done = rank"
+        )
+    assert list(caught.value.by_rank) == [0]
+    assert list(session[1:].evaluate("done").values()) == [1, 2]
+    check(session)
+
+
+def test_collectives_go_on_without_the_store(session: Session) -> None:
+    threading.Timer(0.5, process_of_store(session).kill).start()
+    session.execute("for _ in range(200):\n    time.sleep(0.005)\n    dist.barrier()")
+    check(session)
+
+
+def test_a_store_that_dies_in_a_reconnect_is_replaced_and_it_is_tried_again(
+    session: Session,
+) -> None:
+    pid = session.infos[1].pid
+    break_group(session)
+    freeze(pid)  # until the others wait for it in the store
+    looked = []
+
+    def disturb() -> None:
+        until(lambda: session._launcher.board.regions[0].request)
+        time.sleep(0.2)
+        process_of_store(session).kill()
+        looked.append(1)
+        os.kill(pid, signal.SIGCONT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+        patch.setattr(reconnect, "HALTED_S", 60.0)
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        assert session.recovery.mend() == ""
+        thread.join()
+    assert looked
+    check(session)
+
+
+def test_a_store_that_ends_again_and_again_is_said_and_a_restart_brings_it_back(
+    session: Session,
+) -> None:
+    for _ in range(5):
+        pid = until(lambda: process_of_store(session)).pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda p=pid: f"(pid {p})" in session.status())
+    assert "session.restart() starts it again" in session.status()
+    assert "there is no rendezvous store" in session.recovery.mend()
+    assert session[0].evaluate("kept")[0] == 40
+    session.restart()
+    check(session, kept=False)
+
+
+def test_a_stopped_store_is_waited_for_and_stop_ends_that(session: Session) -> None:
+    store = process_of_store(session)
+    store.suspend()
+    try:
+        timer = threading.Timer(0.6, session.interrupt)
+        timer.start()
+        with pytest.raises(RunInterrupt):
+            session.execute("dist.distributed_c10d._get_default_store().set('x', 'y')")
+        timer.join()
+    finally:
+        store.resume()
+    check(session)
+
+
+# --- age ------------------------------------------------------------------------------------------
+
+
+def test_reconnects_leave_nothing_behind(session: Session) -> None:
+    """Descriptors, threads and keys of earlier generations."""
+
+    def state() -> list[Any]:
+        processes = [psutil.Process(info.pid) for info in session.infos]
+        processes += [psutil.Process(), process_of_store(session)]
+        keys = session.evaluate(
+            "dist.distributed_c10d._get_default_store()._store.num_keys()"
+        ).values()
+        return [(p.num_fds(), p.num_threads()) for p in processes] + list(keys)
+
+    def age(times: int) -> None:
+        for _ in range(times):
+            break_group(session)
+            assert session.recovery.mend() == ""
+
+    session.execute("pair = dist.new_group([0, 1, 2])")
+    age(5)
+    before = until(lambda: (a := state()) == (time.sleep(0.3), state())[1] and a)
+    age(40)
+    until(lambda: state() == before)
+    check(session)

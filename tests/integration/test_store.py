@@ -1,0 +1,345 @@
+"""The session's rendezvous store: what works with a TCPStore of torch's works with it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from distsession import RunError, RunInterrupt, Session, errors
+from distsession.engine import store, store_server
+
+SOON = timedelta(milliseconds=150)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[str]:
+    """Of a store in a process of its own."""
+    short = f"/tmp/ds-store-{os.getpid()}.sock"  # the folder of a test has too long a path
+    listener = store_server.bind(short)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store_server.serve(listener)
+        finally:
+            os._exit(1)
+    listener.close()
+    yield short
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    os.unlink(short)
+
+
+@pytest.fixture
+def ours(path: str) -> Iterator[store.Store]:
+    yield store.session_store(path)
+    store._stores.pop(path)._forget()
+
+
+@pytest.fixture
+def theirs() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def operations(s: Any, root: Any) -> Iterator[Callable[[], Any]]:
+    """Every operation, in an order; what an earlier one did is seen by a later one."""
+    limit = timedelta(seconds=60)
+    yield lambda: s.set("a", "text")
+    yield lambda: s.get("a")
+    yield lambda: s.set("bytes", b"\x00\xff\n")
+    yield lambda: s.get("bytes")
+    yield lambda: s.set("empty", "")
+    yield lambda: s.get("empty")
+    yield lambda: s.set("kö", "ü")
+    yield lambda: s.get("kö")
+    yield lambda: s.add("n", 2)
+    yield lambda: s.add("n", -5)
+    yield lambda: s.get("n")
+    yield lambda: s.check(["a", "n"])
+    yield lambda: s.check(["a", "nothing"])
+    yield lambda: s.check([])
+    yield lambda: s.wait(["a", "n"])
+    yield lambda: s.wait(["a"], limit)
+    yield lambda: s.compare_set("c", "not", "new")
+    yield lambda: s.check(["c"])
+    yield lambda: s.compare_set("c", "", "first")
+    yield lambda: s.compare_set("c", "wrong", "second")
+    yield lambda: s.compare_set("c", "first", "second")
+    yield lambda: s.get("c")
+    yield lambda: s.append("list", "x,")
+    yield lambda: s.append("list", "y,")
+    yield lambda: s.get("list")
+    yield lambda: s.multi_set(["m1", "m2"], ["one", "two"])
+    yield lambda: s.multi_get(["m2", "m1"])
+    yield lambda: s.num_keys() - root.num_keys()
+    yield lambda: s.delete_key("m1")
+    yield lambda: s.delete_key("m1")
+    yield lambda: s.check(["m1"])
+    yield lambda: s.has_extended_api()
+    yield lambda: s.timeout
+    yield lambda: s.set_timeout(SOON)
+    yield lambda: s.timeout
+    yield lambda: s.get("nothing")
+    yield lambda: s.wait(["a", "nothing"])
+    yield lambda: s.multi_get(["a", "nothing"])
+    yield lambda: s.wait(["nothing", "either"], timedelta(milliseconds=100))
+    yield lambda: s.clone().get("a")
+    yield lambda: pickle.dumps(s) and None
+    yield lambda: s.set("large", "x" * 5_000_000)
+    yield lambda: len(s.get("large"))
+    if hasattr(s, "queue_push"):
+        yield lambda: s.queue_push("q", "1")
+        yield lambda: s.queue_push("q", "2")
+        yield lambda: s.queue_len("q")
+        yield lambda: s.check(["q"])
+        yield lambda: s.wait(["q"])
+        yield lambda: s.queue_pop("q")
+        yield lambda: s.queue_pop("q", False)
+        yield lambda: s.queue_pop("q", False)
+        yield lambda: s.queue_pop("q")
+        yield lambda: s.queue_len("q")
+    if hasattr(s, "list_keys"):
+        yield lambda: sorted(s.list_keys())
+    if hasattr(s, "barrier"):
+        yield lambda: s.barrier("meet", 1)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error).partition("\n")[0] if "timeout" in str(error) else ""
+
+
+@pytest.mark.parametrize("prefix", ["", "part"])
+def test_every_operation_does_what_that_of_a_tcp_store_does(
+    ours: store.Store, theirs: dist.Store, prefix: str
+) -> None:
+    mine = store.Part(prefix, ours) if prefix else ours
+    other = dist.PrefixStore(prefix, theirs) if prefix else theirs
+    pairs = zip(operations(mine, ours), operations(other, theirs), strict=True)
+    for number, (left, right) in enumerate(pairs):
+        assert outcome(left) == outcome(right), number
+
+
+def test_cpp_keeps_the_python_part_alive(path: str) -> None:
+    inner = dist.PrefixStore("p", store.session_store(path))
+    gc.collect()
+    inner.set("a", "b")
+    assert inner.get("a") == b"b"
+    store._stores.pop(path)._forget()
+
+
+def test_threads_wait_at_the_same_time(ours: store.Store) -> None:
+    got: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda i=i: got.append(ours.get(f"key{i}"))) for i in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    for i in reversed(range(20)):
+        ours.set(f"key{i}", str(i))
+    for thread in threads:
+        thread.join(10)
+    assert sorted(got) == sorted(str(i).encode() for i in range(20))
+    assert len(ours._free) <= 21
+
+
+def test_waits_are_ended_from_another_thread_with_the_reason(ours: store.Store) -> None:
+    ours.set("a", "b")
+    ours.given_up = lambda: errors.CollectiveError("stopped") if ended else None
+    ended: list[int] = []
+
+    def end() -> None:
+        ended.append(1)
+        ours.end_waits()
+
+    threading.Timer(0.3, end).start()
+    with pytest.raises(errors.CollectiveError, match="stopped"):
+        ours.wait(["never"])
+    with pytest.raises(errors.CollectiveError, match="stopped"):
+        ours.wait(["never"])  # it stays given up
+    assert ours.get("a") == b"b"  # which is there
+    ended.clear()
+    assert ours.add("n", 1) == 1
+
+
+def test_a_forked_child_has_connections_of_its_own(ours: store.Store) -> None:
+    ours.set("a", "b")
+    held = threading.Thread(target=lambda: ours.get("late"))
+    held.start()
+    time.sleep(0.1)
+    pids = []
+    for number in range(4):
+        pid = os.fork()
+        if pid == 0:
+            ok = ours.get("a") == b"b" and all(ours.add("sum", 1) for _ in range(200))
+            ours.set(f"child{number}", str(ok))
+            os._exit(0)
+        pids.append(pid)
+    for _ in range(200):
+        ours.add("sum", 1)
+    for pid in pids:
+        assert os.waitpid(pid, 0)[1] == 0
+    assert ours.get("sum") == b"1000"
+    assert ours.multi_get([f"child{n}" for n in range(4)]) == [b"True"] * 4
+    ours.set("late", "")
+    held.join(10)
+    assert not held.is_alive()
+
+
+def test_a_store_that_ended_is_never_taken_for_the_one_in_its_place(path: str) -> None:
+    listener = store_server.bind(f"{path}.x")
+    pid = os.fork()
+    if pid == 0:
+        store_server.serve(listener)
+    listener.close()
+    other = store.Store(f"{path}.x")
+    other.set("a", "b")
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    os.rename(path, f"{path}.y")
+    os.symlink(f"{path}.y", f"{path}.x.new")
+    os.rename(f"{path}.x.new", f"{path}.x")
+    try:
+        for _ in range(2):
+            with pytest.raises(store.StoreGone, match="has ended"):
+                other.check(["a"])
+        other.renew()
+        assert not other.check(["a"])
+    finally:
+        os.unlink(f"{path}.x")
+        os.rename(f"{path}.y", path)
+        other._forget()
+
+
+def test_junk_ends_the_connection_that_sent_it_and_nothing_else(
+    ours: store.Store, path: str
+) -> None:
+    ours.set("a", "b")
+    for junk in (b"\x01\x00\x00\x00\xff", b"\x02\x00\x00\x00\x01\x05", b"\x00\x00\x00\x00", b"x"):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            stranger.sendall(junk)
+            time.sleep(0.02)
+    with pytest.raises(RuntimeError):
+        ours.add("a", 1)  # no number
+    ours.renew()
+    assert ours.get("a") == b"b"
+
+
+# --- in a session ---------------------------------------------------------------------------------
+
+STORE = "store = dist.distributed_c10d._get_default_store()\n"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(3, threads=1, hang_grace=0.5) as session:
+        session.execute("import time, threading, os, datetime\n" + STORE)
+        yield session
+
+
+def test_user_code_meets_in_the_store(session: Session) -> None:
+    session.execute(
+        f"{STORE}store.set(f'here{{rank}}', str(rank))\n"
+        "store.wait([f'here{r}' for r in range(world_size)])\n"
+        "total = store.add('count', 1)\n"
+        "mine = dist.PrefixStore('mine', store)\n"
+        "mine.set(str(rank), 'x')\n"
+        "assert mine.get('0') == b'x'\n"
+        "group = dist.new_group([0, 2])\n"
+        "probe = torch.ones(1)\n"
+        "if rank != 1: dist.all_reduce(probe, group=group)"
+    )
+    assert session.evaluate("probe.item()").values() is not None
+    assert list(session.evaluate("probe.item()").values()) == [2.0, 1.0, 2.0]
+
+
+def test_stop_names_the_key_and_the_line_and_who_could_set_it(session: Session) -> None:
+    timer = threading.Timer(0.6, session.interrupt)
+    timer.start()
+    with pytest.raises(RunInterrupt) as caught:
+        session.execute(
+            f"{STORE}if rank == 0:\n    store.get('x')\nelse:\n    time.sleep(60)", label="In[7]"
+        )
+    text = str(caught.value)
+    assert "Rank 0 waits for the key 'x' of the store at In[7] line 3" in text
+    assert "which no rank has set: ranks 1-2 run In[7] line 5" in text
+    assert "connected anew" in text
+
+
+def test_diagnose_names_the_keys_and_a_later_run_may_set_them(session: Session) -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    future = pool.submit(session.execute, f"{STORE}store.wait(['a', 'b']) if rank == 0 else None")
+    pool.shutdown(wait=False)
+    deadline = time.monotonic() + 10
+    while "keys 'a', 'b' of the store" not in (text := repr(session.diagnose())):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    session[1].execute(f"{STORE}store.multi_set(['a', 'b'], ['', ''])")
+    future.result(10)  # a later run set it: it was not ended
+
+
+def test_a_key_that_nobody_can_set_any_more_ends_by_itself(session: Session) -> None:
+    with pytest.raises(errors.CollectiveHangError) as caught:
+        session.execute(f"{STORE}if rank == 0:\n    store.get('x')", label="In[8]")
+    assert str(caught.value).startswith(
+        "rank 0 waits for the key 'x' of the store at In[8] line 3, which no rank has set: "
+        "ranks 1-2 finished their part without it. No wait can help."
+    )
+
+
+def test_a_rank_that_fails_before_it_sets_a_key_comes_first(session: Session) -> None:
+    with pytest.raises(RunError) as caught:
+        session.execute(
+            f"{STORE}if rank == 1:\n    raise ValueError('boom')\n"
+            "if rank == 0:\n    store.get('of 1')\nelse:\n    dist.barrier()"
+        )
+    assert str(caught.value).startswith("ValueError on rank 1")
+    assert list(session.evaluate("rank").values()) == [0, 1, 2]
+
+
+def test_a_wait_with_a_limit_of_its_own_is_not_cut_off(session: Session) -> None:
+    session.execute(
+        f"{STORE}late = False\n"
+        "if rank == 0:\n"
+        "    try:\n"
+        "        store.wait(['x'], datetime.timedelta(seconds=2))\n"
+        "    except dist.DistStoreError:\n"
+        "        late = True"
+    )
+    assert list(session.evaluate("late").values()) == [True, False, False]
+
+
+def test_a_key_that_comes_late_is_no_hang(session: Session) -> None:
+    session.execute(
+        f"{STORE}if rank == 1:\n    time.sleep(2)\n    store.set('late', 'x')\n"
+        "got = store.get('late')"
+    )
+    assert list(session.evaluate("got").values()) == [b"x"] * 3
+
+
+def test_a_child_of_a_rank_uses_the_store_and_leaves_its_parent_alone(session: Session) -> None:
+    session.execute(
+        f"{STORE}pid = os.fork()\n"
+        "if not pid:\n"
+        "    store.set(f'child{rank}', 'x')\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "got = store.multi_get([f'child{r}' for r in range(3)])\n"
+        "dist.barrier()"
+    )
+    assert session.evaluate("got")[0] == [b"x"] * 3
