@@ -154,21 +154,22 @@ class _Findings:
         """Start with all blocked ranks, and set free each one whose missing ranks can all come."""
         stuck = set(self.blocked)
         while True:
-            free = {rank for rank in stuck if self._may_come_free(rank, stuck)}
+            free = {rank for rank in stuck if self._comes_free(rank, stuck)}
             if not free:
                 return stuck
             stuck -= free
 
-    def _may_come_free(self, rank: int, stuck: set[int]) -> bool:
-        """Whether all can come whom a rank misses; of those who may send or set something, any."""
-        operation, missing = self.blocked[rank], self.missing[rank]
-        if not missing or operation.name == LIMITED_STORE_WAIT:
+    def _comes_free(self, rank: int, stuck: set[int]) -> bool:
+        """Whether the ranks that this one misses can still come, while some others cannot."""
+        missing = self.missing[rank]
+        if _is_any_source(self.blocked[rank]):  # who sends first is enough
+            return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
+        if not _is_store_wait(self.blocked[rank]):
+            return not any(m in stuck or self.is_gone(m) for m in missing)
+        if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:
             return True
-        if _is_store_wait(operation):
-            is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
-            return not is_last or not all(self.is_gone(m) for m in missing)
-        can_come = [m not in stuck and not self.is_gone(m) for m in missing]
-        return any(can_come) if _is_any_source(operation) else all(can_come)
+        is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
+        return not is_last or not all(self.is_gone(m) for m in missing)
 
     def is_gone(self, rank: int) -> bool:
         """The rank begins no further operation of this run."""

@@ -36,12 +36,12 @@ ASLEEP = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
 ASLEEP_AFTER_FAILURE = 0.2
 """The same once another rank has failed, whose error the user should see soon."""
+FOR_THE_OTHERS = 0.3
+"""Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 SETTLE_EVERY_S = 0.1
 """Seconds between two looks at whether ranks have come back from a run that was stopped."""
 SETTLE_NOTICE_S = 1.0
 """Seconds after which whoever waits for that is told so."""
-FOR_THE_OTHERS = 0.3
-"""Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 CONFIRM = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
 

@@ -271,6 +271,20 @@ HUNG = {
         what="all_gather",
         line=5,
     ),
+    "a key of the store": Broken(
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "if rank == 2:\n    store.get('the key')",
+        what="the key",
+        line=3,
+        also=("ranks 0-1,3",),
+    ),
+    "keys of the store, with a limit": Broken(
+        "from datetime import timedelta\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "if rank == 2:\n    store.wait(['the key'], timedelta(seconds=2))",
+        what="the key",
+        line=4,
+    ),
     "a thread": Broken(
         "if odd:\n"
         "    thread = threading.Thread(target=lambda: dist.all_reduce(some))\n"
