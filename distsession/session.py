@@ -365,9 +365,10 @@ class Session:
         return bring(self._everyone, self.last_run, waits=waits)
 
     def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
-        """The file that has everything that a rank has written.
+        """The file that has what a rank has written.
 
-        It is there until the session is closed.
+        It is there until the session is closed. It has everything, except that of more than 1 GiB
+        the front is given back and reads as zeros, and that on a full disk text may be missing.
 
         Args:
             rank: Which.

@@ -432,8 +432,8 @@ def _log_tail(rank: _Rank) -> str:
     parts = []
     for stream in ("out", "err"):
         path = log_path(rank.folder, rank.rank, rank.generation, stream)
-        with contextlib.suppress(OSError), open(path, "rb") as f:
-            f.seek(0, os.SEEK_END)
+        with contextlib.suppress(OSError), open(path, "r+b") as f:
+            f.truncate(f.seek(0, os.SEEK_END))  # gives back what was reserved behind the end
             f.seek(max(0, f.tell() - LOG_TAIL))
             parts.append(f.read().decode("utf-8", "replace"))
     return "".join(parts)

@@ -6,7 +6,8 @@ Descriptors 1 and 2 are two log files, so prints, C libraries and subprocesses e
 place and no writer ever blocks on us. One thread, the pump, sends what has been added to them.
 The order between the two files, and between text and displays, is kept in a queue of marks: each
 says how long both files were when something else happened (a display, a change of stream, the
-begin or end of a request).
+begin or end of a request). What finds no room on a full disk goes into a mark itself, so a print
+never fails and is shown all the same.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from distsession.engine.log_file import FULL, LogFile
 from distsession.messages import Display, OutputEnd, Text
 
 __all__ = ["Capture", "LogStream"]
@@ -39,6 +41,11 @@ AHEAD = 32 << 20
 """Bytes by which Python's own prints may be ahead of what the kernel has taken."""
 MARKS_AHEAD = 256
 """Displays by which a rank may be ahead of what the kernel has taken."""
+DISK_IS_FULL = """
+distsession: there is no space left on the disk of {}, where the logs of the ranks are. What ranks \
+print is still shown here, but the logs are no longer complete, and C code and subprocesses may \
+fail to write. Free some space: nothing needs to be started again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class _Mark:
     sizes: tuple[int, int]
     message: Any = None
     begin: int | None = None
+    text: tuple[int, bytearray] | None = None  # a stream, and what its file has no room for
 
 
 class LogStream(io.TextIOBase):
@@ -112,7 +120,9 @@ class Capture:
     def __init__(self, rank: int, paths: tuple[str, str], send: Callable[[Any], None]):
         self._rank = rank
         self._send = send
-        self._files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        self._folder = os.path.dirname(paths[0])
+        self._files = [LogFile(path) for path in paths]
+        self._has_warned = False
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in paths]
         self._sent = [0, 0]
         self._marks: deque[_Mark] = deque()
@@ -152,7 +162,16 @@ class Capture:
             if index != self._last_stream:
                 self._marks.append(_Mark(self._sizes()))
                 self._last_stream = index
-            _write_plainly(index, data)
+            rest, file = memoryview(data), self._files[index]
+            try:
+                while rest and file.has_room(len(rest)):
+                    rest = rest[os.write(index + 1, rest) :]
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+            if rest:
+                self._pass_by(index, bytes(rest))
+                self._warn()
             self._unchecked += len(data)
         if self._unchecked > CHECK_EVERY:
             self._unchecked = 0
@@ -165,6 +184,24 @@ class Capture:
             self._messages += 1
         self._wake.set()
         self._wait_for_kernel()
+
+    def _pass_by(self, index: int, data: bytes) -> None:
+        """Send text that is not in its file after all that is."""
+        sizes = self._sizes()
+        last = self._marks[-1] if self._marks else None
+        if last is not None and last.text is not None and last.sizes == sizes:
+            stream, text = last.text
+            if stream == index and len(text) < CHUNK:
+                text += data
+                return
+        self._marks.append(_Mark(sizes, text=(index, bytearray(data))))
+        self._messages += 1
+        self._unchecked = CHECK_EVERY  # look soon: it is kept in memory until it is sent
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._pass_by(1, DISK_IS_FULL.format(self._folder).encode())
 
     def _wait_for_kernel(self) -> None:
         while len(self._marks) > MARKS_AHEAD or self._unsent() > AHEAD:
@@ -209,6 +246,8 @@ class Capture:
             self._wake.clear()
             try:
                 self._drain()
+                for index in range(len(self._files)):
+                    self._look_after(index)
             except Exception:  # the rank must go on, and say so where its agent keeps the log
                 log.exception("output of rank %d could not be sent", self._rank)
                 time.sleep(1.0)
@@ -218,7 +257,13 @@ class Capture:
             while self._marks:
                 mark = self._marks[0]
                 self._send_text(mark.sizes)
-                self._marks.popleft()
+                if mark.text is None:
+                    self._marks.popleft()
+                else:
+                    with self._write_lock:  # whose owner may be adding to it
+                        self._marks.popleft()
+                    self._send_decoded(*mark.text)
+                    self._look_after(mark.text[0])
                 if mark.message is not None:
                     self._send(mark.message)
                 if mark.begin is not None:
@@ -230,19 +275,33 @@ class Capture:
         for index, size in enumerate(sizes):
             while self._sent[index] < size and not (stop and stop()):
                 wanted = min(CHUNK, size - self._sent[index])
-                data = os.pread(self._files[index], wanted, self._sent[index])
+                data = self._files[index].read(wanted, self._sent[index])
                 if not data:
                     break  # the file was cut short by someone else
-                text = self._decoders[index].decode(data)
-                if text:
-                    self._send(Text(self._rank, self._request, STREAMS[index], text))
+                self._send_decoded(index, data)
                 self._sent[index] += len(data)
+                self._look_after(index)
+
+    def _send_decoded(self, index: int, data: bytes | bytearray) -> None:
+        text = self._decoders[index].decode(data)
+        if text:
+            self._send(Text(self._rank, self._request, STREAMS[index], text))
+
+    def _look_after(self, index: int) -> None:
+        if not self._files[index].look_after(self._sent[index]):
+            with self._write_lock:
+                self._warn()
 
 
 def _write_plainly(index: int, data: bytes) -> None:
+    """Write to the log; on a full disk the text is lost."""
     view = memoryview(data)
-    while view:
-        view = view[os.write(index + 1, view) :]
+    try:
+        while view:
+            view = view[os.write(index + 1, view) :]
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
 
 
 @contextlib.contextmanager

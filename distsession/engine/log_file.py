@@ -1,0 +1,124 @@
+"""A rank's log file: room ahead of what is written, and what is old given back.
+
+Runs in: an engine.
+
+Writers append to the file, Python's own prints and any C library or subprocess, and nobody can ask
+them to wait or to open another one. So it is one file for as long as the rank lives. Blocks behind
+its end are reserved, so that they can go on writing when the disk is full. Blocks at its front are
+given back when it is longer than ``LIMIT``, or when the disk is full: a hole is punched, which
+changes no offset and which no writer notices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable
+
+__all__ = ["FULL", "LogFile"]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write says when there is no room for it."""
+
+LIMIT = 1 << 30
+"""Bytes of a log file that are kept."""
+LIMIT_STEP = 16 << 20
+"""Bytes that are given back together when a file is longer."""
+RESERVED = 256 << 10
+"""Bytes that are reserved behind the end of a file."""
+LAST = 64 << 10
+"""Bytes that are kept of a file on a full disk: a message about a death shows the last lines."""
+BLOCK = 1 << 16
+"""Holes begin and end at multiples of it, which those of any file system divide."""
+RETRY_S = 1.0
+"""Seconds between two attempts to reserve room on a full disk."""
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # <linux/falloc.h>
+
+
+class LogFile:
+    """A log file as the thread sees it that sends its text on.
+
+    Args:
+        path: Of the file, which is there already.
+    """
+
+    def __init__(self, path: str):
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._begin = 0
+        self._reserved = 0
+        self._is_tight = False
+        self._next_attempt = 0.0
+        self._fallocate = _fallocate()
+
+    def read(self, size: int, at: int) -> bytes:
+        return os.pread(self._descriptor, size, at)
+
+    def has_room(self, size: int) -> bool:
+        """Whether Python may write as much; on a full disk, half of the room is for others."""
+        if not self._is_tight:
+            return True
+        return os.fstat(self._descriptor).st_size + size <= self._reserved - RESERVED // 2
+
+    def look_after(self, sent: int) -> bool:
+        """Keep room behind the end, and no more than the limit before it.
+
+        Args:
+            sent: How far the file has been read; nothing behind that is given back.
+
+        Returns:
+            False if the disk is full: older text was given back for room, or there is none.
+        """
+        if self._fallocate is None:
+            return True
+        size = os.fstat(self._descriptor).st_size
+        if sent - self._begin > LIMIT + LIMIT_STEP:
+            self._give_back(sent - LIMIT)
+        if size + RESERVED // 2 <= self._reserved:
+            return True
+        if time.monotonic() < self._next_attempt and sent - LAST < self._begin + BLOCK:
+            return True
+        self._is_tight = not self._reserve(size)
+        if not self._is_tight:
+            return True
+        while self._give_back(min((self._begin + sent + BLOCK) // 2, sent - LAST)):
+            if self._reserve(size):
+                return False
+        self._next_attempt = time.monotonic() + RETRY_S
+        return False
+
+    def _reserve(self, size: int) -> bool:
+        assert self._fallocate is not None
+        problem = self._fallocate(self._descriptor, _KEEP_SIZE, size, RESERVED)
+        if problem in FULL:
+            return False
+        # Where a file system cannot do this, there is no use in asking again.
+        self._reserved = sys.maxsize if problem else size + RESERVED
+        return True
+
+    def _give_back(self, until: int) -> bool:
+        """Punch a hole up to about there; whether that was possible."""
+        until = until // BLOCK * BLOCK
+        if until <= self._begin or self._fallocate is None:
+            return False
+        mode = _PUNCH_HOLE | _KEEP_SIZE
+        problem = self._fallocate(self._descriptor, mode, self._begin, until - self._begin)
+        self._begin = until
+        return not problem
+
+
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    """The system's function of this name, which Python lacks; it gives an error number, or 0."""
+    try:
+        native = ctypes.CDLL(None, use_errno=True).fallocate
+    except AttributeError:
+        return None
+    native.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+    def fallocate(descriptor: int, mode: int, begin: int, size: int) -> int:
+        return ctypes.get_errno() if native(descriptor, mode, begin, size) else 0
+
+    return fallocate
