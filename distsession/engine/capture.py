@@ -150,7 +150,9 @@ class Capture:
                 self._last_stream = index
             rest, file = memoryview(data), self._files[index]
             try:
-                while rest and (file.has_room(len(rest)) or os.getpid() != self._pid):
+                while rest:
+                    if file.is_full and os.getpid() == self._pid and not file.has_room(len(rest)):
+                        break
                     rest = rest[os.write(index + 1, rest) :]
             except OSError as error:
                 if error.errno not in FULL:
