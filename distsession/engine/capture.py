@@ -164,7 +164,9 @@ class Capture:
                 self._last_stream = index
             rest, file = memoryview(data), self._files[index]
             try:
-                while rest and file.has_room(len(rest)):
+                while rest:
+                    if file.is_full and not file.has_room(len(rest)):
+                        break
                     rest = rest[os.write(index + 1, rest) :]
             except OSError as error:
                 if error.errno not in FULL:

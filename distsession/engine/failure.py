@@ -43,6 +43,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
 """Folders of Python's own modules, of installed packages (where torch lies), and of ours."""
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _CONTEXT = 2
 _MAX_FRAMES = 60
@@ -154,7 +155,10 @@ def innermost(frames: Sequence[FrameInfo]) -> str:
 
 def is_user_code(filename: str) -> bool:
     """Whether a file is neither Python's own, an installed package's nor ours."""
-    return not filename.startswith((*_LIBRARIES, "<"))
+    if filename.startswith((*_LIBRARIES, "<")):
+        return False
+    # Packages may lie in several folders: beside torch, the user's own, those of a parent venv.
+    return not any(folder in filename for folder in _INSTALLED)
 
 
 def short_name(filename: str) -> str:

@@ -50,7 +50,8 @@ class LogFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._begin = 0
         self._reserved = 0
-        self._is_tight = False
+        self.is_full = False
+        """Whether the disk was full when room was last looked for."""
         self._next_attempt = 0.0
         self._fallocate = _fallocate()
 
@@ -58,9 +59,7 @@ class LogFile:
         return os.pread(self._descriptor, size, at)
 
     def has_room(self, size: int) -> bool:
-        """Whether Python may write as much; on a full disk, half of the room is for others."""
-        if not self._is_tight:
-            return True
+        """Whether Python may write as much on a full disk; half of the room is for others."""
         return os.fstat(self._descriptor).st_size + size <= self._reserved - RESERVED // 2
 
     def look_after(self, sent: int) -> bool:
@@ -81,8 +80,8 @@ class LogFile:
             return True
         if time.monotonic() < self._next_attempt and sent - LAST < self._begin + BLOCK:
             return True
-        self._is_tight = not self._reserve(size)
-        if not self._is_tight:
+        self.is_full = not self._reserve(size)
+        if not self.is_full:
             return True
         while self._give_back(min((self._begin + sent + BLOCK) // 2, sent - LAST)):
             if self._reserve(size):
