@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from distsession.cluster.base import Pending
 from distsession.cluster.reconnect import process_state, stat
-from distsession.diagnosis import NO_PART, Kind, Verdict, describe_operation, diagnose
+from distsession.diagnosis import (
+    NO_PART,
+    Kind,
+    Verdict,
+    describe_operation,
+    diagnose,
+    is_any_source,
+)
 from distsession.messages import Overdue, RankReport, StackReply
 from distsession.ranks import ranks_text
 
@@ -389,7 +396,8 @@ class Watch:
         if state != self._seen:
             self._seen, self._seen_at = state, now
         grace = self._recovery.hang_grace
-        if verdict.failed or verdict.kind is Kind.ORDER:
+        waits_for_any = any(is_any_source(reports[r].operations[-1]) for r in verdict.waiting)
+        if verdict.failed or (verdict.kind is Kind.ORDER and not waits_for_any):
             grace = CONFIRM
         elif not grace:
             return

@@ -351,7 +351,7 @@ class Rank:
             error, shown = self._explained(raised), None
             reason = reasons.find(error, self._recorder.abort)
             self._trace.end(request, error)
-        if error is None and self._thread_error is not None:
+        if error is None and self._thread_error is not None and _is_run(request):
             error, shown, answer = self._thread_error, None, None
             reason = reasons.find(error, self._recorder.abort)
         self._debugger.end()
