@@ -27,8 +27,10 @@ docs: $(STAMP)  ## build the documentation
 bench: $(STAMP)  ## measure this project beside its peers
 	$(BIN)/python -m tests.benchmarks
 
-soak: $(STAMP)  ## a thousand random faults on one session
+soak: $(STAMP)  ## random faults on one session, kernels killed at random moments, many sessions
 	$(BIN)/python -m tests.integration.chaos --faults 1000
+	$(BIN)/python -m tests.integration.kills --kills 300
+	$(BIN)/python -m tests.integration.cycles --cycles 200
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

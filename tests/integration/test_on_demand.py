@@ -140,8 +140,8 @@ def test_a_stop_while_it_starts_leaves_nothing_half_made(
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
     try:
+        timer.start()
         session.client  # noqa: B018
         time.sleep(after + 1.0)  # it was faster than the timer
     except KeyboardInterrupt:
