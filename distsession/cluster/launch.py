@@ -25,7 +25,7 @@ from distsession.cluster.controller import CONTROLLER_GONE, SESSION_CLOSED, Cont
 from distsession.cluster.descriptors import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.interrupts import interrupts_held
-from distsession.cluster.monitor import AGENT_GONE, Monitor
+from distsession.cluster.monitor import AGENT_GONE, Monitor, agent_text
 from distsession.cluster.reconnect import Halted, Reconnect, failure_of
 from distsession.errors import (
     EngineDiedError,
@@ -258,8 +258,10 @@ class LocalLauncher(Launcher):
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
-        assert self._plan is not None
-        return tuple(self._monitor.ready[rank] for rank in range(self._plan.world_size))
+        world = range(self._plan.world_size if self._plan is not None else 0)
+        if any(rank not in self._monitor.ready for rank in world):
+            return ()  # it is starting
+        return tuple(self._monitor.ready[rank] for rank in world)
 
     # --- the process group ------------------------------------------------------------------------
 
@@ -340,6 +342,13 @@ class LocalLauncher(Launcher):
             CONTROLLER_GONE if has_died else "",
             self.channel.payloads.relays.trouble(),
         ]
+        for node in range(self._options.nodes):
+            if self._agents.is_stopped(node):
+                text, pid = agent_text(node), self._agents.pid(node)
+                parts.append(
+                    f"{text[0].upper()}{text[1:]} (pid {pid}) is stopped, so it tells of no death, "
+                    f"replaces no rank and reads no figures until it goes on: kill -CONT {pid}."
+                )
         return " ".join(filter(None, parts))
 
     def _group_trouble(self) -> str:

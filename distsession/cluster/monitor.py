@@ -192,6 +192,7 @@ class Monitor:
         with self._changed:
             self.lost_nodes.discard(node)
             self.hosts.pop(node, None)
+            self._gauges.pop(node, None)  # its questions are counted anew
 
     def is_gone(self, node: int) -> bool:
         """Whether a node's agent has ended, or is about to with the session."""

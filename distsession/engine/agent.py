@@ -107,7 +107,7 @@ class Agent:
         """Obey the kernel until the link closes."""
         later = list(FIRST_DDP_NEEDS)
         try:
-            while self._kernel.lives:
+            while self._kernel.lives and not self._kernel.is_leaving:  # an import may swallow it
                 idle = 0.3 if later and self._ranks else POLL
                 links = [self._link, *([self._gauges] if self._gauges else [])]
                 ready = wait([*links, self._wake], timeout=idle)
