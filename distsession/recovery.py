@@ -5,7 +5,6 @@ Runs in: the kernel.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distsession.cluster.base import Pending
+from distsession.cluster.processes import ENDED, has_ended, process_state, processor_time
 from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
 from distsession.messages import RankReport, StackReply
 from distsession.ranks import ranks_text
@@ -106,11 +106,14 @@ class Recovery:
             return RankReport(rank, "idle")
         region = launcher.board.regions[rank]
         operations, sequences = region.operations(), region.sequences()
+        letter = process_state(pid)
+        if letter in ENDED and has_ended(pid):
+            return RankReport(rank, "dead", outcome=launcher.unreported(rank), sequences=sequences)
         if launcher.channel.is_busy(rank):
             state, place = "running", ""
             if region.is_asking:
                 state, place = "debugging" if region.is_in_debugger else "asking", region.asks_at
-            state = {"T": "stopped", "t": "debugged"}.get(_process_state(pid), state)
+            state = {"T": "stopped", "t": "debugged"}.get(letter, state)
             return RankReport(
                 rank, state, region.seconds, region.request, place, "", operations, sequences
             )
@@ -313,6 +316,7 @@ class Watch:
         """Called now and then; frees the ranks if no wait can help."""
         recovery = self._recovery
         launcher = recovery.launcher
+        launcher.note_unreported()
         if launcher.board is None or self.verdict is not None or self._pending.stopped:
             return
         if where := self._pending.debugger_quit:
@@ -408,7 +412,7 @@ class Watch:
             if report.state != "running" or not waits or report.operations[-1].seconds < asleep:
                 self._idle_since.pop(rank, None)
                 continue
-            used = _processor_time(pids[rank])
+            used = processor_time(pids[rank])
             before, since = self._idle_since.setdefault(rank, (used, now))
             if used != before:
                 self._idle_since[rank] = (used, now)
@@ -439,6 +443,7 @@ def _stuck_text(report: RankReport) -> str:
         "silent": "computes in C code that holds Python's lock and cannot be interrupted",
         "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
         "debugged": "is held by a debugger",
+        "dead": f"has ended; {report.outcome}",
     }
     if report.state in known:
         return known[report.state]
@@ -478,21 +483,3 @@ def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:
     ]
     text = ", ".join(parts)
     return f"{text}." if text else ""
-
-
-def _stat(pid: int, thread: bool) -> list[str]:
-    path = f"/proc/{pid}/task/{pid}/stat" if thread else f"/proc/{pid}/stat"
-    with contextlib.suppress(OSError), open(path) as stat:
-        return stat.read().rpartition(")")[2].split()
-    return []
-
-
-def _process_state(pid: int) -> str:
-    """The letter that /proc has for it; empty where that is not known."""
-    return (_stat(pid, False) or [""])[0]
-
-
-def _processor_time(pid: int) -> int:
-    """Clock ticks that the main thread has used."""
-    fields = _stat(pid, True)
-    return int(fields[11]) + int(fields[12]) if len(fields) > 12 else 0

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ from distsession.cluster.base import Launcher, OutputMessage, Pending
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import CONTROLLER_GONE, Controller
 from distsession.cluster.folder import private_folder
-from distsession.cluster.monitor import Monitor
+from distsession.cluster.monitor import Monitor, RankUnreported, agent_text
+from distsession.cluster.processes import STOPPED, has_ended, process_state
+from distsession.diagnosis import describe_operation
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -53,6 +55,13 @@ log = logging.getLogger(__name__)
 
 SETTLE_BEFORE_REJOIN = 0.2
 """Seconds that ranks have to come to an end before connecting them anew is put off."""
+LOOK_FOR_ENDS_S = 0.25
+"""Seconds between two looks for ranks that have ended and of which no agent tells."""
+STOPPED_AGENT_S = 0.5
+"""Seconds after which a rank that has ended counts as dead though its agent, stopped by a signal,
+says nothing."""
+SILENT_AGENT_S = 10.0
+"""The same of an agent that is not stopped, and may only be slow."""
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
 
@@ -75,6 +84,8 @@ class LocalLauncher(Launcher):
         self.is_broken = False
         self._mending: Pending | None = None
         self._gauges_asked: dict[int, int] = {}
+        self._unreported: dict[int, float] = {}
+        self._looked_at = 0.0
         self._plan: RankPlan | None = None
         self._controller: Controller | None = None
         self._closing = threading.Lock()
@@ -83,7 +94,7 @@ class LocalLauncher(Launcher):
         self._folder = private_folder()
         self._board_file = make_file()
         self._agents = Agents(self._folder, self._board_file)
-        self._monitor = Monitor(self._on_death)
+        self._monitor = Monitor(self._on_death, self._operation_of)
         self._background = Pending(0, [-1])
         self.channel = SocketChannel(self._folder, self._hear, self._background)
         self.channel.payloads.relays.is_expected = self._monitor.is_gone
@@ -285,8 +296,46 @@ class LocalLauncher(Launcher):
 
     def trouble(self) -> str:
         has_died = self._controller is not None and self._controller.has_died
-        parts = [CONTROLLER_GONE if has_died else "", self.channel.payloads.relays.trouble()]
+        parts = [
+            CONTROLLER_GONE if has_died else "",
+            self.channel.payloads.relays.trouble(),
+            *self._stopped_agents(),
+        ]
         return " ".join(filter(None, parts))
+
+    def _stopped_agents(self) -> Iterator[str]:
+        for node in range(self._options.nodes):
+            if self._agents.runs(node) and process_state(pid := self._agents.pid(node)) in STOPPED:
+                who = agent_text(node)
+                yield (
+                    f"{who[0].upper()}{who[1:]} (pid {pid}) is stopped by SIGSTOP or a debugger: no "
+                    "rank can be replaced, and none that ends is reported. "
+                    f"`kill -CONT {pid}` lets it go on."
+                )
+
+    def unreported(self, rank: int) -> str:
+        node = self.infos[rank].node_rank
+        pid = self._agents.pid(node)
+        who = f"{agent_text(node)} (pid {pid})"
+        if process_state(pid) in STOPPED:
+            return f"{who} cannot say how, since it is stopped: `kill -CONT {pid}` lets it go on"
+        return f"{who} has not said how"
+
+    def note_unreported(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_FOR_ENDS_S:
+            return
+        self._looked_at = now
+        for info in self.infos:
+            rank = info.rank
+            is_late = rank not in self._monitor.dead and has_ended(info.pid)
+            if not is_late or self._closed:
+                self._unreported.pop(rank, None)
+                continue
+            since = self._unreported.setdefault(rank, now)
+            is_stopped = process_state(self._agents.pid(info.node_rank)) in STOPPED
+            if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
+                self._monitor.hear(RankUnreported(rank, info.pid, self.unreported(rank)))
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.ask_stacks(ranks, timeout)
@@ -344,6 +393,8 @@ class LocalLauncher(Launcher):
             others = [rank for rank in self._living() if rank not in wanted]
             self.abort("replaced", f"{ranks_text(wanted)} is being replaced by a fresh process")
             self._wait_idle(others)
+        if stopped := list(self._stopped_agents()):
+            raise SessionStateError(stopped[0])
         engine_ids = [self._monitor.engine_ids.get(rank, rank) for rank in wanted]
         living = [rank for rank in wanted if rank not in self._monitor.dead]
         gone = [node for node in range(self._plan.nodes) if not self._agents.runs(node)]
@@ -390,6 +441,13 @@ class LocalLauncher(Launcher):
 
     def dead_ranks(self) -> dict[int, EngineDiedError]:
         return dict(self._monitor.dead)
+
+    def _operation_of(self, rank: int) -> str:
+        """The collective that a rank's main thread waits in, or waited in when it ended."""
+        operations = self.board.regions[rank].operations() if self.board is not None else ()
+        if not operations or not operations[-1].is_waiting:
+            return ""
+        return describe_operation(operations[-1])
 
     def _on_death(self, error: EngineDiedError) -> None:
         if self.board is not None:

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
+from distsession.engine.oom import OutOfMemory
 from distsession.messages import (
     AgentFailed,
     AgentHere,
@@ -59,6 +61,8 @@ class _Rank:
     rank: int
     generation: int
     folder: str
+    memory: mmap.mmap
+    """Where it notes the line that it is at."""
     stopping: bool = False
 
 
@@ -75,7 +79,7 @@ class Agent:
         self._gauges: Connection | None = None  # to the process that asks NVML
         self._gauges_pid = 0
         self._relay_pid = 0
-        self._oom_kills = _oom_kills()
+        self._oom = OutOfMemory()
         self._parent = os.getppid()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
@@ -233,15 +237,18 @@ class Agent:
     # --- ranks ------------------------------------------------------------------------------------
 
     def _fork(self, message: StartRanks, rank_number: int) -> None:
-        from distsession.engine import rank
+        from distsession.engine import deaths, rank
 
-        agent = os.getpid()
+        agent, memory = os.getpid(), deaths.make_memory()
         pid = os.fork()
         if pid == 0:
             self._become_child()
             with _exit_after():
-                rank.main(message, rank_number, agent=agent, store_port=self._store_port)
-        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder)
+                rank.main(
+                    message, rank_number, agent=agent, store_port=self._store_port, memory=memory
+                )
+        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder, memory)
+        self._oom.note(pid)
 
     def _become_child(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -282,12 +289,14 @@ class Agent:
             if ended is None:
                 return
             pid = ended.si_pid
+            oom = False, 0
             if pid in self._ranks:
                 _signal_group(pid, signal.SIGKILL)
+                oom = self._oom.look(pid)
             _, status = os.waitpid(pid, 0)
-            self._report(pid, os.waitstatus_to_exitcode(status))
+            self._report(pid, os.waitstatus_to_exitcode(status), oom)
 
-    def _report(self, pid: int, returncode: int) -> None:
+    def _report(self, pid: int, returncode: int, oom: tuple[bool, int]) -> None:
         if pid == self._store_pid:
             self._store_pid = 0
             log.error("the process of the rendezvous store ended with %d", returncode)
@@ -302,15 +311,26 @@ class Agent:
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
-        before, self._oom_kills = self._oom_kills, _oom_kills()
+        from distsession.engine import deaths
+
+        fault = _read_end(rank, "fault") or (_read_end(rank, "err") if returncode < 0 else "")
+        remains = deaths.read_fault(fault) or deaths.read_memory(rank.memory)
+        rank.memory.close()
         message = RankExited(
             rank=rank.rank,
             generation=rank.generation,
             pid=pid,
             returncode=returncode,
             expected=rank.stopping,
-            log_tail=_log_tail(rank),
-            oom=returncode == -signal.SIGKILL and not rank.stopping and self._oom_kills > before,
+            log_tail=_read_end(rank, "out") + _read_end(rank, "err"),
+            oom=returncode == -signal.SIGKILL and not rank.stopping and oom[0],
+            oom_limit=oom[1],
+            place=remains.place,
+            runs=remains.runs,
+            is_certain=remains.is_certain,
+            is_idle=remains.is_idle,
+            is_terminated=remains.is_terminated,
+            stack=remains.stack,
         )
         with contextlib.suppress(OSError):  # the kernel may be gone already
             self._link.send(message)
@@ -342,29 +362,25 @@ class Agent:
         return False
 
 
-def _log_tail(rank: _Rank) -> str:
-    parts = []
-    for stream in ("out", "err"):
-        path = log_path(rank.folder, rank.rank, rank.generation, stream)
-        with contextlib.suppress(OSError), open(path, "rb") as f:
-            f.seek(0, os.SEEK_END)
-            f.seek(max(0, f.tell() - LOG_TAIL))
-            parts.append(f.read().decode("utf-8", "replace"))
-    return "".join(parts)
-
-
-def _oom_kills() -> int:
-    """How many processes of this host the system has killed for want of memory."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as vmstat:
-        for line in vmstat:
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return 0
+def _read_end(rank: _Rank, stream: str) -> str:
+    """The last lines of a file that a rank wrote; empty where there is none."""
+    path = log_path(rank.folder, rank.rank, rank.generation, stream)
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        f.seek(0, os.SEEK_END)
+        f.seek(max(0, f.tell() - LOG_TAIL))
+        return f.read().decode("utf-8", "replace")
+    return ""
 
 
 def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
-    """Where the raw output of a rank is kept; ``stream`` is ``"out"`` or ``"err"``."""
+    """Where the raw output of a rank is kept.
+
+    Args:
+        folder: Of the session.
+        rank: Which.
+        generation: In which it was forked.
+        stream: ``"out"``, ``"err"``, or ``"fault"`` for the Python stack of a crash.
+    """
     return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 

@@ -107,10 +107,18 @@ class Capture:
         rank: The rank.
         paths: The two log files.
         send: Sends a message to the kernel. It may block for as long as the kernel is behind.
+        look: Called by the pump whenever it wakes.
     """
 
-    def __init__(self, rank: int, paths: tuple[str, str], send: Callable[[Any], None]):
+    def __init__(
+        self,
+        rank: int,
+        paths: tuple[str, str],
+        send: Callable[[Any], None],
+        look: Callable[[], None] = lambda: None,
+    ):
         self._rank = rank
+        self._look = look
         self._send = send
         self._files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in paths]
@@ -175,9 +183,9 @@ class Capture:
         sizes = self._sizes()
         return sizes[0] + sizes[1] - self._sent[0] - self._sent[1]
 
-    @staticmethod
-    def _sizes() -> tuple[int, int]:
-        return os.fstat(1).st_size, os.fstat(2).st_size
+    def _sizes(self) -> tuple[int, int]:
+        """Of the log files, which are there even if the user's code has closed descriptor 1."""
+        return os.fstat(self._files[0]).st_size, os.fstat(self._files[1]).st_size
 
     # --- called around each request ---------------------------------------------------------------
 
@@ -208,6 +216,7 @@ class Capture:
             self._wake.wait(INTERVAL)
             self._wake.clear()
             try:
+                self._look()
                 self._drain()
             except Exception:  # the rank must go on, and say so where its agent keeps the log
                 log.exception("output of rank %d could not be sent", self._rank)
