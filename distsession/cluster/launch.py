@@ -308,8 +308,8 @@ class LocalLauncher(Launcher):
             if self._agents.runs(node) and process_state(pid := self._agents.pid(node)) in STOPPED:
                 who = agent_text(node)
                 yield (
-                    f"{who[0].upper()}{who[1:]} (pid {pid}) is stopped by SIGSTOP or a debugger: no "
-                    "rank can be replaced, and none that ends is reported. "
+                    f"{who[0].upper()}{who[1:]} (pid {pid}) is stopped by SIGSTOP or a debugger: "
+                    "no rank can be replaced, and none that ends is reported. "
                     f"`kill -CONT {pid}` lets it go on."
                 )
 

@@ -51,6 +51,9 @@ GRACE = 0.4
 LOG_TAIL = 4000
 """Bytes of each log that are kept for the message about a death."""
 
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""What ``faulthandler`` catches."""
+
 FIRST_DDP_NEEDS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
 """What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
 second. Imported while nothing else is to be done, so that ranks forked later have it."""
@@ -313,7 +316,9 @@ class Agent:
             return
         from distsession.engine import deaths
 
-        fault = _read_end(rank, "fault") or (_read_end(rank, "err") if returncode < 0 else "")
+        fault = _read_end(rank, "fault")
+        if not fault and -returncode in CRASHES:  # the user's code has faulthandler write to stderr
+            fault = _read_end(rank, "err")
         remains = deaths.read_fault(fault) or deaths.read_memory(rank.memory)
         rank.memory.close()
         message = RankExited(
