@@ -38,6 +38,8 @@ ASLEEP_AFTER_FAILURE = 0.2
 """The same once another rank has failed, whose error the user should see soon."""
 SETTLE_EVERY_S = 0.1
 """Seconds between two looks at whether ranks have come back from a run that was stopped."""
+FREE_AGAIN_S = 2.0
+"""Seconds between two attempts to free such ranks from collectives of the group given up."""
 SETTLE_NOTICE_S = 1.0
 """Seconds after which whoever waits for that is told so."""
 CONFIRM = 0.1
@@ -185,7 +187,8 @@ class Recovery:
         Returns:
             Why the run is not to begin; nothing if it may.
         """
-        launcher, began = self.launcher, time.monotonic()
+        launcher = self.launcher
+        began = freed = time.monotonic()
         given_up = threading.Event()
         noticed, late = "", list[int]()
         self._held.add(given_up)
@@ -202,16 +205,27 @@ class Recovery:
                     noticed = self._busy_text(late)
                     notify(noticed)
                 if given_up.is_set():
-                    return f"this was stopped before it began. {self._busy_text(late)}"
+                    return self._stop_late(late)
                 if deadline is not None and now > deadline:
                     return f"this did not begin in time. {self._busy_text(late)}"
+                if now - freed > FREE_AGAIN_S:
+                    freed = now
+                    launcher.abort("failed", "an earlier run was stopped")
                 given_up.wait(SETTLE_EVERY_S)
         except KeyboardInterrupt:
-            return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
+            return self._stop_late(late)
         finally:
             self._held.discard(given_up)
             if noticed:
                 notify("")
+
+    def _stop_late(self, late: Sequence[int]) -> str:
+        """Somebody who waits in :meth:`settle` wants to stop: interrupt what is waited for again."""
+        board = self.launcher.board
+        if board is not None:
+            for request in {board.regions[rank].request for rank in late} - {0}:
+                self.launcher.abort("stop", "an earlier run was stopped", interrupt=request)
+        return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
 
     def give_up_waiting(self) -> bool:
         """From any thread: end every :meth:`settle`; whether there was one."""

@@ -24,7 +24,7 @@ from distsession.cluster.channel import SocketChannel
 from distsession.cluster.controller import CONTROLLER_GONE, Controller
 from distsession.cluster.folder import private_folder
 from distsession.cluster.monitor import Monitor, RankUnreported, agent_text
-from distsession.cluster.processes import STOPPED, has_ended, process_state
+from distsession.cluster.processes import GONE, STOPPED, has_ended, process_state
 from distsession.diagnosis import describe_operation
 from distsession.errors import (
     EngineDiedError,
@@ -98,6 +98,7 @@ class LocalLauncher(Launcher):
         self._background = Pending(0, [-1])
         self.channel = SocketChannel(self._folder, self._hear, self._background)
         self.channel.payloads.relays.is_expected = self._monitor.is_gone
+        self.channel.has_ended = self._has_ended
         threading.Thread(
             target=self._background.wait, args=(on_background,), name="distsession-background",
             daemon=True,
@@ -312,6 +313,13 @@ class LocalLauncher(Launcher):
                     "no rank can be replaced, and none that ends is reported. "
                     f"`kill -CONT {pid}` lets it go on."
                 )
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank that was ready is gone, told or not."""
+        info = self._monitor.ready.get(rank)
+        if info is None or info.generation < self._forked_in[rank]:  # of the one before
+            return False
+        return process_state(info.pid) in GONE and process_state(os.getpid()) not in GONE
 
     def unreported(self, rank: int) -> str:
         node = self.infos[rank].node_rank

@@ -88,6 +88,7 @@ class Monitor:
         self._agent_problem = ""
         self._failed: dict[int, ErrorInfo] = {}
         self._exited: dict[int, RankExited] = {}
+        self._unreported: set[int] = set()
 
     def hear(self, message: object) -> None:
         """Take in one message; None says that the link of the first node's agent has closed."""
@@ -128,6 +129,10 @@ class Monitor:
         return [rank for rank in self.ready if rank not in self.dead]
 
     def _note_exit(self, message: RankExited) -> list[EngineDiedError]:
+        if message.pid in self._unreported:
+            self._unreported.discard(message.pid)
+            if message.rank not in self.dead:  # it has been replaced meanwhile
+                return []
         self._exited[message.rank] = message
         info = self.ready.get(message.rank)
         self.engine_ids.pop(message.rank, None)
@@ -155,6 +160,7 @@ class Monitor:
             returncode=-signal.SIGKILL,
         )
         self.dead[message.rank] = error
+        self._unreported.add(message.pid)
         return [error]
 
     def _lost_with_node(self, node: int) -> list[EngineDiedError]:

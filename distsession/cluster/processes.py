@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["ENDED", "STOPPED", "has_ended", "process_state", "processor_time"]
+__all__ = ["ENDED", "GONE", "STOPPED", "has_ended", "process_state", "processor_time"]
 
 
 ENDED = ("Z", "X")
 """Letters of /proc for a process that has ended and that its parent has not waited for."""
+GONE = ("", *ENDED)
+"""The same, or of one that its parent has waited for."""
 STOPPED = ("T", "t")
 """Letters of /proc for a process that is stopped, by SIGSTOP or by a debugger."""
 

@@ -265,7 +265,10 @@ def in_background(session: Session, code: str) -> tuple[threading.Thread, list[A
 
     thread = threading.Thread(target=run)
     thread.start()
-    time.sleep(0.5)
+    board = session._launcher.board
+    assert board is not None
+    wait_for(lambda: board.regions[1].request != 0)
+    time.sleep(0.7)
     return thread, found
 
 
@@ -337,4 +340,5 @@ def test_an_agent_that_only_tells_late_is_waited_for(whole: Session, output: Rec
         wait_zombie(pid)
     thread.join(20)
     assert not thread.is_alive()
-    assert "last seen at In[6] line 2" in first_line(found[0])
+    assert "by SIGKILL" in first_line(found[0])
+    assert "In[6]" in first_line(found[0])

@@ -357,6 +357,20 @@ def test_a_rank_that_its_agent_does_not_report_is_dead_until_more_is_known(
     assert "SIGKILL" in str(monitor.dead[1])
 
 
+def test_a_late_report_is_not_taken_for_the_death_of_the_next_process(
+    rank_info: Callable[..., RankInfo],
+) -> None:
+    monitor = Monitor(lambda error: None)
+    monitor.hear(RankReady(1, rank_info(1, generation=0)))
+    pid = monitor.ready[1].pid
+    monitor.hear(RankUnreported(1, pid, "why"))
+    monitor.forget([1])
+    monitor.hear(exited(1, pid))
+    assert not monitor.dead
+    monitor.hear(RankReady(1, rank_info(1, generation=1)))
+    monitor.wait_ready([1], 1, time.monotonic() + 1)
+
+
 def test_a_death_shows_the_last_lines_that_the_rank_wrote() -> None:
     text = describe_death(exited(0, log="".join(f"line {n}\n" for n in range(100)) + "\n\n"))
     lines = text.splitlines()
