@@ -131,15 +131,6 @@ class Agents:
         process = self._processes.get(node)
         return process is not None and process.poll() is None
 
-    def is_stopped(self, node: int = 0) -> bool:
-        """Whether somebody has stopped an agent's process, or holds it in a debugger."""
-        process = self._processes.get(node)
-        if process is None:
-            return False
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{process.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
-        return False
-
     def pid(self, node: int = 0) -> int:
         return self._processes[node].pid
 

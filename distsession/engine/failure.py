@@ -28,6 +28,7 @@ __all__ = [
     "forget_frames",
     "innermost",
     "is_own",
+    "is_own_file",
     "is_user_code",
     "pickled",
     "short_name",
@@ -170,7 +171,12 @@ def short_name(filename: str) -> str:
 
 def is_own(frame: FrameType) -> bool:
     """Whether a frame belongs to how a rank runs code."""
-    return os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == _OWN
+    return is_own_file(frame.f_code.co_filename)
+
+
+def is_own_file(filename: str) -> bool:
+    """The same, of a file of code."""
+    return os.path.dirname(os.path.abspath(filename)) == _OWN
 
 
 def _is_of(frame: FrameType, *paths: str) -> bool:

@@ -55,12 +55,17 @@ class LogFile:
         self._next_attempt = 0.0
         self._fallocate = _fallocate()
 
+    @property
+    def size(self) -> int:
+        """Bytes that have been written to it."""
+        return os.fstat(self._descriptor).st_size
+
     def read(self, size: int, at: int) -> bytes:
         return os.pread(self._descriptor, size, at)
 
     def has_room(self, size: int) -> bool:
         """Whether Python may write as much on a full disk; half of the room is for others."""
-        return os.fstat(self._descriptor).st_size + size <= self._reserved - RESERVED // 2
+        return self.size + size <= self._reserved - RESERVED // 2
 
     def look_after(self, sent: int) -> bool:
         """Keep room behind the end, and no more than the limit before it.
@@ -73,7 +78,7 @@ class LogFile:
         """
         if self._fallocate is None:
             return True
-        size = os.fstat(self._descriptor).st_size
+        size = self.size
         if sent - self._begin > LIMIT + LIMIT_STEP:
             self._give_back(sent - LIMIT)
         if size + RESERVED // 2 <= self._reserved:
