@@ -181,7 +181,8 @@ class Controller:
     def _why(self) -> str:
         """What prevented the start, with what the controller wrote last."""
         launcher: Any = getattr(self._cluster, "controller", None)
-        output = str(launcher.get_output()) if launcher is not None else ""
+        has_run = getattr(launcher, "process", None) is not None
+        output = str(launcher.get_output()) if has_run else ""
         tail = "\n".join(output[-LOG_TAIL:].strip().splitlines()[-15:])
         return f"{self._error}\nIts last lines:\n{tail}" if tail else str(self._error)
 
