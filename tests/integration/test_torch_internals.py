@@ -81,10 +81,11 @@ def test_groups_are_ours_whoever_asks_for_them_and_say_gloo(session: Session) ->
 
 def test_the_sockets_of_gloo_and_of_its_tcp_store_are_found(session: Session) -> None:
     shut = session.execute(
-        "import os, time\n"
+        "import os\n"
         "from distsession.engine import rescue\n"
         "dist.barrier()\n"
-        "time.sleep(0.5)  # until it is over on all ranks\n"
+        "if rank: dist.distributed_c10d._get_default_store().set('over', '1')\n"
+        "else: dist.distributed_c10d._get_default_store().wait(['over'])\n"
         "gloo = rescue.shut_gloo() if rank == 0 else 1  # the other end goes with it\n"
         "port = int(os.environ['MASTER_PORT'])\n"
         "client = dist.TCPStore('127.0.0.1', port, None, False, wait_for_workers=False)\n"
