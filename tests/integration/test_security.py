@@ -2,14 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 import zmq
 
 from distsession import RunInterrupt, Session
+from distsession.engine import store_server
+
+NOBODY = 65534
+"""Another user of this machine."""
+
+from_another_user = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can become another user"
+)
+
+
+def as_stranger(ask: Callable[[], Any], *, within: float = 60.0) -> Any:
+    """What another user of this machine finds; it is asked in a process of its own."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.closerange(3, writing)
+            os.closerange(writing + 1, 4096)
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            signal.alarm(int(within))
+            os.write(writing, json.dumps(ask()).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    assert answer, "the stranger did not come to an end"
+    return json.loads(answer)
+
+
+def can(do: Callable[[], Any]) -> bool:
+    """Whether that works."""
+    try:
+        do()
+    except OSError:
+        return False
+    return True
+
+
+def connected(port: int) -> socket.socket:
+    """Without a look-up of the name, for which a stranger might have to import something."""
+    s = socket.socket()
+    s.settimeout(2)
+    s.connect(("127.0.0.1", port))
+    return s
+
+
+def listening_ports() -> list[int]:
+    """What anybody may read of this machine's ports on the loopback interface."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [int(words[1].partition(":")[2], 16) for words in lines if words[3] == "0A"]
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +191,192 @@ def test_a_rank_drops_frames_that_are_no_request(running: Session, frames) -> No
     assert running.interrupt()
     with pytest.raises(RunInterrupt):
         future.result(10)
+
+
+# --- from another uid -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain() -> Iterator[Session]:
+    """A session of which nobody has asked for ipyparallel's part."""
+    with Session(3, threads=1) as session:
+        session.execute("import os\nx = torch.ones(1)\ndist.all_reduce(x)")
+        yield session
+
+
+def reconnect(session: Session) -> None:
+    session._launcher.abort("failed", "so that the group is connected anew")
+    session.execute("x = torch.ones(1)\ndist.all_reduce(x)")
+    assert session.evaluate("x.item()")[0] == 3.0
+
+
+def ports_of(process: psutil.Process) -> set[int]:
+    return {
+        connection.laddr.port
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def tcp_store_port(session: Session) -> int:
+    return int(session[0].evaluate("os.environ['MASTER_PORT']")[0])
+
+
+def is_of_ipyparallel(process: psutil.Process) -> bool:
+    """Its controller, or what that has started."""
+    line = [process, *process.parents()]
+    return any("controller" in " ".join(p.cmdline()) for p in line if p.pid != os.getpid())
+
+
+@from_another_user
+def test_the_only_port_that_others_reach_is_that_of_torchs_store(plain: Session) -> None:
+    plain.execute("pair = dist.new_group([0, 1])\nif rank < 2: dist.all_reduce(x, group=pair)")
+    reconnect(plain)
+    port = tcp_store_port(plain)
+    ranks = {info.pid for info in plain.infos}
+    listening = {
+        process.pid: ports_of(process)
+        for process in processes_of(plain)
+        if not is_of_ipyparallel(process) and ports_of(process)
+    }
+    assert list(listening.values()) == [{port}]
+    assert not ranks & listening.keys()
+    assert as_stranger(lambda: can(lambda: connected(port)))
+
+
+@from_another_user
+def test_nothing_in_the_folder_can_be_reached(running: Session) -> None:
+    folder = Path(running._launcher.folder)
+    sockets = [str(path) for path in folder.rglob("*") if path.is_socket()]
+    files = [str(path) for path in folder.rglob("*") if path.is_file()]
+    assert any(path.endswith("store.sock") for path in sockets)
+    assert files
+
+    def connect(path: str) -> None:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.connect(path)
+
+    def ask() -> list[Any]:
+        return [
+            can(lambda: os.listdir(folder)),
+            [path for path in sockets if can(lambda p=path: connect(p))],
+            [path for path in files if can(lambda p=path: open(p).close())],
+        ]
+
+    assert as_stranger(ask) == [False, [], []]
+
+
+@from_another_user
+def test_no_socket_has_an_abstract_name(running: Session) -> None:
+    """Those are reached by every user, whatever folders there are."""
+    for process in [psutil.Process(), *processes_of(running)]:
+        names = [str(c.laddr) for c in process.net_connections("unix") if c.laddr]
+        assert not [name for name in names if name[:1] in ("@", "\0")], process.cmdline()
+
+
+@from_another_user
+def test_memory_and_environment_of_the_processes_are_the_users_alone(running: Session) -> None:
+    pids = [process.pid for process in processes_of(running)]
+    assert len(pids) >= 4
+
+    def ask() -> list[str]:
+        names = [f"/proc/{pid}/{name}" for pid in pids for name in ("environ", "mem", "maps")]
+        reached = [name for name in names if can(lambda n=name: open(n, "rb").read(1))]
+        reached += [str(pid) for pid in pids if can(lambda p=pid: os.listdir(f"/proc/{p}/fd"))]
+        return reached + [str(pid) for pid in pids if can(lambda p=pid: os.kill(p, signal.SIGTERM))]
+
+    assert as_stranger(ask) == []
+
+
+@from_another_user
+def test_torchs_store_holds_nothing_of_the_sessions_and_may_be_disturbed(plain: Session) -> None:
+    port = tcp_store_port(plain)
+
+    def ask() -> int:
+        store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        before = int(store.num_keys())
+        for number in range(3):
+            for rank in range(3):
+                store.set(f"generation{number}/world/cpu//0/{rank}", "junk")
+            store.set(f"generation{number}/arrived", "100")
+            store.set(f"generation{number}/all have arrived", "")
+        for junk in (b"\0" * 100, b"\xff" * 1000, os.urandom(1000)):
+            with connected(port) as s:
+                s.sendall(junk)
+        return before
+
+    assert as_stranger(ask) == 0
+    for _ in range(2):
+        reconnect(plain)
+
+
+@from_another_user
+def test_the_store_answers_its_user_alone_even_where_its_socket_can_be_reached(
+    plain: Session,
+) -> None:
+    folder = plain._launcher.folder
+    path = store_server.socket_path(folder)
+    os.chmod(path, 0o777)
+    os.chmod(folder, 0o755)
+    os.chmod(os.path.dirname(folder), 0o711)
+
+    def ask() -> str:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.settimeout(5)
+            s.connect(path)
+            return s.recv(100).hex()
+
+    try:
+        assert as_stranger(ask) == ""
+    finally:
+        os.chmod(os.path.dirname(folder), 0o700)
+        os.chmod(folder, 0o700)
+    plain.execute("dist.new_group([0, 1, 2])")
+
+
+@contextlib.contextmanager
+def half_open(each: int) -> Iterator[int]:
+    """A stranger holds that many connections to every port there is; gives how many it got."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            signal.alarm(120)
+            held = []
+            for port in listening_ports():
+                with contextlib.suppress(OSError):
+                    for _ in range(each):
+                        held.append(connected(port))
+            os.write(writing, str(len(held)).encode())
+            time.sleep(100)
+        os._exit(0)
+    os.close(writing)
+    try:
+        yield int(os.read(reading, 100))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+
+
+@from_another_user
+def test_half_open_connections_take_no_descriptor_of_a_rank(plain: Session) -> None:
+    """Of a group that is connected; gloo would keep each, and end the rank where none is left."""
+
+    def descriptors() -> list[int]:
+        return [psutil.Process(info.pid).num_fds() for info in plain.infos]
+
+    plain.client  # noqa: B018  ipyparallel's part takes descriptors, too, as it comes up
+    before, now = [], descriptors()
+    while before != now:
+        before = now
+        time.sleep(0.5)
+        now = descriptors()
+    with half_open(200) as held:
+        assert held >= 200  # torch's store takes them
+        time.sleep(0.3)
+        assert descriptors() == before
+        plain.execute("pair = dist.new_group([0, 1, 2])\ndist.all_reduce(x, group=pair)")
+        reconnect(plain)
