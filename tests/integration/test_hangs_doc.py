@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from distsession import RunError, RunInterrupt, Session, SessionOptions, errors, recovery
+from distsession.overview import Observer
 from tests.sentences import DOCS, code_blocks
 
 from .conftest import Recorder
@@ -161,7 +162,7 @@ def _same(line: str) -> str:
     """A line without what differs from one machine, and one moment, to another."""
     line = re.sub(r"\(for \d+ s\)", "(for N s)", line)
     line = re.sub(r"\b\d+(\.\d)? s$", "N s", line.rstrip())
-    line = re.sub(r"\bpid \d+", "pid N", line)
+    line = re.sub(r"(\bpid|kill -CONT) \d+", r"\1 N", line)
     line = re.sub(r"\bgroup \d{5,}", "group N", line)
     line = re.sub(r"\([\w.-]+, cpu\)", "(HOST, cpu)", line)
     return re.sub(r" +", " ", line)
@@ -484,7 +485,7 @@ def test_a_wait_is_seen_even_if_no_thread_answers(two: Session) -> None:
     keeps = "threading.Timer(0.3, ctypes.PyDLL(None).sleep, [2]).start()\n    "
     cell = f"if rank == 0:\n    {keeps}dist.barrier()\nelse: time.sleep(0.8)"
     text = raised(two, cell, errors.CollectiveHangError)
-    assert "rank 0 waits in barrier #1" in text
+    assert "rank 0 waits in barrier #" in text
 
 
 def test_a_process_that_a_debugger_holds_is_shown(two: Session) -> None:
@@ -521,23 +522,68 @@ def test_what_a_rank_does_between_runs_is_not_watched(two: Session) -> None:
     two[0].execute("thread.join(10); assert not thread.is_alive()")
 
 
-def test_a_receive_from_anyone_goes_on_until_it_is_stopped(
+def notices_of(session: Session, monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[str, str]:
+    """The first notice of a cell, and the message of the stop that ends it."""
+    monkeypatch.setattr(recovery, "NOTICE_AFTER", 0.3)
+    session.output().clear()
+    run = in_background(session, code, "In[7]")
+    notice = until(lambda: [text for text in session.output().notices if text])[0]
+    assert session.interrupt()
+    with pytest.raises(RunInterrupt) as caught:
+        run.result(LONG)
+    return notice, str(caught.value)
+
+
+def test_a_receive_from_anyone_names_those_who_may_send(
     two: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kept(two):
-        stopped(two, "if rank == 0: dist.recv(x)\nelse: time.sleep(60)", "any source")
+        code = "if rank == 0: dist.recv(x)\nelse: time.sleep(60)"
+        whom = "for a message from rank 1, which runs In[7] line 2"
+        notice, stop = notices_of(two, monkeypatch, code)
+        assert whom in notice
+        assert whom in stop
         two.execute("if rank == 0: dist.recv(x)\nelse: time.sleep(1); dist.send(x, dst=0)")
+        run = two[0].submit(by_value("def receive(): dist.recv(x)", "receive"))
+        until_shown(two, "rank 0 waits in recv", "for a message from rank 1")
+        time.sleep(0.5)
+        assert not run.done()
+        two[1].execute("dist.send(x, dst=0)")  # a later run brings it
+        run.result(LONG)
 
 
-def test_a_wait_in_the_store_counts_as_code_that_runs(two: Session) -> None:
+def test_a_wait_in_the_store_is_told_in_a_notice(
+    two: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with kept(two):
-        text = stopped(
-            two,
-            "if rank == 0: dist.barrier()\n"
-            "else: dist.distributed_c10d._get_default_store().get('never')",
-            "rank 0 waits in barrier",
+        code = (
+            "if rank == 0: time.sleep(60)\n"
+            "else: dist.distributed_c10d._get_default_store().get('never')"
         )
-        assert "for rank 1, which runs In[7] line 2" in text
+        for text in notices_of(two, monkeypatch, code):
+            assert "ank 1 waits for the key 'never' of the store at In[7] line 2" in text
+            assert "which no rank has set: rank 0 runs In[7] line 1" in text
+
+
+def test_a_thread_that_was_left_behind_is_not_seen_to_set_a_key(two: Session) -> None:
+    two.execute(
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "thread = threading.Timer(3, store.set, ['late', 'x'])\n"
+        "if rank == 1: thread.start()"
+    )
+    text = raised(two, "if rank == 0: store.get('late')", errors.CollectiveHangError)
+    assert "the key 'late'" in text
+    two[1].execute("thread.join()")
+
+
+def test_a_wait_in_a_store_of_ones_own_counts_as_code_that_runs(two: Session) -> None:
+    two.execute(
+        "import datetime\nown = dist.HashStore(); own.set_timeout(datetime.timedelta(seconds=3))"
+    )
+    run = in_background(two, "if rank == 0: dist.barrier()\nelse: own.get('never')", "In[7]")
+    until_shown(two, "rank 0 waits in barrier", "for rank 1, which runs In[7] line 2")
+    with pytest.raises(RunError):
+        run.result(LONG)
 
 
 def test_without_a_grace_only_what_is_certain_at_once_is_ended() -> None:
@@ -647,7 +693,7 @@ def test_a_new_group_is_met_by_all_ranks_or_with_local_synchronization_by_its_me
         assert "for ranks 2-3, which finished their part without it" in text
         text = raised(four, "dist.new_group([0, 1] if rank != 3 else [0, 3])", RunError)
         assert "CollectiveMismatchError" in text
-        assert "new_group (ranks 0,3)" in text
+        assert "rank 3 called new_group with ranks 0,3, ranks 0-2 with ranks 0-1" in text
         four.execute(
             "if rank < 2:\n"
             "    local = dist.new_group([0, 1], use_local_synchronization=True)\n"
@@ -690,19 +736,60 @@ def test_work_handles_and_keys_of_the_store_do_not_go_on(two: Session) -> None:
     two.execute(
         "store = dist.distributed_c10d._get_default_store()\n"
         "store.set('of mine', 'x')\n"
-        "assert store.check(['of mine'])"
+        "assert store.check(['of mine'])\n"
+        "work = dist.all_reduce(x, async_op=True) if rank == 0 else None"
     )
-    raised(
-        two,
-        "if rank == 0:\n    work = dist.all_reduce(x, async_op=True)\n    dist.barrier()",
-        errors.CollectiveHangError,
-    )
+    number_anew(two)
     with pytest.raises(RunError):
         two[0].execute("work.wait(); assert work.is_success()", timeout=LONG)
-    with pytest.raises(RunError):
-        two[0].execute("store.get('of mine')", timeout=LONG)
+    until(lambda: not any(two.evaluate("store.check(['of mine'])", timeout=LONG).values()))
     fresh = "dist.distributed_c10d._get_default_store().check(['of mine'])"
     assert dict(two.evaluate(fresh, timeout=LONG)) == {0: False, 1: False}
+
+
+def test_a_group_that_cannot_be_connected_says_which_rank_prevents_it(two: Session) -> None:
+    pid = two.infos[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(errors.CollectiveHangError) as caught:
+            two[0].execute("dist.barrier()")
+        text = str(caught.value)
+        example = on_the_page("The process group is not connected", "SIGSTOP")
+        assert_as_on_the_page(example, text[text.index("The process group is not connected") :])
+        facts = repr(Observer(two).look())
+        assert f"kill -CONT {pid}" in facts
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with kept(two):
+        two.execute("dist.barrier()")
+
+
+def test_a_shard_cannot_come_from_another_rank(two: Session) -> None:
+    two.execute(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh\n"
+        "model = fully_shard(torch.nn.Linear(4, 4))\n"
+        "mesh = init_device_mesh('cpu', (2,))\n"
+        "sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])"
+    )
+    with pytest.raises(RunError, match="cannot be sent"):
+        two.restart([1], restore="model")
+    two.restart([1], restore="sharded")
+    parts = two.evaluate("sharded.to_local().tolist()")
+    assert dict(parts) == {0: [0.0, 1.0], 1: [0.0, 1.0]}
+    two.execute(SETUP)
+
+
+def test_a_store_that_was_made_at_the_sessions_port_is_closed(two: Session) -> None:
+    two.execute(
+        "mine = dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), is_master=False)\n"
+        "mine.set(f'a{rank}', 'b')\n"
+        "assert mine.get(f'a{rank}') == b'b'"
+    )
+    number_anew(two)
+    with pytest.raises(RunError) as caught:
+        two.execute("mine.get(f'a{rank}')", timeout=LONG)
+    assert set(caught.value.by_rank) == {0, 1}
 
 
 # --- in a notebook --------------------------------------------------------------------------------
@@ -716,6 +803,7 @@ def notebook() -> Iterator[Notebook]:
     notebook.run("from distsession import current_session\nsession = current_session()")
     notebook.run(f"%%distributed\n{SETUP}")
     yield notebook
+    notebook.run("%session close")
     notebook.close()
 
 
