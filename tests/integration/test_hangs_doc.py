@@ -280,6 +280,24 @@ def test_a_mismatch_names_both_sides(four: Session) -> None:
         assert all(four.evaluate("bool((y == 1).all())").values())
 
 
+def test_a_new_group_is_met_by_all_ranks_or_with_local_synchronization_by_its_members(
+    four: Session,
+) -> None:
+    with kept(four):
+        text = raised(four, "if rank < 2: dist.new_group([0, 1])", errors.CollectiveHangError)
+        assert "ranks 0-1 wait in new_group #" in text
+        assert "for ranks 2-3, which finished their part without it" in text
+        text = raised(four, "dist.new_group([0, 1] if rank != 3 else [0, 3])", RunError)
+        assert "CollectiveMismatchError" in text
+        assert "rank 3 called new_group with ranks 0,3, ranks 0-2 with ranks 0-1" in text
+        four.execute(
+            "if rank < 2:\n"
+            "    local = dist.new_group([0, 1], use_local_synchronization=True)\n"
+            "    dist.all_reduce(torch.ones(1), group=local)\n"
+            "    del local"
+        )
+
+
 def test_a_dead_rank_is_replaced_and_the_others_stay(four: Session) -> None:
     number_anew(four)
     four.execute("model = torch.nn.Linear(2, 2); torch.nn.init.constant_(model.weight, rank)")
@@ -468,6 +486,17 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced_alone(
     two[1].execute(SETUP)
     with kept(two):
         two.execute("dist.barrier()")
+
+
+def test_a_submitted_run_with_a_rank_that_cannot_be_stopped_is_given_up(two: Session) -> None:
+    source = "def keeps():\n    if rank == 1: ctypes.PyDLL(None).sleep(60)\n    dist.barrier()"
+    run = two.submit(by_value(source, "keeps"))
+    until_shown(two, "rank 0 waits in barrier")
+    assert two.interrupt()
+    with pytest.raises(RunInterrupt, match=r"C code.*session\.restart\(\[1\]\) replaces it alone"):
+        run.result(LONG)
+    two.restart([1])
+    two[1].execute(SETUP)
 
 
 # --- diagnose -------------------------------------------------------------------------------------
@@ -684,24 +713,6 @@ def test_without_a_check_nothing_is_compared_and_waits_are_said_all_the_same() -
         assert "for rank 1, which runs In[7] line 2" in text
 
 
-def test_a_new_group_is_met_by_all_ranks_or_with_local_synchronization_by_its_members(
-    four: Session,
-) -> None:
-    with kept(four):
-        text = raised(four, "if rank < 2: dist.new_group([0, 1])", errors.CollectiveHangError)
-        assert "ranks 0-1 wait in new_group #" in text
-        assert "for ranks 2-3, which finished their part without it" in text
-        text = raised(four, "dist.new_group([0, 1] if rank != 3 else [0, 3])", RunError)
-        assert "CollectiveMismatchError" in text
-        assert "rank 3 called new_group with ranks 0,3, ranks 0-2 with ranks 0-1" in text
-        four.execute(
-            "if rank < 2:\n"
-            "    local = dist.new_group([0, 1], use_local_synchronization=True)\n"
-            "    dist.all_reduce(torch.ones(1), group=local)\n"
-            "    del local"
-        )
-
-
 # --- what survives --------------------------------------------------------------------------------
 
 
@@ -740,8 +751,8 @@ def test_work_handles_and_keys_of_the_store_do_not_go_on(two: Session) -> None:
         "work = dist.all_reduce(x, async_op=True) if rank == 0 else None"
     )
     number_anew(two)
-    with pytest.raises(RunError):
-        two[0].execute("work.wait(); assert work.is_success()", timeout=LONG)
+    with pytest.raises(RunError, match=r"all_reduce float32 .* is gone: issue it again"):
+        two[0].execute("work.wait()", timeout=LONG)
     until(lambda: not any(two.evaluate("store.check(['of mine'])", timeout=LONG).values()))
     fresh = "dist.distributed_c10d._get_default_store().check(['of mine'])"
     assert dict(two.evaluate(fresh, timeout=LONG)) == {0: False, 1: False}
@@ -780,13 +791,16 @@ def test_a_shard_cannot_come_from_another_rank(two: Session) -> None:
     two.execute(SETUP)
 
 
-def test_a_store_that_was_made_at_the_sessions_port_is_closed(two: Session) -> None:
-    two.execute(
-        "mine = dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), is_master=False)\n"
-        "mine.set(f'a{rank}', 'b')\n"
-        "assert mine.get(f'a{rank}') == b'b'"
-    )
-    number_anew(two)
+def test_a_stop_in_a_store_at_the_sessions_port_closes_it(two: Session) -> None:
+    with kept(two):
+        two.execute(
+            "mine = dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), is_master=False)\n"
+            "mine.set(f'a{rank}', 'b')\n"
+            "assert mine.get(f'a{rank}') == b'b'"
+        )
+        stopped(
+            two, "mine.get('never')", "0     running In[7] line 1", "1     running In[7] line 1"
+        )
     with pytest.raises(RunError) as caught:
         two.execute("mine.get(f'a{rank}')", timeout=LONG)
     assert set(caught.value.by_rank) == {0, 1}

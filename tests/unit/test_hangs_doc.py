@@ -158,7 +158,10 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         f"{RECOVERY}test_diagnose_knows_a_rank_that_holds_the_interpreter",
         NOBODY_ANSWERS,
     ),
-    "The session waits for such a rank for a moment.": (CANNOT_BE_STOPPED,),
+    "The session waits for such a rank for a moment.": (
+        CANNOT_BE_STOPPED,
+        f"{HERE}test_a_submitted_run_with_a_rank_that_cannot_be_stopped_is_given_up",
+    ),
     "The message then names the rank and the reason, and says that `session.restart([2])` replaces it alone.": (
         CANNOT_BE_STOPPED,
         f"{RECOVERY}test_a_rank_that_holds_the_interpreter_is_named_and_can_be_replaced",
@@ -471,12 +474,12 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "This goes for the groups of a mesh of several dimensions, too.": (UNKNOWN_GROUP,),
     "Make the mesh again, and what is sharded over it.": (UNKNOWN_GROUP,),
     "Work handles (`async_op=True`) of before.": (KEYS_AND_HANDLES,),
-    "Their operation is gone.": (KEYS_AND_HANDLES,),
+    "Their operation is gone, and to wait for it is an error.": (KEYS_AND_HANDLES,),
     "What was in the default store: each generation has a part of its own, and that of an earlier one is deleted.": (
         KEYS_AND_HANDLES,
     ),
-    "Stores that you made at the session's `MASTER_PORT`: their connection is closed.": (
-        f"{HERE}test_a_store_that_was_made_at_the_sessions_port_is_closed",
+    "Stores that you made at the session's `MASTER_PORT`: a Stop that ends a wait in them closes their connection.": (
+        f"{HERE}test_a_stop_in_a_store_at_the_sessions_port_closes_it",
     ),
     "With NCCL, and with a mix of backends, the group is left and made again.": "several GPUs would be needed, as the page says",
     "Groups and modules of before have to be made again, too.": "several GPUs would be needed, as the page says",
