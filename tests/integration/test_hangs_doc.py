@@ -747,10 +747,10 @@ def test_work_handles_and_keys_of_the_store_do_not_go_on(two: Session) -> None:
     two.execute(
         "store = dist.distributed_c10d._get_default_store()\n"
         "store.set('of mine', 'x')\n"
-        "assert store.check(['of mine'])\n"
-        "work = dist.all_reduce(x, async_op=True) if rank == 0 else None"
+        "assert store.check(['of mine'])"
     )
-    number_anew(two)
+    waits = "if rank == 0:\n    work = dist.all_reduce(x, async_op=True)\n    dist.barrier()"
+    raised(two, waits, errors.CollectiveHangError)
     with pytest.raises(RunError, match=r"all_reduce float32 .* is gone: issue it again"):
         two[0].execute("work.wait()", timeout=LONG)
     until(lambda: not any(two.evaluate("store.check(['of mine'])", timeout=LONG).values()))
