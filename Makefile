@@ -30,9 +30,11 @@ docs: $(STAMP)  ## build the documentation
 bench: $(STAMP)  ## measure this project beside its peers
 	$(BIN)/python -m tests.benchmarks
 
-soak: $(STAMP)  ## a thousand random faults on one session, and forty on one that is used all day
+soak: $(STAMP)  ## faults on a session, also one used all day; kernels killed; many sessions
 	$(BIN)/python -m tests.integration.chaos --faults 1000
 	$(BIN)/python -m tests.integration.chaos --faults 40 --between 500
+	$(BIN)/python -m tests.integration.kills --kills 300
+	$(BIN)/python -m tests.integration.cycles --cycles 200
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

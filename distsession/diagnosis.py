@@ -22,7 +22,7 @@ from distsession.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, Rank
 from distsession.ranks import format_ranks
 from distsession.reasons import sentence
 
-__all__ = ["NO_PART", "Kind", "Verdict", "describe_operation", "diagnose"]
+__all__ = ["NO_PART", "Kind", "Verdict", "describe_operation", "diagnose", "is_any_source"]
 
 WORLD = "world"
 ANY_SOURCE = "any source"
@@ -81,7 +81,7 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         missing = _union(found.missing[rank] for rank in found.stuck)
         failed = any(_has_failed(reports[rank]) for rank in never)
         kind = Kind.DEADLOCK if never else Kind.ORDER
-        parts = found.waits(found.stuck) if never else [found.circle(), IN_DIFFERENT_ORDERS]
+        parts = found.waits(found.stuck) if never else [found.circle(), found.why_circle()]
         parts += ["no wait can help"] if never else []
         parts += found.waits(found.late)
         return Verdict(kind, _sentences(parts), _sorted(found.stuck), missing, failed)
@@ -111,6 +111,7 @@ def describe_operation(operation: Operation) -> str:
 
 
 IN_DIFFERENT_ORDERS = "the ranks issue their operations in different orders"
+NO_SENDER = "no rank is left that could send something"
 
 
 # --- who misses whom ------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class _Findings:
         if _is_store_wait(operation):
             return frozenset(self.reports.keys() - {rank})
         members = set(operation.members) & self.reports.keys()
-        if _is_any_source(operation):
+        if is_any_source(operation):
             senders = members - {rank}
             if any(_has_sent(self.reports[s], self.reports[rank], operation) for s in senders):
                 return frozenset()
@@ -162,7 +163,7 @@ class _Findings:
     def _comes_free(self, rank: int, stuck: set[int]) -> bool:
         """Whether the ranks that this one misses can still come, while some others cannot."""
         missing = self.missing[rank]
-        if _is_any_source(self.blocked[rank]):  # who sends first is enough
+        if is_any_source(self.blocked[rank]):  # who sends first is enough
             return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
         if not _is_store_wait(self.blocked[rank]):
             return not any(m in stuck or self.is_gone(m) for m in missing)
@@ -188,7 +189,7 @@ class _Findings:
             wait = _agree(together, "waits", "wait")
             described = describe_operation(operation)
             missing = "; ".join(f"{_name(late)}, which {does}" for _, late, does in reasons)
-            if _is_any_source(operation):
+            if is_any_source(operation):
                 missing = f"a message from {missing}"
             text = f"{_name(together)} {wait} in {described}{since} for {missing}"
             if _is_store_wait(operation):
@@ -210,6 +211,10 @@ class _Findings:
         texts[0] = f"{_name(first)} {wait} in {describe_operation(operation)}"
         other = "the other" if len(sides) == 2 else "another of them"
         return f"{', '.join(texts)}: each waits for {other}"
+
+    def why_circle(self) -> str:
+        is_any = any(is_any_source(self.blocked[rank]) for rank in self.stuck)
+        return NO_SENDER if is_any else IN_DIFFERENT_ORDERS
 
     def nothing(self) -> list[str]:
         """What the ranks do when none waits for a missing one."""
@@ -306,7 +311,7 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     return report.sequences.get(operation.group, 0) >= operation.sequence
 
 
-def _is_any_source(operation: Operation) -> bool:
+def is_any_source(operation: Operation) -> bool:
     """A receive that takes what comes first, whoever sends it."""
     return operation.name == "recv" and operation.detail.startswith(ANY_SOURCE)
 

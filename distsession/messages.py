@@ -848,7 +848,15 @@ class RankExited(_Message):
         returncode: Exit code, or the negative signal number.
         expected: It was asked to end.
         log_tail: The last lines that it wrote, stderr after stdout.
-        oom: Killed by SIGKILL, and the host counts one more out-of-memory kill than before.
+        oom: Killed by SIGKILL, and its cgroup (or the host, where there is none) counts one more
+            out-of-memory kill than before.
+        oom_limit: Bytes that its cgroup may have; 0 where that is not known.
+        place: The line of user code that it was at, such as ``"In[3] line 4"``; empty if not known.
+        runs: The cell or function that ran, where no line is known.
+        is_certain: It ended at that line, rather than that it was seen there some time before.
+        is_idle: Nothing ran.
+        is_terminated: It has ended on SIGTERM.
+        stack: Of a crash, the Python stack, innermost line first.
     """
 
     rank: int
@@ -858,3 +866,10 @@ class RankExited(_Message):
     expected: bool
     log_tail: str
     oom: bool = False
+    oom_limit: int = 0
+    place: str = ""
+    runs: str = ""
+    is_certain: bool = False
+    is_idle: bool = False
+    is_terminated: bool = False
+    stack: tuple[str, ...] = ()

@@ -30,6 +30,8 @@ BRIEFLY = 0.1
 """Seconds between two readings where there is no earlier one to compare with."""
 PATIENCE = 0.3
 """Seconds that the agent has to answer; what it said last is shown then."""
+OLD = 3.0
+"""Seconds after which what the agent said last is not shown any more."""
 SAME = 1.0
 """Two estimates of when a state began that differ by less mean the same moment."""
 
@@ -53,11 +55,15 @@ class Observer:
         session = self._session
         if not session.is_open:
             raise SessionStateError("this session is closed.")
+        if not session.infos:
+            raise SessionStateError("the ranks of this session are being started.")
         gauges = self._read()
         if gauges is not None and not self._percent:
             time.sleep(BRIEFLY)
             gauges = self._read()
-        uses = {use.rank: use for use in gauges.uses} if gauges is not None else {}
+        oldest = time.monotonic() - OLD
+        known = () if gauges is None else gauges.uses
+        uses = {use.rank: use for use in known if use.at > oldest}
         infos, reports = session.infos, self._reports()
         return Overview(
             status=session.status(),

@@ -15,8 +15,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distsession.cluster.base import Pending
-from distsession.cluster.reconnect import process_state, stat
-from distsession.diagnosis import NO_PART, Kind, Verdict, describe_operation, diagnose
+from distsession.cluster.processes import ENDED, has_ended, process_state, processor_time
+from distsession.diagnosis import (
+    NO_PART,
+    Kind,
+    Verdict,
+    describe_operation,
+    diagnose,
+    is_any_source,
+)
 from distsession.messages import Overdue, RankReport, StackReply
 from distsession.ranks import ranks_text
 
@@ -42,6 +49,8 @@ FOR_THE_OTHERS = 0.3
 """Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 SETTLE_EVERY_S = 0.1
 """Seconds between two looks at whether ranks have come back from a run that was stopped."""
+FREE_AGAIN_S = 2.0
+"""Seconds between two attempts to free such ranks from collectives of the group given up."""
 SETTLE_NOTICE_S = 1.0
 """Seconds after which whoever waits for that is told so."""
 CONFIRM = 0.1
@@ -127,11 +136,14 @@ class Recovery:
             return RankReport(rank, "idle")
         region = launcher.board.regions[rank]
         operations, sequences = region.operations(), region.sequences()
+        letter = process_state(pid)
+        if letter in ENDED and has_ended(pid):
+            return RankReport(rank, "dead", outcome=launcher.unreported(rank), sequences=sequences)
         if launcher.channel.is_busy(rank):
             state, place = "running", ""
             if region.is_asking:
                 state, place = "debugging" if region.is_in_debugger else "asking", region.asks_at
-            state = {"T": "stopped", "t": "debugged"}.get(process_state(pid), state)
+            state = {"T": "stopped", "t": "debugged"}.get(letter, state)
             return RankReport(
                 rank, state, region.seconds, region.request, place, "", operations, sequences
             )
@@ -205,7 +217,8 @@ class Recovery:
         Returns:
             Why the run is not to begin; nothing if it may.
         """
-        launcher, began = self.launcher, time.monotonic()
+        launcher = self.launcher
+        began = freed = time.monotonic()
         given_up = threading.Event()
         noticed, late = "", list[int]()
         self._held.add(given_up)
@@ -222,16 +235,27 @@ class Recovery:
                     noticed = self._busy_text(late)
                     notify(noticed)
                 if given_up.is_set():
-                    return f"this was stopped before it began. {self._busy_text(late)}"
+                    return self._stop_late(late)
                 if deadline is not None and now > deadline:
                     return f"this did not begin in time. {self._busy_text(late)}"
+                if now - freed > FREE_AGAIN_S:
+                    freed = now
+                    launcher.abort("failed", "an earlier run was stopped")
                 given_up.wait(SETTLE_EVERY_S)
         except KeyboardInterrupt:
-            return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
+            return self._stop_late(late)
         finally:
             self._held.discard(given_up)
             if noticed:
                 notify("")
+
+    def _stop_late(self, late: Sequence[int]) -> str:
+        """Who waits in :meth:`settle` wants to stop: interrupt what is waited for again."""
+        board = self.launcher.board
+        if board is not None:
+            for request in {board.regions[rank].request for rank in late} - {0}:
+                self.launcher.abort("stop", "an earlier run was stopped", interrupt=request)
+        return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
 
     def give_up_waiting(self) -> bool:
         """From any thread: end every :meth:`settle`; whether there was one."""
@@ -341,6 +365,7 @@ class Watch:
         recovery = self._recovery
         launcher = recovery.launcher
         self._find_late()
+        launcher.note_unreported()
         if launcher.board is None or self.verdict is not None or self._pending.stopped:
             return
         if where := self._pending.debugger_quit:
@@ -391,7 +416,8 @@ class Watch:
         if state != self._seen:
             self._seen, self._seen_at = state, now
         grace = self._recovery.hang_grace
-        if verdict.failed or verdict.kind is Kind.ORDER:
+        waits_for_any = any(is_any_source(reports[r].operations[-1]) for r in verdict.waiting)
+        if verdict.failed or (verdict.kind is Kind.ORDER and not waits_for_any):
             grace = CONFIRM
         elif not grace:
             return
@@ -457,7 +483,7 @@ class Watch:
             if report.state != "running" or not waits or report.operations[-1].seconds < asleep:
                 self._idle_since.pop(rank, None)
                 continue
-            used = _processor_time(pids[rank])
+            used = processor_time(pids[rank])
             before, since = self._idle_since.setdefault(rank, (used, now))
             if used != before:
                 self._idle_since[rank] = (used, now)
@@ -489,6 +515,7 @@ def _stuck_text(report: RankReport) -> str:
         "silent": "computes in C code that holds Python's lock and cannot be interrupted",
         "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
         "debugged": "is held by a debugger",
+        "dead": f"has ended; {report.outcome}",
     }
     if report.state in known:
         return known[report.state]
@@ -533,9 +560,3 @@ def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:
     ]
     text = ", ".join(parts)
     return f"{text}." if text else ""
-
-
-def _processor_time(pid: int) -> int:
-    """Clock ticks that the main thread has used."""
-    fields = stat(pid, thread=True)
-    return int(fields[11]) + int(fields[12]) if len(fields) > 12 else 0

@@ -383,6 +383,8 @@ class Session:
         """One line on how the session is."""
         if self._closed:
             return f"{self.name}: closed"
+        if not self.infos:
+            return f"{self.name}: its ranks are being started"
         facts = f"{self.world_size} ranks, {self.infos[0].backend}"
         if not self._launcher.is_alive:
             return f"{self.name}: its agent is gone ({facts}); session.restart() brings it back"

@@ -352,6 +352,13 @@ class Launcher(ABC):
         """What does not work though the ranks do; empty where all is well."""
         return ""
 
+    def unreported(self, rank: int) -> str:
+        """Of a rank that has ended: why nobody says how."""
+        return "nobody has said how"
+
+    def note_unreported(self) -> None:  # noqa: B027
+        """Take ranks for dead that have ended and whose agent does not say so."""
+
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Where the main threads of ranks are; without those that do not answer in time."""
         return {}

@@ -95,6 +95,8 @@ class SocketChannel(Channel):
         self._wake_reader, self._wake_writer = os.pipe()
         self._closed = False
         self.malformed = 0
+        self.has_ended: Callable[[int], bool] = lambda rank: False
+        """Whether the process of a rank is known to be gone."""
         self._thread = threading.Thread(
             target=self._receive, name="distsession-channel", daemon=True
         )
@@ -224,7 +226,10 @@ class SocketChannel(Channel):
         *,
         is_small: bool = True,
     ) -> None:
-        """Send to one peer; a rank that has just started may need a moment to connect."""
+        """Send to one peer; a rank that has just started may need a moment to connect.
+
+        One that has ended never does, and its death cannot be noted while this holds the lock.
+        """
         deadline = time.monotonic() + CONNECT_TIMEOUT
         while True:
             try:
@@ -233,6 +238,8 @@ class SocketChannel(Channel):
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
+                if self.has_ended(int(identity.rpartition(b".")[2])):
+                    return
                 if time.monotonic() > deadline:
                     log.warning("%s is not connected", identity)
                     return

@@ -49,6 +49,9 @@ may be late by seconds, and an engine that was taken for dead does not come back
 LOG_TAIL = 2000
 LOOK_MS = 100
 """Milliseconds between two looks at whether the controller still lives."""
+OUTPUT_S = 10.0
+"""Seconds that output has to reach a new client. Now and then (1 of 200 on a busy machine) nothing
+ever does, and another client is made."""
 LEAVE_S = 5.0
 """Seconds that the threads have to end."""
 
@@ -242,18 +245,25 @@ class Controller:
 
             assert self._connection is not None
             self._wait_for_engines(engines, timeout)
-            client = ipyparallel.Client(
-                self._connection["client"],
-                cluster=self._cluster,
-                profile_dir=self._profile,
-                timeout=timeout,
-            )
-            try:
-                self._wait_for_output(client, timeout)
-                made.set_result(client)
-            except BaseException:
-                client.close()
-                raise
+            deadline = time.monotonic() + timeout
+            while True:
+                client = ipyparallel.Client(
+                    self._connection["client"],
+                    cluster=self._cluster,
+                    profile_dir=self._profile,
+                    timeout=timeout,
+                )
+                try:
+                    self._wait_for_output(client, min(OUTPUT_S, timeout))
+                    made.set_result(client)
+                    return
+                except LaunchTimeoutError:
+                    client.close()
+                    if time.monotonic() > deadline:
+                        raise
+                except BaseException:
+                    client.close()
+                    raise
         except InvalidStateError:  # the session was closed meanwhile
             return
         except DistsessionError as error:
@@ -261,8 +271,6 @@ class Controller:
         except BaseException as error:
             log.debug("ipyparallel's client did not connect", exc_info=True)
             problem = LaunchError(f"ipyparallel's client did not connect: {error}")
-        else:
-            return
         with contextlib.suppress(InvalidStateError):
             made.set_exception(problem)
 

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,10 @@ from distsession.cluster.controller import CONTROLLER_GONE, SESSION_CLOSED, Cont
 from distsession.cluster.descriptors import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.interrupts import interrupts_held
-from distsession.cluster.monitor import AGENT_GONE, Monitor
+from distsession.cluster.monitor import AGENT_GONE, Monitor, RankUnreported, agent_text
+from distsession.cluster.processes import GONE, STOPPED, has_ended, process_state
 from distsession.cluster.reconnect import Halted, Reconnect, failure_of
+from distsession.diagnosis import describe_operation
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -58,6 +60,13 @@ CLIENT_DESCRIPTORS, CONTROLLER_DESCRIPTORS = 40, 130
 """How many ipyparallel (9.2) takes in the kernel, and in its controller beside some for each rank.
 Without them zmq ends the process, or nobody answers any more."""
 
+LOOK_FOR_ENDS_S = 0.25
+"""Seconds between two looks for ranks that have ended and of which no agent tells."""
+STOPPED_AGENT_S = 0.5
+"""Seconds after which a rank that has ended counts as dead though its agent, stopped by a signal,
+says nothing."""
+SILENT_AGENT_S = 10.0
+"""The same of an agent that is not stopped, and may only be slow."""
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
 SETTLE_PER_RANK = 0.05
@@ -87,6 +96,8 @@ class LocalLauncher(Launcher):
         self._problem = ""
         """Why the process group could not be connected anew; empty where that was not tried."""
         self._gauges_asked: dict[int, int] = {}
+        self._unreported: dict[int, float] = {}
+        self._looked_at = 0.0
         self._plan: RankPlan | None = None
         self._controller: Controller | None = None
         self._controller_lock = threading.Lock()
@@ -98,7 +109,7 @@ class LocalLauncher(Launcher):
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
-        self._monitor = Monitor(self._on_death)
+        self._monitor = Monitor(self._on_death, self._operation_of)
         self._background = Pending(0, [-1])
         with contextlib.ExitStack() as made:
             self._folder = PrivateFolder()
@@ -110,6 +121,7 @@ class LocalLauncher(Launcher):
             self.channel = SocketChannel(self.folder, self._hear, self._background)
             made.callback(self.channel.close)
             self.channel.payloads.relays.is_expected = self._monitor.is_gone
+            self.channel.has_ended = self._has_ended
             threading.Thread(
                 target=self._background.wait, args=(on_background,), name="distsession-background",
                 daemon=True,
@@ -258,8 +270,10 @@ class LocalLauncher(Launcher):
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
-        assert self._plan is not None
-        return tuple(self._monitor.ready[rank] for rank in range(self._plan.world_size))
+        world = range(self._plan.world_size if self._plan is not None else 0)
+        if any(rank not in self._monitor.ready for rank in world):
+            return ()  # it is starting
+        return tuple(self._monitor.ready[rank] for rank in world)
 
     # --- the process group ------------------------------------------------------------------------
 
@@ -339,6 +353,7 @@ class LocalLauncher(Launcher):
             self._monitor.store_ended or self._monitor.tcp_store_ended,
             CONTROLLER_GONE if has_died else "",
             self.channel.payloads.relays.trouble(),
+            *self._stopped_agents(),
         ]
         return " ".join(filter(None, parts))
 
@@ -348,6 +363,47 @@ class LocalLauncher(Launcher):
         if self._problem:
             return f"The process group is not connected: {self._problem}."
         return "The process group is not connected; the next run connects it anew."
+
+    def _stopped_agents(self) -> Iterator[str]:
+        for node in range(self._options.nodes):
+            if self._agents.runs(node) and process_state(pid := self._agents.pid(node)) in STOPPED:
+                who = agent_text(node)
+                yield (
+                    f"{who[0].upper()}{who[1:]} (pid {pid}) is stopped by SIGSTOP or a debugger: "
+                    "no rank can be replaced, and none that ends is reported. "
+                    f"`kill -CONT {pid}` lets it go on."
+                )
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank that was ready is gone, told or not."""
+        info = self._monitor.ready.get(rank)
+        if info is None or info.generation < self._forked_in[rank]:  # of the one before
+            return False
+        return process_state(info.pid) in GONE and process_state(os.getpid()) not in GONE
+
+    def unreported(self, rank: int) -> str:
+        node = self.infos[rank].node_rank
+        pid = self._agents.pid(node)
+        who = f"{agent_text(node)} (pid {pid})"
+        if process_state(pid) in STOPPED:
+            return f"{who} cannot say how, since it is stopped: `kill -CONT {pid}` lets it go on"
+        return f"{who} has not said how"
+
+    def note_unreported(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_FOR_ENDS_S:
+            return
+        self._looked_at = now
+        for info in self.infos:
+            rank = info.rank
+            is_late = rank not in self._monitor.dead and has_ended(info.pid)
+            if not is_late or self._closed:
+                self._unreported.pop(rank, None)
+                continue
+            since = self._unreported.setdefault(rank, now)
+            is_stopped = process_state(self._agents.pid(info.node_rank)) in STOPPED
+            if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
+                self._monitor.hear(RankUnreported(rank, info.pid, self.unreported(rank)))
 
     def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.ask_stacks(ranks, timeout)
@@ -490,6 +546,8 @@ class LocalLauncher(Launcher):
             be = "is" if len(wanted) == 1 else "are"
             self.abort("replaced", f"{ranks_text(wanted)} {be} being replaced by a fresh process")
             self._wait_idle(others)
+        if stopped := list(self._stopped_agents()):
+            raise SessionStateError(stopped[0])
         engine_ids = [
             self._monitor.engine_ids.get(rank, rank) for rank in wanted if rank in self._told
         ]
@@ -559,6 +617,13 @@ class LocalLauncher(Launcher):
 
     def dead_ranks(self) -> dict[int, EngineDiedError]:
         return dict(self._monitor.dead)
+
+    def _operation_of(self, rank: int) -> str:
+        """The collective that a rank's main thread waits in, or waited in when it ended."""
+        operations = self.board.regions[rank].operations() if self.board is not None else ()
+        if not operations or not operations[-1].is_waiting:
+            return ""
+        return describe_operation(operations[-1])
 
     def _on_death(self, error: EngineDiedError) -> None:
         if self.board is not None:

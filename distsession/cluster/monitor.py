@@ -32,7 +32,7 @@ from distsession.messages import (
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "NodeGone", "agent_text", "describe_death", "mend_text"]
+__all__ = ["Monitor", "NodeGone", "RankUnreported", "agent_text", "describe_death", "mend_text"]
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +49,34 @@ class NodeGone:
     node: int
 
 
+@dataclass(frozen=True, slots=True)
+class RankUnreported:
+    """A rank has ended, and its agent does not say so.
+
+    Attributes:
+        text: Why nobody says so.
+    """
+
+    rank: int
+    pid: int
+    text: str
+
+
 class Monitor:
     """Collects what the channel hears, and lets others wait for it.
 
     Args:
         on_death: Called, in the channel's thread, when a rank that was in use has died.
+        operation_of: Gives the collective that a rank's main thread waits in; empty if in none.
     """
 
-    def __init__(self, on_death: Callable[[EngineDiedError], None]):
+    def __init__(
+        self,
+        on_death: Callable[[EngineDiedError], None],
+        operation_of: Callable[[int], str] = lambda _: "",
+    ):
         self._on_death = on_death
+        self.operation_of = operation_of
         self._changed = threading.Condition()
         self.hosts: dict[int, HostInfo] = {}
         self.store_port = 0
@@ -79,6 +98,7 @@ class Monitor:
         self._agent_problem = ""
         self._failed: dict[int, ErrorInfo] = {}
         self._exited: dict[int, RankExited] = {}
+        self._unreported: set[int] = set()
 
     def hear(self, message: object) -> None:
         """Take in one message; None says that the link of the first node's agent has closed."""
@@ -105,6 +125,8 @@ class Monitor:
                     self._gauges[message.node] = message
                 case RankExited():
                     deaths += self._note_exit(message)
+                case RankUnreported():
+                    deaths += self._note_unreported(message)
                 case NodeGone():
                     self.lost_nodes.add(message.node)
                     deaths += self._lost_with_node(message.node)
@@ -121,11 +143,15 @@ class Monitor:
         return [rank for rank in self.ready if rank not in self.dead]
 
     def _note_exit(self, message: RankExited) -> list[EngineDiedError]:
+        if message.pid in self._unreported:
+            self._unreported.discard(message.pid)
+            if message.rank not in self.dead:  # it has been replaced meanwhile
+                return []
         self._exited[message.rank] = message
         info = self.ready.get(message.rank)
         self.engine_ids.pop(message.rank, None)
         error = EngineDiedError(
-            describe_death(message),
+            describe_death(message, operation=self.operation_of(message.rank)),
             rank=message.rank,
             pid=message.pid,
             returncode=message.returncode,
@@ -170,6 +196,21 @@ class Monitor:
                 self.dead[rank] = error
                 self._on_death(error)
 
+    def _note_unreported(self, message: RankUnreported) -> list[EngineDiedError]:
+        info = self.ready.get(message.rank)
+        if message.rank in self.dead or info is None or info.pid != message.pid:
+            return []
+        error = EngineDiedError(
+            f"rank {message.rank} (pid {message.pid}) has ended; {message.text}."
+            f"{mend_text(message.rank)}",
+            rank=message.rank,
+            pid=message.pid,
+            returncode=-signal.SIGKILL,
+        )
+        self.dead[message.rank] = error
+        self._unreported.add(message.pid)
+        return [error]
+
     def _lost_with_node(self, node: int) -> list[EngineDiedError]:
         ranks = [rank for rank in self._living() if self.ready[rank].node_rank == node]
         text = node_gone_text(node, ranks)
@@ -192,6 +233,7 @@ class Monitor:
         with self._changed:
             self.lost_nodes.discard(node)
             self.hosts.pop(node, None)
+            self._gauges.pop(node, None)  # its questions are counted anew
 
     def is_gone(self, node: int) -> bool:
         """Whether a node's agent has ended, or is about to with the session."""
@@ -330,17 +372,31 @@ class Monitor:
             return {rank: self.engine_ids[rank] for rank in world if rank in self.engine_ids}
 
 
-def describe_death(message: RankExited, *, while_starting: bool = False) -> str:
-    """Say how a rank ended, with the last lines that it wrote."""
+def describe_death(
+    message: RankExited, *, while_starting: bool = False, operation: str = ""
+) -> str:
+    """Say how a rank ended and where, with the last lines that it wrote.
+
+    Args:
+        message: What its agent says.
+        while_starting: It was not ready yet.
+        operation: The collective that its main thread waited in, with its place.
+    """
     who = f"rank {message.rank} (pid {message.pid})"
     if message.expected:
         return f"{who} was ended by session.restart() or close()."
     how = _ended_text(message.returncode)
     if message.oom:
-        how += ", by the system for want of memory (its count of out-of-memory kills rose)"
-    when = " while it was starting" if while_starting else ""
+        limit = f"; its limit is {_size(message.oom_limit)}" if message.oom_limit else ""
+        how += f", by the system for want of memory (its count of out-of-memory kills rose{limit})"
+    elif message.is_terminated:
+        how = "was ended by SIGTERM, which this session has not sent,"
+    when = " while it was starting" if while_starting else _where(message, operation)
     tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
     last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
+    if message.stack:
+        stack = "\n".join(f"  {line}" for line in message.stack)
+        last = f"\nIts Python stack, innermost line first:\n{stack}{last if tail else ''}"
     return f"{who} {how}{when}.{'' if while_starting else mend_text(message.rank)}{last}"
 
 
@@ -351,6 +407,23 @@ def _ended_text(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def _where(message: RankExited, operation: str) -> str:
+    """The line at which a rank ended, as far as it is known."""
+    if message.place and message.is_certain:
+        return f" at {message.place}"
+    if operation:
+        return f" in {operation}"
+    if message.place:
+        return f", last seen at {message.place}"
+    if message.runs:
+        return f", while it ran {message.runs}"
+    return " while it was idle" if message.is_idle else ""
+
+
+def _size(amount: int) -> str:
+    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
 
 
 def agent_text(node: int) -> str:

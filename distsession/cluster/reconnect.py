@@ -9,7 +9,6 @@ else after a limit; whoever still waits in it is freed, and it is tried again wh
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +16,12 @@ from typing import Protocol
 
 from distsession.board import Board
 from distsession.cluster.base import Channel, Pending
+from distsession.cluster.processes import STOPPED, process_state
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.messages import RejoinRequest
 from distsession.ranks import ranks_text
 
-__all__ = ["Halted", "Reconnect", "failure_of", "process_state", "stat"]
+__all__ = ["Halted", "Reconnect", "failure_of"]
 
 REJOIN_TIMEOUT_S = 10.0
 """Limit of a first attempt, once all ranks are idle; each further one has twice as long."""
@@ -57,7 +57,7 @@ class Halted:
         """What to say of those that are halted for some time; nothing if none is."""
         pids, now = self._pids(), time.monotonic()
         halted = {rank: process_state(pids[rank]) for rank in ranks if rank in pids}
-        halted = {rank: state for rank, state in halted.items() if state in ("T", "t")}
+        halted = {rank: state for rank, state in halted.items() if state in STOPPED}
         self._since = {rank: self._since.get(rank, now) for rank in halted}
         long = [rank for rank, since in self._since.items() if now - since >= HALTED_S]
         if not long:
@@ -230,16 +230,3 @@ def failure_of(pending: Pending | None) -> str:
             text = reply.error.evalue.rstrip(".")
             return f"rank {rank} could not join it: {reply.error.ename}: {text}"
     return ""
-
-
-def stat(pid: int, *, thread: bool = False) -> list[str]:
-    """The fields of a process in /proc, or of its main thread, from its state on."""
-    path = f"/proc/{pid}/task/{pid}/stat" if thread else f"/proc/{pid}/stat"
-    with contextlib.suppress(OSError), open(path) as file:
-        return file.read().rpartition(")")[2].split()
-    return []
-
-
-def process_state(pid: int) -> str:
-    """The letter that /proc has for it; empty where that is not known."""
-    return (stat(pid) or [""])[0]

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 
 from distsession import folder_lock
 from distsession.engine import store_server
+from distsession.engine.oom import OutOfMemory
 from distsession.engine.process import signal_when_parent_ends
 from distsession.messages import (
     AgentFailed,
@@ -63,6 +65,9 @@ STORE_ENDS_WITHIN_S = 10.0
 LOG_TAIL = 4000
 """Bytes of each log that are kept for the message about a death."""
 
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""What ``faulthandler`` catches."""
+
 FIRST_DDP_NEEDS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
 """What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
 second. Imported while nothing else is to be done, so that ranks forked later have it."""
@@ -73,6 +78,8 @@ class _Rank:
     rank: int
     generation: int
     folder: str
+    memory: mmap.mmap
+    """Where it notes the line that it is at."""
     stopping: bool = False
 
 
@@ -94,7 +101,7 @@ class Agent:
         self._gauges: Connection | None = None  # to the process that asks NVML
         self._gauges_pid = 0
         self._relay_pid = 0
-        self._oom_kills = _oom_kills()
+        self._oom = OutOfMemory()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
             os.set_blocking(end, False)
@@ -107,7 +114,7 @@ class Agent:
         """Obey the kernel until the link closes."""
         later = list(FIRST_DDP_NEEDS)
         try:
-            while self._kernel.lives:
+            while self._kernel.lives and not self._kernel.is_leaving:  # an import may swallow it
                 idle = 0.3 if later and self._ranks else POLL
                 links = [self._link, *([self._gauges] if self._gauges else [])]
                 ready = wait([*links, self._wake], timeout=idle)
@@ -302,15 +309,18 @@ class Agent:
     # --- ranks ------------------------------------------------------------------------------------
 
     def _fork(self, message: StartRanks, rank_number: int) -> None:
-        from distsession.engine import rank
+        from distsession.engine import deaths, rank
 
-        agent = os.getpid()
+        agent, memory = os.getpid(), deaths.make_memory()
         pid = os.fork()
         if pid == 0:
             self._become_child()
             with _exit_after():
-                rank.main(message, rank_number, agent=agent, store_port=self._store_port)
-        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder)
+                rank.main(
+                    message, rank_number, agent=agent, store_port=self._store_port, memory=memory
+                )
+        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder, memory)
+        self._oom.note(pid)
 
     def _become_child(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -351,12 +361,14 @@ class Agent:
             if ended is None:
                 return
             pid = ended.si_pid
+            oom = False, 0
             if pid in self._ranks:
                 _signal_group(pid, signal.SIGKILL)
+                oom = self._oom.look(pid)
             _, status = os.waitpid(pid, 0)
-            self._report(pid, os.waitstatus_to_exitcode(status))
+            self._report(pid, os.waitstatus_to_exitcode(status), oom)
 
-    def _report(self, pid: int, returncode: int) -> None:
+    def _report(self, pid: int, returncode: int, oom: tuple[bool, int]) -> None:
         if pid in (self._store_pid, self._tcp_store_pid):
             self._replace_store(pid, returncode)
             return
@@ -370,15 +382,28 @@ class Agent:
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
-        before, self._oom_kills = self._oom_kills, _oom_kills()
+        from distsession.engine import deaths
+
+        fault = _read_end(rank, "fault")
+        if not fault and -returncode in CRASHES:  # the user's code has faulthandler write to stderr
+            fault = _read_end(rank, "err")
+        remains = deaths.read_fault(fault) or deaths.read_memory(rank.memory)
+        rank.memory.close()
         message = RankExited(
             rank=rank.rank,
             generation=rank.generation,
             pid=pid,
             returncode=returncode,
             expected=rank.stopping,
-            log_tail=_log_tail(rank),
-            oom=returncode == -signal.SIGKILL and not rank.stopping and self._oom_kills > before,
+            log_tail=_read_end(rank, "out") + _read_end(rank, "err"),
+            oom=returncode == -signal.SIGKILL and not rank.stopping and oom[0],
+            oom_limit=oom[1],
+            place=remains.place,
+            runs=remains.runs,
+            is_certain=remains.is_certain,
+            is_idle=remains.is_idle,
+            is_terminated=remains.is_terminated,
+            stack=remains.stack,
         )
         with contextlib.suppress(OSError):  # the kernel may be gone already
             self._link.send(message)
@@ -428,29 +453,25 @@ class Kernel:
             raise SystemExit(0)  # also out of the midst of an import
 
 
-def _log_tail(rank: _Rank) -> str:
-    parts = []
-    for stream in ("out", "err"):
-        path = log_path(rank.folder, rank.rank, rank.generation, stream)
-        with contextlib.suppress(OSError), open(path, "r+b") as f:
-            f.truncate(f.seek(0, os.SEEK_END))  # gives back what was reserved behind the end
-            f.seek(max(0, f.tell() - LOG_TAIL))
-            parts.append(f.read().decode("utf-8", "replace"))
-    return "".join(parts)
-
-
-def _oom_kills() -> int:
-    """How many processes of this host the system has killed for want of memory."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as vmstat:
-        for line in vmstat:
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return 0
+def _read_end(rank: _Rank, stream: str) -> str:
+    """The last lines of a file that a rank wrote; empty where there is none."""
+    path = log_path(rank.folder, rank.rank, rank.generation, stream)
+    with contextlib.suppress(OSError), open(path, "r+b") as f:
+        f.truncate(f.seek(0, os.SEEK_END))  # gives back what was reserved behind the end
+        f.seek(max(0, f.tell() - LOG_TAIL))
+        return f.read().decode("utf-8", "replace")
+    return ""
 
 
 def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
-    """Where the raw output of a rank is kept; ``stream`` is ``"out"`` or ``"err"``."""
+    """Where the raw output of a rank is kept.
+
+    Args:
+        folder: Of the session.
+        rank: Which.
+        generation: In which it was forked.
+        stream: ``"out"``, ``"err"``, or ``"fault"`` for the Python stack of a crash.
+    """
     return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 

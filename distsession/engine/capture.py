@@ -115,10 +115,18 @@ class Capture:
         rank: The rank.
         paths: The two log files.
         send: Sends a message to the kernel. It may block for as long as the kernel is behind.
+        look: Called by the pump whenever it wakes.
     """
 
-    def __init__(self, rank: int, paths: tuple[str, str], send: Callable[[Any], None]):
+    def __init__(
+        self,
+        rank: int,
+        paths: tuple[str, str],
+        send: Callable[[Any], None],
+        look: Callable[[], None] = lambda: None,
+    ):
         self._rank = rank
+        self._look = look
         self._send = send
         self._folder = os.path.dirname(paths[0])
         self._files = [LogFile(path) for path in paths]
@@ -164,7 +172,9 @@ class Capture:
                 self._last_stream = index
             rest, file = memoryview(data), self._files[index]
             try:
-                while rest and file.has_room(len(rest)):
+                while rest:
+                    if file.is_full and not file.has_room(len(rest)):
+                        break
                     rest = rest[os.write(index + 1, rest) :]
             except OSError as error:
                 if error.errno not in FULL:
@@ -212,9 +222,9 @@ class Capture:
         sizes = self._sizes()
         return sizes[0] + sizes[1] - self._sent[0] - self._sent[1]
 
-    @staticmethod
-    def _sizes() -> tuple[int, int]:
-        return os.fstat(1).st_size, os.fstat(2).st_size
+    def _sizes(self) -> tuple[int, int]:
+        """Of the log files, which are there even if the user's code has closed descriptor 1."""
+        return self._files[0].size, self._files[1].size
 
     # --- called around each request ---------------------------------------------------------------
 
@@ -245,6 +255,7 @@ class Capture:
             self._wake.wait(INTERVAL)
             self._wake.clear()
             try:
+                self._look()
                 self._drain()
                 for index in range(len(self._files)):
                     self._look_after(index)

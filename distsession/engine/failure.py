@@ -28,6 +28,7 @@ __all__ = [
     "forget_frames",
     "innermost",
     "is_own",
+    "is_own_file",
     "is_user_code",
     "pickled",
     "short_name",
@@ -43,6 +44,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
 """Folders of Python's own modules, of installed packages (where torch lies), and of ours."""
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _CONTEXT = 2
 _MAX_FRAMES = 60
@@ -154,7 +156,10 @@ def innermost(frames: Sequence[FrameInfo]) -> str:
 
 def is_user_code(filename: str) -> bool:
     """Whether a file is neither Python's own, an installed package's nor ours."""
-    return not filename.startswith((*_LIBRARIES, "<"))
+    if filename.startswith((*_LIBRARIES, "<")):
+        return False
+    # Packages may lie in several folders: beside torch, the user's own, those of a parent venv.
+    return not any(folder in filename for folder in _INSTALLED)
 
 
 def short_name(filename: str) -> str:
@@ -166,7 +171,12 @@ def short_name(filename: str) -> str:
 
 def is_own(frame: FrameType) -> bool:
     """Whether a frame belongs to how a rank runs code."""
-    return os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == _OWN
+    return is_own_file(frame.f_code.co_filename)
+
+
+def is_own_file(filename: str) -> bool:
+    """The same, of a file of code."""
+    return os.path.dirname(os.path.abspath(filename)) == _OWN
 
 
 def _is_of(frame: FrameType, *paths: str) -> bool:

@@ -50,18 +50,22 @@ class LogFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._begin = 0
         self._reserved = 0
-        self._is_tight = False
+        self.is_full = False
+        """Whether the disk was full when room was last looked for."""
         self._next_attempt = 0.0
         self._fallocate = _fallocate()
+
+    @property
+    def size(self) -> int:
+        """Bytes that have been written to it."""
+        return os.fstat(self._descriptor).st_size
 
     def read(self, size: int, at: int) -> bytes:
         return os.pread(self._descriptor, size, at)
 
     def has_room(self, size: int) -> bool:
-        """Whether Python may write as much; on a full disk, half of the room is for others."""
-        if not self._is_tight:
-            return True
-        return os.fstat(self._descriptor).st_size + size <= self._reserved - RESERVED // 2
+        """Whether Python may write as much on a full disk; half of the room is for others."""
+        return self.size + size <= self._reserved - RESERVED // 2
 
     def look_after(self, sent: int) -> bool:
         """Keep room behind the end, and no more than the limit before it.
@@ -74,15 +78,15 @@ class LogFile:
         """
         if self._fallocate is None:
             return True
-        size = os.fstat(self._descriptor).st_size
+        size = self.size
         if sent - self._begin > LIMIT + LIMIT_STEP:
             self._give_back(sent - LIMIT)
         if size + RESERVED // 2 <= self._reserved:
             return True
         if time.monotonic() < self._next_attempt and sent - LAST < self._begin + BLOCK:
             return True
-        self._is_tight = not self._reserve(size)
-        if not self._is_tight:
+        self.is_full = not self._reserve(size)
+        if not self.is_full:
             return True
         while self._give_back(min((self._begin + sent + BLOCK) // 2, sent - LAST)):
             if self._reserve(size):

@@ -13,11 +13,14 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import mmap
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from distsession.engine.agent import log_path
 from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
 from distsession.engine.control import Control, Interruptor
+from distsession.engine.deaths import LastPlace, catch_faults
 from distsession.engine.debug import Debugger
 from distsession.engine.entry import ShellFront, make_shell, register
 from distsession.engine.execute import NOTHING, remember, run_call, run_cell
@@ -98,20 +102,39 @@ class _Stop(SystemExit):
     """Raised by SIGTERM: leave, running exit functions. asyncio passes it on out of a callback."""
 
 
-def main(start: StartRanks, rank: int, *, agent: int, store_port: int) -> None:
-    """Be this rank until the agent ends it."""
+def main(start: StartRanks, rank: int, *, agent: int, store_port: int, memory: mmap.mmap) -> None:
+    """Be this rank until the agent ends it.
+
+    Args:
+        start: What the kernel wants.
+        rank: Which.
+        agent: Its pid.
+        store_port: Of the rendezvous store.
+        memory: Shared with the agent, for the line that this rank is at.
+    """
     os.setsid()
     die_with_parent(agent)
     forget_inherited_finalizers()
     out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
     redirect_standard_streams(out, err)
-    Rank(start, rank, store_port, (out, err)).serve()
+    end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))
+    last_place = LastPlace(memory)
+    Rank(start, rank, store_port, (out, err), last_place, end_catching).serve()
 
 
 class Rank:
     """The parts of a rank's process."""
 
-    def __init__(self, start: StartRanks, rank: int, store_port: int, paths: tuple[str, str]):
+    def __init__(
+        self,
+        start: StartRanks,
+        rank: int,
+        store_port: int,
+        paths: tuple[str, str],
+        last_place: LastPlace,
+        end_catching: Callable[[], None],
+    ):
+        self._last_place = last_place
         self._generation = start.generation
         self._place = join.prepare(start, rank, store_port)
         self._rank = rank
@@ -145,7 +168,7 @@ class Rank:
         self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         self._is_leaving = False
         control = _connect(context, zmq.DEALER, start.folder, "control", identity)
-        self._capture = Capture(rank, paths, self._send_output)
+        self._capture = Capture(rank, paths, self._send_output, last_place.look)
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
         self._interruptor = Interruptor()
@@ -179,12 +202,15 @@ class Rank:
                 make_private(self._recorder.words, start.board),
                 self._leave_group_to_rank,
                 self._capture.become_child,
+                last_place.uninstall,
+                end_catching,
             ),
         )
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_terminate)
         self._forks.install()
+        self._last_place.install()
         sys.unraisablehook = self._on_unraisable
         self._capture.start()
         try:
@@ -204,7 +230,8 @@ class Rank:
         finally:
             self._leave()
 
-    def _on_terminate(self, *_: Any) -> None:
+    def _on_terminate(self, _number: int, frame: FrameType | None) -> None:
+        self._last_place.terminated(frame)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _Stop
 
@@ -322,6 +349,7 @@ class Rank:
         assert self._front is not None
         self._front.request(request.id)
         self._recorder.request(request.id)
+        self._last_place.begin(_name_of(request))
         self._recorder.forget_stop()
         self._asker.request = request.id
         self._debugger.begin(
@@ -351,7 +379,7 @@ class Rank:
             error, shown = self._explained(raised), None
             reason = reasons.find(error, self._recorder.abort)
             self._trace.end(request, error)
-        if error is None and self._thread_error is not None:
+        if error is None and self._thread_error is not None and _is_run(request):
             error, shown, answer = self._thread_error, None, None
             reason = reasons.find(error, self._recorder.abort)
         self._debugger.end()
@@ -362,6 +390,7 @@ class Rank:
             answer = failure.pickled(error)
             if not (_is_run(request) and self._debugger.keep(error)):
                 failure.forget_frames(error)  # what ends with them may take long, and is told
+        self._last_place.end()
         self._front.request(0)
         self._recorder.request(0)
         has_output = self._capture.end(request.id)
@@ -618,6 +647,13 @@ class Rank:
 def _is_run(request: Request) -> bool:
     """Whether it runs code of the user's."""
     return isinstance(request, (CellRequest, CallRequest))
+
+
+def _name_of(request: Request) -> str:
+    """The cell or the function that it runs; empty where it runs none."""
+    if isinstance(request, CellRequest):
+        return request.label
+    return request.name if isinstance(request, CallRequest) else ""
 
 
 def _set_once(future: asyncio.Future[None]) -> None:

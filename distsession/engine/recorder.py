@@ -64,6 +64,8 @@ Posted = list[int]
 
 _FRAMES = range(24)
 """How far up a place in user code is looked for."""
+_LOST = re.compile("[Cc]losed|reset by peer|[Bb]roken pipe")
+"""In what gloo says of a connection that the peer has given up."""
 _LIMIT = re.compile(r"(\d+) ?ms")
 """In what gloo says of its time limit."""
 _UNKNOWN = Operation("an operation", "world", (), 0)
@@ -366,12 +368,12 @@ class Recorder:
             return error
         # A peer may have closed its end of a connection a moment before we are told why.
         deadline = time.monotonic() + WHY
-        while self.abort is None and "losed" in text and time.monotonic() < deadline:
+        while self.abort is None and _LOST.search(text) and time.monotonic() < deadline:
             time.sleep(0.002)
         if self.abort is not None:
             return self.error().with_traceback(error.__traceback__)
         self.damage()
-        if "losed" in text or "reset by peer" in text:
+        if _LOST.search(text):
             operation = self._operation()
             lost = CollectiveError(
                 f"{_described(operation)} broke off: another rank closed its connection, as one "

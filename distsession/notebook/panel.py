@@ -190,6 +190,9 @@ class Live:
                 # The session is being restarted or closed. The next look will tell; and what is
                 # wrong here must not become an error beside the user's own.
                 log.debug("the panel could not look", exc_info=True)
+                if not self._session.infos:  # after the end of their agent, all start anew
+                    _set(self._status, panel_view.status_html(self._session.status()))
+                    _set(self._rows, panel_view.rows_html(panel_view.ended(self._shown.lines)))
 
     def _update(self, overview: Overview) -> None:
         self._shown = overview

@@ -386,7 +386,7 @@ WAITS = {
     "a program": "os.system('sleep 60')",
     "a shell escape": "!sleep 60",
     "a fork": "pid = os.fork() or (time.sleep(60), os._exit(0)); os.waitpid(pid, 0)",
-    "a pool": "multiprocessing.get_context('fork').Pool(2).map(time.sleep, [60, 60])",
+    "a pool": "with multiprocessing.get_context('fork').Pool(2) as p: p.map(time.sleep, [60, 60])",
 }
 
 
@@ -472,7 +472,7 @@ def test_forks_end_with_their_rank(start: Callable[..., Session], how: str) -> N
     else:
         for info in session.infos:
             os.kill(info.pid, signal.SIGKILL)
-    _gone, alive = psutil.wait_procs(there, timeout=5)
+    _, alive = psutil.wait_procs(there, timeout=5)
     assert not alive
 
 
@@ -493,6 +493,7 @@ def test_a_thousand_forks_cost_no_descriptors_and_no_memory(start: Callable[...,
     )
     session.execute(some)
     session.execute("some(200)", timeout=300)
+    assert session.client.ids == [0, 1]  # registering with ipyparallel takes descriptors
 
     def use() -> list[tuple[int, int, int]]:
         found = [psutil.Process(info.pid) for info in session.infos]

@@ -117,7 +117,7 @@ def test_a_notebook_runs_through(path, this_python):
         assert all("rank 1" in text for text in (*texts[:4], *texts[5:]))
         assert "for rank 1, which runs In[" in texts[0]
         assert texts[1].startswith("ValueError on rank 1")
-        assert texts[3].startswith("CollectiveMismatchError on ranks 0-3")
+        assert texts[3].startswith("CollectiveMismatchError: rank 1 called")
         assert "was killed by SIGKILL" in texts[5]
         assert "dist.new_group([0, 1, 2, 3])" in texts[6]
 

@@ -233,7 +233,7 @@ def test_a_mismatch_is_named(script):
     code, _, err = ended("-n", "2", path)
 
     assert code == 1
-    assert err.startswith("distsession run: CollectiveMismatchError on ranks 0-1")
+    assert err.startswith("distsession run: CollectiveMismatchError: rank 0 called all_reduce")
 
 
 def test_a_rank_that_goes_on_after_a_failure_is_ended(script):

@@ -501,6 +501,15 @@ CIRCLE = (
 )
 ORDER = [
     Case(
+        "each waits for a message from anybody",
+        waiting(0, op=ANY) | waiting(1, 2, op=replace(ANY, group="world any->1")),
+        Kind.ORDER,
+        f"rank 0 waits in {ANY_TEXT}, ranks 1-2 in {ANY_TEXT}: each waits for the other. No rank "
+        "is left that could send something.",
+        (0, 1, 2),
+        (0, 1, 2),
+    ),
+    Case(
         "two groups in different orders",
         waiting(0, op=ON_A, b=1) | waiting(1, op=ON_B, a=2),
         Kind.ORDER,

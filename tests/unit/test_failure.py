@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distsession.engine.execute import PlainFront, run_call, run_cell
-from distsession.engine.failure import describe, pickled
+from distsession.engine.failure import describe, is_user_code, pickled
 from distsession.messages import ErrorInfo
 from distsession.serialize import load
 
@@ -217,3 +217,18 @@ def test_an_exception_that_cannot_be_pickled_gives_no_frames() -> None:
     assert pickled(ValueError(threading.Lock())) == []
     assert pickled(Odd()) == []
     assert pickled(ValueError(sys._getframe())) == []
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "/home/me/.local/lib/python3.12/site-packages",
+        "/usr/lib/python3/dist-packages",
+        "/venvs/parent/lib/python3.12/site-packages",
+    ],
+)
+def test_a_package_is_no_code_of_the_users_wherever_it_is_installed(folder: str) -> None:
+    # torch 2.14 puts a decorator of typing_extensions around some of its functions
+    assert not is_user_code(f"{folder}/typing_extensions.py")
+    assert is_user_code("/home/me/project/train.py")
+    assert is_user_code("In[3]")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from distsession.cluster.launch import LocalLauncher
-from distsession.cluster.monitor import Monitor, NodeGone, describe_death
+from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, describe_death
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -299,6 +300,75 @@ def test_a_death_for_want_of_memory_is_named() -> None:
         "rank 1 (pid 77) was killed by SIGKILL, by the system for want of memory "
         "(its count of out-of-memory kills rose). session.restart([1]) replaces it"
     )
+
+
+WHERE = {
+    "certain": ({"place": "In[3] line 4", "is_certain": True}, "", " at In[3] line 4."),
+    "seen": ({"place": "In[3] line 4"}, "", ", last seen at In[3] line 4."),
+    "in a collective": ({"place": "In[3] line 4"}, "barrier #1 at In[3] line 4", " in barrier #1 "),
+    "crashed": ({"place": "In[3] line 9", "is_certain": True}, "barrier #1", " at In[3] line 9."),
+    "at once": ({"runs": "In[3]"}, "", ", while it ran In[3]."),
+    "idle": ({"is_idle": True}, "", " while it was idle."),
+    "unknown": ({}, "", "."),
+}
+
+
+@pytest.mark.parametrize(("known", "operation", "text"), WHERE.values(), ids=WHERE)
+def test_a_death_says_where(known: dict[str, Any], operation: str, text: str) -> None:
+    message = RankExited(1, 0, 77, -9, expected=False, log_tail="", **known)
+    said = describe_death(message, operation=operation)
+    assert said.startswith(f"rank 1 (pid 77) was killed by SIGKILL{text}")
+
+
+def test_a_death_for_want_of_memory_tells_the_limit() -> None:
+    text = describe_death(
+        RankExited(1, 0, 77, -9, expected=False, log_tail="", oom=True, oom_limit=600 << 20)
+    )
+    assert "(its count of out-of-memory kills rose; its limit is 600 MiB). session" in text
+
+
+def test_a_crash_shows_its_stack_before_the_last_lines() -> None:
+    stack = ('File "a.py", line 1, in f', 'File "In[3]", line 2, in <module>')
+    text = describe_death(RankExited(1, 0, 77, -11, False, "bye", stack=stack))
+    assert text.splitlines()[1:] == [
+        "Its Python stack, innermost line first:",
+        *(f"  {line}" for line in stack),
+        "Its last lines:",
+        "bye",
+    ]
+
+
+def test_a_rank_that_its_agent_does_not_report_is_dead_until_more_is_known(
+    rank_info: Callable[..., RankInfo],
+) -> None:
+    told: list[EngineDiedError] = []
+    monitor = Monitor(told.append)
+    monitor.hear(RankReady(1, rank_info(1, generation=0)))
+    pid = monitor.ready[1].pid
+    monitor.hear(RankUnreported(1, pid + 1, "why"))
+    assert not told
+    monitor.hear(RankUnreported(1, pid, "why"))
+    monitor.hear(RankUnreported(1, pid, "why"))
+    assert [str(error) for error in told] == [
+        f"rank 1 (pid {pid}) has ended; why. session.restart([1]) replaces it; restore=[...] "
+        "copies variables from a rank that stays."
+    ]
+    monitor.hear(exited(1, pid))
+    assert "SIGKILL" in str(monitor.dead[1])
+
+
+def test_a_late_report_is_not_taken_for_the_death_of_the_next_process(
+    rank_info: Callable[..., RankInfo],
+) -> None:
+    monitor = Monitor(lambda error: None)
+    monitor.hear(RankReady(1, rank_info(1, generation=0)))
+    pid = monitor.ready[1].pid
+    monitor.hear(RankUnreported(1, pid, "why"))
+    monitor.forget([1])
+    monitor.hear(exited(1, pid))
+    assert not monitor.dead
+    monitor.hear(RankReady(1, rank_info(1, generation=1)))
+    monitor.wait_ready([1], 1, time.monotonic() + 1)
 
 
 def test_a_death_shows_the_last_lines_that_the_rank_wrote() -> None:

@@ -1,0 +1,198 @@
+"""What is left of a rank that dies: the line that its main thread was at.
+
+Runs in: an engine.
+
+A signal that Python can catch on its way (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) makes
+``faulthandler`` write the Python stack, to a file of its own: children of the rank crash on
+stderr. Of everything else (SIGKILL, ``os._exit``) only what was written down before is left, in a
+page of memory that the rank shares with its agent. The rank's output thread, which wakes twenty
+times a second anyway, keeps the line of the main thread there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from distsession.engine.failure import is_own_file, is_user_code, short_name
+
+__all__ = ["LastPlace", "Remains", "catch_faults", "make_memory", "read_fault", "read_memory"]
+
+SIZE = 512
+_LONGEST_STACK = 12
+_NOTHING, _BEGUN, _SEEN, _EXITING, _TERMINATED = b"\0", b"b", b"s", b"e", b"t"
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What is known of the end of a rank.
+
+    Attributes:
+        place: The innermost line of user code, such as ``"In[3] line 4"``; empty if not known.
+        runs: The cell or function that ran, whether its line is known or not.
+        is_certain: It ended there, rather than that it was seen there some time before.
+        is_idle: Nothing ran.
+        is_terminated: It has received SIGTERM.
+        stack: The Python stack, innermost line first.
+    """
+
+    place: str = ""
+    runs: str = ""
+    is_certain: bool = False
+    is_idle: bool = False
+    is_terminated: bool = False
+    stack: tuple[str, ...] = ()
+
+
+def make_memory() -> mmap.mmap:
+    """Memory that a process shares with those that it forks; it has no descriptor and no file."""
+    return mmap.mmap(-1, SIZE)
+
+
+class LastPlace:
+    """A rank's hand on that memory.
+
+    Args:
+        memory: From :func:`make_memory`, before the fork.
+    """
+
+    def __init__(self, memory: mmap.mmap):
+        self._memory = memory
+        self._main = threading.main_thread().ident or 0
+        self._runs = False
+        self._exit = os._exit
+
+    def install(self) -> None:
+        """Let ``os._exit`` say from where it was called."""
+        process = os.getpid()
+
+        def _exit(status: int) -> NoReturn:
+            place = _place_of(sys._getframe(1))
+            if place and os.getpid() == process:
+                self._write(_EXITING, place)
+            self._exit(status)
+
+        os._exit = _exit
+
+    def uninstall(self) -> None:
+        """In a forked process, whose end is no death of the rank."""
+        os._exit = self._exit
+        self.look = _look_nowhere  # type: ignore[method-assign]
+
+    def begin(self, what: str) -> None:
+        """A request begins; ``what`` is the cell or the function that it runs."""
+        self._write(_BEGUN, what)
+        self._runs = True
+
+    def end(self) -> None:
+        """It has ended."""
+        self._runs = False
+        self._memory[:1] = _NOTHING
+
+    def look(self) -> None:
+        """From another thread, now and then: note where the main thread is."""
+        if not self._runs:
+            return
+        place = _place_of(sys._current_frames().get(self._main))
+        if place:
+            self._write(_SEEN, place)
+            if not self._runs:  # the request has ended meanwhile
+                self._memory[:1] = _NOTHING
+
+    def terminated(self, frame: FrameType | None) -> None:
+        """SIGTERM has come, at this frame."""
+        self._write(_TERMINATED, _place_of(frame) if self._runs else "")
+
+    def _write(self, kind: bytes, text: str) -> None:
+        data = kind + text.encode("utf-8", "replace")[: SIZE - 2] + b"\0"
+        self._memory[: len(data)] = data
+
+
+def _look_nowhere() -> None:
+    pass
+
+
+def _place_of(frame: FrameType | None) -> str:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_user_code(name):
+            return f"{short_name(name)} line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def read_memory(memory: mmap.mmap) -> Remains:
+    """By the agent: what a rank that has ended left in its memory."""
+    data = memory[:SIZE]
+    kind, text = data[:1], data[1:].partition(b"\0")[0].decode("utf-8", "replace")
+    if kind == _BEGUN:
+        return Remains(runs=text)
+    if kind == _NOTHING:
+        return Remains(is_idle=True)
+    return Remains(
+        place=text, is_certain=kind in (_EXITING, _TERMINATED), is_terminated=kind == _TERMINATED
+    )
+
+
+# --- crashes --------------------------------------------------------------------------------------
+
+
+def catch_faults(path: str) -> Callable[[], None]:
+    """Have the Python stack written to a file when this process crashes.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        What a forked process calls, which crashes on its stderr.
+    """
+    file: Any = 2
+    with contextlib.suppress(OSError):
+        file = open(path, "wb", buffering=0)
+    faulthandler.enable(file)
+
+    def crash_on_stderr() -> None:
+        faulthandler.enable(2)
+
+    return crash_on_stderr
+
+
+def read_fault(text: str) -> Remains | None:
+    """By the agent: what ``faulthandler`` wrote last; None if it wrote nothing."""
+    _, found, text = text.rpartition("Fatal Python error: ")
+    if not found:
+        return None
+    threads: list[list[tuple[str, int, str]]] = []
+    current: list[tuple[str, int, str]] = []
+    for line in text.splitlines():
+        if line.startswith(("Current thread 0x", "Thread 0x")):
+            threads.append([])
+            if line.startswith("Current"):
+                current = threads[-1]
+        elif threads and (match := _FRAME.fullmatch(line)):
+            threads[-1].append((match[1], int(match[2]), match[3]))
+    # The last one is the oldest: the main thread, which may have called what crashed elsewhere.
+    for frames in (current, *threads[-1:]):
+        place = next((f"{short_name(f)} line {n}" for f, n, _ in frames if is_user_code(f)), "")
+        if place:
+            return Remains(place=place, is_certain=True, stack=_shown(frames))
+    return Remains(is_certain=True, stack=_shown(current))
+
+
+def _shown(frames: list[tuple[str, int, str]]) -> tuple[str, ...]:
+    shown: list[str] = []
+    for filename, number, name in frames:
+        if is_own_file(filename) and shown:
+            break  # from here on it is how user code is called
+        shown.append(f'File "{filename}", line {number}, in {name}')
+    return tuple(shown[:_LONGEST_STACK])

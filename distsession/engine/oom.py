@@ -1,0 +1,118 @@
+"""Whether the system has killed a process for want of memory.
+
+Runs in: an engine.
+
+Linux counts such kills in the victim's memory cgroup (version 1 or 2), which is what limits a
+container or a batch job, and for the whole host. The count of the cgroup is the better witness:
+on a shared host somebody else's process may have been the one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+__all__ = ["OutOfMemory"]
+
+_NO_LIMIT = 1 << 60
+"""What version 1 has as the limit where there is none is about 2**63."""
+
+
+class OutOfMemory:
+    """Remembers the counts, to see which of them rises.
+
+    Args:
+        proc: Where the files of processes are.
+    """
+
+    def __init__(self, proc: str = "/proc"):
+        self._proc = proc
+        self._host = self._count_host()
+        self._counts: dict[str, int] = {}
+        self._folders: dict[int, str] = {}
+
+    def note(self, pid: int) -> None:
+        """A process has been started; once it has ended, the system tells no cgroup of it."""
+        folder = self._folder(pid)
+        self._folders[pid] = folder
+        if folder and folder not in self._counts:
+            self._counts[folder] = _count(folder)
+
+    def look(self, pid: int) -> tuple[bool, int]:
+        """Whether a process that has ended on SIGKILL was killed so.
+
+        Returns:
+            Whether it was, and how many bytes its cgroup may have; 0 where that is not known.
+        """
+        folder = self._folders.pop(pid, "")
+        before_host, self._host = self._host, self._count_host()
+        before, now = self._counts.get(folder, 0), _count(folder)
+        if now < 0:  # there is no such cgroup, or it is gone with its count
+            return self._host > before_host, 0
+        self._counts[folder] = now
+        return now > before, _limit(folder) if now > before else 0
+
+    def _count_host(self) -> int:
+        return _value(os.path.join(self._proc, "vmstat"), "oom_kill", 0)
+
+    def _folder(self, pid: int) -> str:
+        """Of the memory cgroup of a process; empty where there is none that counts."""
+        for line in _lines(os.path.join(self._proc, str(pid), "cgroup")):
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            for root, mount in self._mounts(is_unified=not controllers):
+                inside = path if root == "/" else path.removeprefix(root)
+                folder = os.path.normpath(f"{mount}/{inside}")
+                while len(folder) >= len(mount) and _count(folder) < 0:
+                    folder = os.path.dirname(folder)  # no memory controller at this level
+                if len(folder) >= len(mount):
+                    return folder
+        return ""
+
+    def _mounts(self, *, is_unified: bool) -> list[tuple[str, str]]:
+        """Root and place of what is mounted of the cgroups' file system."""
+        found = []
+        for line in _lines(os.path.join(self._proc, "self", "mountinfo")):
+            fields, _, rest = line.partition(" - ")
+            kind, _, options = rest.split(" ", 2)
+            is_memory = kind == "cgroup" and "memory" in options.replace(" ", ",").split(",")
+            if kind == "cgroup2" if is_unified else is_memory:
+                root, mount = fields.split(" ")[3:5]
+                found.append((root, mount))
+        return found
+
+
+def _count(folder: str) -> int:
+    """How many processes of a cgroup were killed; -1 where nobody counts."""
+    for name in ("memory.events", "memory.oom_control"):
+        count = _value(os.path.join(folder, name), "oom_kill", -1)
+        if count >= 0:
+            return count
+    return -1
+
+
+def _limit(folder: str) -> int:
+    """The lowest limit of a cgroup and of those around it; 0 where there is none."""
+    lowest = _NO_LIMIT
+    while len(folder) > 1:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            for line in _lines(os.path.join(folder, name))[:1]:
+                if line.isdigit():
+                    lowest = min(lowest, int(line))
+        folder = os.path.dirname(folder)
+    return lowest if lowest < _NO_LIMIT else 0
+
+
+def _value(path: str, name: str, default: int) -> int:
+    for line in _lines(path):
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return default
+
+
+def _lines(path: str) -> list[str]:
+    with contextlib.suppress(OSError), open(path) as file:
+        return file.read().splitlines()
+    return []
