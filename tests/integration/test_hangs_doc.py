@@ -280,6 +280,13 @@ def test_a_mismatch_names_both_sides(four: Session) -> None:
         assert all(four.evaluate("bool((y == 1).all())").values())
 
 
+def test_a_time_limit_names_who_did_not_come() -> None:
+    with begin(4, timeout=2) as session:
+        cell = "if rank == 2: time.sleep(5)\ndist.all_reduce(torch.ones(4))"
+        shown = raised(session, cell, RunError, "In[7]")
+    assert_as_on_the_page(on_the_page("did not come to", "In[7]"), shown)
+
+
 def test_a_new_group_is_met_by_all_ranks_or_with_local_synchronization_by_its_members(
     four: Session,
 ) -> None:
@@ -306,7 +313,7 @@ def test_a_dead_rank_is_replaced_and_the_others_stay(four: Session) -> None:
     cell = """# %%distributed
 if rank == 2:
     print('about to end', flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(x)
 """
     shown = raised(four, cell, RunError, "In[12]")
@@ -445,6 +452,14 @@ def test_what_was_submitted_can_be_diagnosed_and_is_stopped_by_interrupt(two: Se
         assert two.interrupt()
         with pytest.raises(RunInterrupt, match="Rank 0 waits in barrier"):
             run.result(LONG)
+
+
+def test_stop_leaves_processes_alone_that_an_earlier_cell_has_started(two: Session) -> None:
+    two.execute("import subprocess\nearlier = subprocess.Popen(['sleep', '60'])")
+    with kept(two):
+        stopped(two, "os.system('sleep 60')", "running In[7] line 1")
+    assert dict(two.evaluate("earlier.poll()")) == {0: None, 1: None}
+    two.execute("earlier.kill(); _ = earlier.wait()")
 
 
 CANNOT_BE_STOPPED = {

@@ -50,12 +50,13 @@ REPLACED = f"{HERE}test_a_dead_rank_is_replaced_and_the_others_stay"
 STACKS = f"{HERE}test_stacks_are_shown_once_for_ranks_at_the_same_place"
 DEATH = f"{RECOVERY}test_a_dead_rank_is_named_and_replaced"
 ERROR_FIRST = f"{HERE}test_the_error_of_a_rank_comes_first_and_the_others_are_freed"
+FIRST_LINES_SAY = f"{FIRST_LINES}test_the_first_lines_say_who_in_what_and_where"
 ENDED = f"{HERE}test_a_rank_that_has_ended_its_part_is_not_waited_for"
 NO_GRACE = f"{HERE}test_without_a_grace_only_what_is_certain_at_once_is_ended"
+THREADS = f"{HERE}test_what_a_rank_does_between_runs_is_not_watched"
 ANY_SOURCE = f"{HERE}test_a_receive_from_anyone_names_those_who_may_send"
-FIRST_LINES_SAY = f"{FIRST_LINES}test_the_first_lines_say_who_in_what_and_where"
-SYNCHRONOUS = f"{MISMATCH}test_a_mismatch_raises_on_every_rank_and_changes_nothing"
 MISMATCH_SHOWN = f"{HERE}test_a_mismatch_names_both_sides"
+SYNCHRONOUS = f"{MISMATCH}test_a_mismatch_raises_on_every_rank_and_changes_nothing"
 ASYNCHRONOUS = f"{MISMATCH}test_an_asynchronous_mismatch_raises_on_every_rank"
 MESSAGES = f"{MISMATCH}test_a_message_that_does_not_fit_raises_on_both_ends"
 NEW_GROUP = (
@@ -150,6 +151,16 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         f"{HERE}test_what_waited_for_a_rank_has_not_begun",
     ),
     "One that was under way, or that was issued with `async_op=True`, may have left anything in its tensor.": "what is said not to be kept promises nothing",
+    "If a rank does not come back within 0.3 seconds, the processes that the cell has started get a SIGINT, too, as they do with Ctrl-C in a terminal: the rank may wait for a program, or for the workers of a `DataLoader`.": (
+        "integration/test_forks.py::test_stop_reaches_what_the_rank_waits_for",
+        "integration/test_forks.py::test_stop_ends_a_wait_for_a_stuck_worker",
+    ),
+    "Those that were there before the cell are left alone.": (
+        f"{HERE}test_stop_leaves_processes_alone_that_an_earlier_cell_has_started",
+    ),
+    "A cell that is run while a rank still has not come back waits for it, and a notice says why.": (
+        "integration/test_forks.py::test_a_cell_after_a_stop_waits_for_a_worker_that_cannot_be_stopped",
+    ),
     "Some things cannot be stopped: C code, until it returns; code that catches every `KeyboardInterrupt`; and a process that is itself stopped, by SIGSTOP or a debugger.": (
         CANNOT_BE_STOPPED,
         "integration/test_forks.py::test_a_cell_after_a_stop_waits_for_a_worker_that_cannot_be_stopped",
@@ -165,9 +176,6 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "The message then names the rank and the reason, and says that `session.restart([2])` replaces it alone.": (
         CANNOT_BE_STOPPED,
         f"{RECOVERY}test_a_rank_that_holds_the_interpreter_is_named_and_can_be_replaced",
-    ),
-    "The next cell on that rank waits until it comes back, and says so.": (
-        "integration/test_forks.py::test_a_cell_after_a_stop_waits_for_a_worker_that_cannot_be_stopped",
     ),
     "`session.diagnose()` says what each rank does.": (
         f"{RECOVERY}test_diagnose_says_what_each_rank_does",
@@ -193,6 +201,9 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         f"{HERE}test_a_process_that_a_debugger_holds_is_shown",
         f"{RECOVERY}test_diagnose_knows_a_rank_that_holds_the_interpreter",
     ),
+    "A rank that has ended is shown as dead even if nobody has reported it yet.": (
+        "integration/test_deaths.py::test_a_rank_that_dies_idle_is_told_while_the_agent_is_stopped",
+    ),
     "`since` says for how long.": (
         DIAGNOSE,
         f"{RENDER}test_a_rank_of_a_diagnosis_has_a_line",
@@ -209,15 +220,31 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "What a rank waits in stands in memory that all processes share, so a deadlock is seen even if no thread answers.": (
         NOBODY_ANSWERS,
     ),
-    "A rank raises or dies: Ranks that wait for it are freed, and those that come later do not begin.": (
+    "A rank raises or dies: Ranks that wait for it are freed.": (
         FAILING,
         DEATH,
-        f"{CAUSE}test_ranks_that_come_late_do_not_lead",
     ),
-    "Its error comes first, and last one line for all that only suffered from it:": (
+    "Its error comes first, and its first line says who, where and why:": (
+        ERROR_FIRST,
+        FIRST_LINES_SAY,
+        f"{FIRST_LINES}test_the_first_lines_of_a_death_say_who_and_how",
+    ),
+    "Ranks that only suffered have one line together at the end.": (
         ERROR_FIRST,
         f"{CAUSE}test_ranks_that_come_late_do_not_lead",
         f"{CAUSE}test_of_many_ranks_one_cause_and_one_line",
+    ),
+    "So do those that come to the operation later, and those whose code catches the error and raises another one.": (
+        f"{CAUSE}test_ranks_that_come_late_do_not_lead",
+        "unit/test_engine_reasons.py::test_who_raises_on_top_of_it_only_suffered",
+    ),
+    "The order is the same in `by_rank`, `first` and `first_rank` of the RunError.": (
+        f"{CAUSE}test_of_several_causes_the_earliest_is_first",
+        f"{CAUSE}test_ranks_that_come_late_do_not_lead",
+    ),
+    "Where several ranks failed by themselves, the one that did so first comes first.": (
+        f"{CAUSE}test_of_several_causes_the_earliest_is_first",
+        "unit/test_outcome.py::test_what_failed_long_before_comes_before_a_death",
     ),
     "A rank has ended its part: No wait can help the others.": (
         FINISHED,
@@ -241,12 +268,10 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         SLOW,
         AGAIN,
     ),
-    "So does the option `timeout`, which is torch's own limit for one operation.": (
+    "So does the option `timeout`, which is torch's own limit for one operation, and says who did not come and where it is:": (
+        f"{HERE}test_a_time_limit_names_who_did_not_come",
         f"{RECOVERY}test_an_operation_that_ran_out_of_time_leaves_a_working_group",
         "integration/test_lifecycle.py::test_options_arrive",
-    ),
-    "The error then names who did not come, and where it was.": (
-        f"{FIRST_LINES}test_a_time_limit_says_who_is_late_and_where_it_is",
     ),
     "Ranks that have nothing to do: If `session[0].submit(...)` waits for a rank that nothing runs on, a later run may bring it along, so the wait goes on.": (
         f"{RECOVERY}test_a_rank_that_can_still_be_given_its_part_is_waited_for",
@@ -259,19 +284,22 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "Runs that nobody waits for: The session looks after a run while somebody waits for it, with `submit` a thread of its own.": (
         f"{HERE}test_a_submitted_run_is_looked_after_too",
     ),
-    "What a rank does between runs, in threads that it keeps, is not watched.": (
-        f"{HERE}test_what_a_rank_does_between_runs_is_not_watched",
-    ),
-    "`dist.recv` without `src`: Any rank may be the one that sends, in this run or a later one.": (
+    "What a rank does between runs, in threads that it keeps, is not watched.": (THREADS,),
+    "`dist.recv` without `src`: Any rank of the group may be the one that sends.": (
         ANY_SOURCE,
         VERDICTS,
     ),
-    "The wait is ended only where all other ranks of the group have died or ended their part.": (
+    "The wait is ended only when none of them can do so any more, and the message names them all.": (
         FIRST_LINES_SAY,
+        ANY_SOURCE,
         f"{DIAGNOSIS}test_a_message_that_is_on_its_way_is_waited_for",
     ),
-    "Notices, Stop and `diagnose` name the ranks that a message may come from, and what they do.": (
-        ANY_SOURCE,
+    "Threads of your own: A collective that a thread waits in is ended only while the main thread waits for another thread, as in `thread.join()`, and a rank that it needs is gone.": (
+        FIRST_LINES_SAY,
+        THREADS,
+    ),
+    "The run then fails on that rank as well, though Python only prints what a thread raises.": (
+        FIRST_LINES_SAY,
     ),
     "Store waits: While a rank waits for a key of the session's store, such as in `store.get(...)`, notices, Stop and `diagnose` name the key, the line and what the other ranks do, any of which may set it.": (
         f"{STORE}test_stop_names_the_key_and_the_line_and_who_could_set_it",
@@ -299,6 +327,10 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         "integration/test_nodes.py::test_each_rank_knows_its_node",
     ),
     'What compares them is memory that they share, so it would not reach further; `check="detail"` would.': "there is no session on several hosts to try it with",
+    "The odd ranks out come first, and of what is equal nothing is said.": (
+        MISMATCH_SHOWN,
+        "unit/test_reasons.py::test_who_called_what",
+    ),
     "A collective that its caller waits for begins only when all ranks of its group have arrived, and have arrived at the same one.": (
         SYNCHRONOUS,
         f"{HERE}test_what_waited_for_a_rank_has_not_begun",
@@ -307,10 +339,6 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "If not, every rank raises this error, and no tensor is changed.": (
         SYNCHRONOUS,
         MISMATCH_SHOWN,
-    ),
-    "The ranks that are fewer come first, and only what differs is said.": (
-        MISMATCH_SHOWN,
-        "unit/test_reasons.py::test_who_called_what",
     ),
     "Asynchronous operations, sends and receives are compared as they are issued, with what others have issued by then.": (
         ASYNCHRONOUS,
@@ -409,12 +437,50 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         DEATH,
         REPLACED,
     ),
-    "The error says how it ended, with a signal or an exit code.": (
+    "The error says how it ended, with a signal or an exit code, and at which line:": (
         DEATH,
+        REPLACED,
+        "integration/test_deaths.py::test_an_end_names_its_line",
         "unit/test_monitor.py::test_a_death_says_how_the_process_ended",
     ),
+    "`at In[7] line 3`: It ended there: a crash, whose Python stack follows, or `os._exit()`.": (
+        "integration/test_deaths.py::test_a_crash_names_its_line",
+        "integration/test_deaths.py::test_an_end_names_its_line",
+    ),
+    "`in all_reduce #1 (...) at In[7] line 3`: It was blocked in that operation.": (
+        "integration/test_deaths.py::test_an_end_names_its_line",
+        "unit/test_monitor.py::test_a_death_says_where",
+    ),
+    "`last seen at In[7] line 3`: It was there up to a moment before.": (
+        REPLACED,
+        "integration/test_deaths.py::test_an_end_names_its_line",
+    ),
+    "Nothing tells of a SIGKILL, so the rank's line is noted twenty times a second.": (
+        REPLACED,
+        "integration/test_deaths.py::test_an_end_names_its_line",
+    ),
+    "`while it ran In[7]`, `while it was idle`: It ended before its line was noted, or nothing ran.": (
+        "integration/test_deaths.py::test_an_end_names_its_line",
+        "integration/test_deaths.py::test_a_rank_that_dies_idle_says_so",
+        "unit/test_monitor.py::test_a_death_says_where",
+    ),
     "If the system's count of processes that it killed for want of memory rose just then, it says that as well.": (
+        "integration/test_deaths.py::test_a_kill_for_want_of_memory_is_named",
         "unit/test_monitor.py::test_a_death_for_want_of_memory_is_named",
+    ),
+    "The count is that of the rank's memory cgroup where there is one, with its limit.": (
+        "integration/test_deaths.py::test_a_kill_for_want_of_memory_is_named",
+        "unit/test_oom.py::test_the_count_of_the_cgroup_decides",
+        "unit/test_monitor.py::test_a_death_for_want_of_memory_tells_the_limit",
+    ),
+    "If the agent, the process that started the ranks, is stopped itself, it reports no death.": (
+        "integration/test_deaths.py::test_a_death_is_told_while_the_agent_is_stopped",
+    ),
+    "The message then names it: `kill -CONT` with its pid lets it go on.": (
+        "integration/test_deaths.py::test_a_death_is_told_while_the_agent_is_stopped",
+    ),
+    "Until then no rank can be replaced.": (
+        "integration/test_deaths.py::test_a_rank_that_dies_idle_is_told_while_the_agent_is_stopped",
     ),
     "or `%session restart 2 --restore model,optim`.": (
         RESTART_MAGIC,
@@ -504,6 +570,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "CollectiveMismatchError: rank 0 waits in all_reduce #2 (float32 [4, 2], sum) at In[10] line 4, ranks 1-3 in all_reduce #2 of group 300000 (ranks 0-3) (float32 [4, 2], sum) at In[10] line 4: each waits for the other. The ranks issue their operations in different orders. The waiting ranks were freed. The process group is connected anew, and all variables are kept.": (
         ORDER,
     ),
+    "CollectiveHangError: rank 2 did not come to all_reduce (float32 [4], sum) within 2 s, in which ranks 0-1,3 waited at In[7] line 2; rank 2 was at In[7] line 1.": (
+        f"{HERE}test_a_time_limit_names_who_did_not_come",
+    ),
     "CollectiveMismatchError: rank 2 called all_reduce with float32 [3], ranks 0-1,3 with float32 [4], at In[9] line 3.": (
         MISMATCH_SHOWN,
     ),
@@ -511,7 +580,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         PREVENTED,
         HALTED,
     ),
-    "EngineDiedError: rank 2 (pid 24054) was killed by SIGKILL. session.restart([2]) replaces it; restore=[...] copies variables from a rank that stays.": (
+    "EngineDiedError: rank 2 (pid 24054) was killed by SIGKILL, last seen at In[12] line 4. session.restart([2]) replaces it; restore=[...] copies variables from a rank that stays.": (
         REPLACED,
     ),
     "CollectiveError: this process group (ranks 0-3) was made before rank 2 was replaced, which does not know it: make it again, on all ranks, with dist.new_group([0, 1, 2, 3]).": (
