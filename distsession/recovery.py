@@ -36,6 +36,8 @@ ANSWER = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is."""
 BACK = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
+BACK_FROM_INTERRUPT_S = 5.0
+"""The same where ``interrupt()`` has stopped the run: its caller is another thread, in no hurry."""
 NOTICE_AFTER = 10.0
 """Seconds without progress after which a notice says who waits for whom."""
 NOTICE_EVERY = 2.0

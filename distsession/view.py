@@ -28,7 +28,7 @@ from distsession.messages import CallRequest, CellRequest, PullRequest, RankRepo
 from distsession.outcome import collect, hang_error, mended_text, own_causes, run_error
 from distsession.questions import NO_PLACE, Questions
 from distsession.ranks import ranks_text
-from distsession.recovery import BACK, Recovery, Watch
+from distsession.recovery import BACK, BACK_FROM_INTERRUPT_S, Recovery, Watch
 from distsession.results import RankResults
 from distsession.tracing import LastRun
 from distsession.transfer import Progress
@@ -87,6 +87,10 @@ class Silent:
 
     def close(self) -> None:
         pass
+
+
+class _NotBack(Exception):
+    """Ranks of a run that was stopped do not come back."""
 
 
 class RankView:
@@ -557,12 +561,19 @@ class RankView:
         Returns:
             Whether a stop came too late for a steady request.
         """
+        stopped_at = 0.0
 
         def reports(ask: bool) -> Mapping[int, RankReport]:
             found = self._session.recovery.reports(pending.missing, ask=ask)
             return {rank: found[rank] for rank in pending.ranks}
 
         def look() -> None:
+            nonlocal stopped_at
+            if pending.stopped and pending.was_begun and not steady:  # by another thread
+                stopped_at = stopped_at or time.monotonic()
+                is_late = time.monotonic() - stopped_at > BACK_FROM_INTERRUPT_S
+                if is_late and pending.missing:
+                    raise _NotBack
             questions.look()
             watch.look()
             output.tick(reports)
@@ -571,6 +582,9 @@ class RankView:
 
         try:
             pending.wait(output.write, timeout, look, questions.put)
+        except _NotBack:
+            stuck = self._session.recovery.explain_stuck(pending)
+            raise RunInterrupt(f"{pending.stopped}{stuck}") from None
         except KeyboardInterrupt:
             if steady:
                 with suppress(RunTimeoutError):

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distsession.engine.collectives import describe
 from distsession.engine.recorder import Recorder, Stream
 from distsession.engine.trace import FAILED, FLAGS, IS_ASYNC, IS_FUTURE, begin_wait, end
+from distsession.errors import CollectiveError
 
 __all__ = ["AnySource", "IssuedWork", "await_collective"]
 
@@ -44,12 +46,18 @@ class IssuedWork(dist.Work):
         self._at = at
         self._key = key
         self._posted = stream.posted(at)
+        self._epoch = stream.recorder.epoch
         self._entry = stream.open.pop(at, None)  # its slot may be another's before it ends
         if self._entry is not None:
             self._entry[FLAGS] |= IS_ASYNC
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         recorder, entry = self._stream.recorder, self._entry
+        if recorder.epoch != self._epoch and not self._has_succeeded():
+            raise CollectiveError(  # what gloo would say is that a connection was closed
+                f"{describe(self._key)} was issued before the process group was connected anew, "
+                "and is gone: issue it again."
+            )
         at = self._stream.wait_for(self._at, self._posted, self._key)
         recorder.block(at)
         if entry is not None:
@@ -66,6 +74,9 @@ class IssuedWork(dist.Work):
             recorder.block(0)
             self._stream.end_posted(at, self._posted)
             self._end()
+
+    def _has_succeeded(self) -> bool:
+        return bool(self._inner.is_completed() and self._inner.is_success())
 
     def _end(self) -> None:
         self._stream.end_posted(self._at, self._posted)
@@ -112,6 +123,7 @@ class IssuedWork(dist.Work):
 
 def await_collective(work: Any, recorder: Recorder) -> bool:
     """Wait for a collective, for as long as its group is not given up."""
+    epoch = recorder.epoch
     while True:
         was_given_up = recorder.abort is not None
         try:
@@ -119,6 +131,10 @@ def await_collective(work: Any, recorder: Recorder) -> bool:
         except RuntimeError as error:
             if "Operation timed out" not in str(error):
                 raise
+            if recorder.epoch != epoch:  # in a thread that nobody waited for
+                raise CollectiveError(
+                    "the process group was connected anew, and this operation is gone."
+                ) from None
             if was_given_up:
                 raise recorder.error() from None
 
