@@ -91,16 +91,18 @@ class LogFile:
         while self._give_back(min((self._begin + sent + BLOCK) // 2, sent - LAST)):
             if self._reserve(size):
                 return False
+        # Less than wanted: what was given back may be less, and other ranks take from it, too.
+        any(self._reserve(size, RESERVED >> halvings) for halvings in range(1, 7))
         self._next_attempt = time.monotonic() + RETRY_S
         return False
 
-    def _reserve(self, size: int) -> bool:
+    def _reserve(self, size: int, room: int = RESERVED) -> bool:
         assert self._fallocate is not None
-        problem = self._fallocate(self._descriptor, _KEEP_SIZE, size, RESERVED)
+        problem = self._fallocate(self._descriptor, _KEEP_SIZE, size, room)
         if problem in FULL:
             return False
         # Where a file system cannot do this, there is no use in asking again.
-        self._reserved = sys.maxsize if problem else size + RESERVED
+        self._reserved = sys.maxsize if problem else size + room
         return True
 
     def _give_back(self, until: int) -> bool:
