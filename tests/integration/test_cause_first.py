@@ -162,7 +162,7 @@ def test_a_part_of_the_ranks_is_told_whom_it_waited_for(session: Session) -> Non
         session[0:2].execute("time.sleep(0.3 * rank)\ndist.barrier()", label="In[7]", timeout=60)
     first = caught.value._render_traceback_()[0]
     assert "barrier #1 at In[7] line 2" in first
-    assert "ranks 2-3" in first
+    assert re.search(r" for ranks? (2|3|2-3), which", first)  # one may fail before the other
     with pytest.raises(RunError, match="ZeroDivisionError on ranks 2-3"):
         others.result()
 
