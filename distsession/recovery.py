@@ -250,7 +250,7 @@ class Recovery:
                 notify("")
 
     def _stop_late(self, late: Sequence[int]) -> str:
-        """Who waits in :meth:`settle` wants to stop: interrupt what is waited for again."""
+        """Somebody who waits in :meth:`settle` stops: interrupt what is waited for again."""
         board = self.launcher.board
         if board is not None:
             for request in {board.regions[rank].request for rank in late} - {0}:

@@ -622,8 +622,8 @@ class RankView:
                     pending.wait(output.write, BACK)
         if not pending.was_begun:
             return pending.stopped
-        if pending.missing:
-            return pending.stopped + recovery.explain_stuck(pending)
+        if stuck := recovery.explain_stuck(pending) if pending.missing else "":
+            return pending.stopped + stuck
         return pending.stopped + mended_text(self._mend(recovery))
 
     def _mend(self, recovery: Recovery) -> str:

@@ -180,11 +180,11 @@ class Controller:
 
     def _why(self) -> str:
         """What prevented the start, with what the controller wrote last."""
-        path = getattr(getattr(self._cluster, "controller", None), "output_file", "")
-        tail = ""
-        with contextlib.suppress(OSError), open(path or os.devnull, errors="replace") as file:
-            tail = "\n".join(file.read()[-LOG_TAIL:].strip().splitlines()[-15:])
-        return f"{self._error}{f'{chr(10)}Its last lines:{chr(10)}{tail}' if tail else ''}"
+        launcher: Any = getattr(self._cluster, "controller", None)
+        has_run = getattr(launcher, "process", None) is not None
+        output = str(launcher.get_output()) if has_run else ""
+        tail = "\n".join(output[-LOG_TAIL:].strip().splitlines()[-15:])
+        return f"{self._error}\nIts last lines:\n{tail}" if tail else str(self._error)
 
     def info(self) -> ControllerInfo:
         """What an engine needs to register."""

@@ -398,9 +398,9 @@ class LocalLauncher(Launcher):
             rank = info.rank
             is_late = rank not in self._monitor.dead and has_ended(info.pid)
             if not is_late or self._closed:
-                self._unreported.pop(rank, None)
+                self._unreported.pop(info.pid, None)
                 continue
-            since = self._unreported.setdefault(rank, now)
+            since = self._unreported.setdefault(info.pid, now)
             is_stopped = process_state(self._agents.pid(info.node_rank)) in STOPPED
             if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
                 self._monitor.hear(RankUnreported(rank, info.pid, self.unreported(rank)))

@@ -22,7 +22,6 @@ from distsession.messages import (
     AgentFailed,
     AgentReady,
     EngineRegistered,
-    ErrorInfo,
     Gauges,
     RankExited,
     RankFailed,
@@ -96,7 +95,7 @@ class Monitor:
         self.closing = False
         """The user closes the session: deaths from here on are no surprise."""
         self._agent_problem = ""
-        self._failed: dict[int, ErrorInfo] = {}
+        self._failed: dict[int, RankFailed] = {}
         self._exited: dict[int, RankExited] = {}
         self._unreported: set[int] = set()
 
@@ -117,7 +116,7 @@ class Monitor:
                 case RankReady():
                     self.ready[message.rank] = message.info
                 case RankFailed():
-                    self._failed[message.rank] = message.error
+                    self._failed[message.rank] = message
                 case EngineRegistered():
                     self.engine_ids[message.rank] = message.engine_id
                     self.unregistered[message.rank] = message.problem
@@ -308,26 +307,29 @@ class Monitor:
         """
         with self._changed:
             while late := self.late(world, generation):
-                self._raise_failure(world)
+                self._raise_failure(world, generation)
                 if text := problem():
                     raise ProcessGroupError(f"the process group could not be connected: {text}")
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError(f"{ranks_text(late)} did not become ready.")
                 self._changed.wait(0.1)
 
-    def _raise_failure(self, world: Sequence[int]) -> None:
+    def _raise_failure(self, world: Sequence[int], generation: int = -1) -> None:
         if self.agent_gone:
             raise LaunchError("the session was closed." if self.closing else AGENT_GONE)
         for node in sorted(self.lost_nodes):
             raise LaunchError(f"{agent_text(node)} ended, and with it the ranks of node {node}.")
         for rank in world:
-            if rank in self._failed:
-                error = self._failed[rank]
+            failed = self._failed.get(rank)
+            if failed is not None and failed.generation == generation:
+                error = failed.error
                 raise ProcessGroupError(
                     f"rank {rank} could not join the process group: {error.ename}: {error.evalue}"
                 )
         for rank in world:
-            if rank in self._exited:
+            # The end of a process of an earlier attempt may be told of late.
+            exited = self._exited.get(rank)
+            if exited is not None and (exited.generation == generation or rank in self.dead):
                 raise LaunchError(describe_death(self._exited[rank], while_starting=True))
 
     def has_gauges(self, node: int, number: int) -> bool:

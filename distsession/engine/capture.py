@@ -179,6 +179,7 @@ class Capture:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
+                file.is_full = True
             if rest:
                 self._pass_by(index, bytes(rest))
                 self._warn()

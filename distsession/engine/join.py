@@ -19,10 +19,15 @@ from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
 from distsession.engine import internals, probe, store, store_server
 from distsession.engine.group import Groups
+from distsession.errors import CollectiveError
 from distsession.messages import StartRanks
 from distsession.ranks import RankInfo
 
 __all__ = ["Place", "abort", "join", "leave", "prepare", "rank_info"]
+
+
+GIVEN_UP = "given up"
+"""Key in a generation's part of the store: somebody waited for all others, and does no longer."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +161,19 @@ def join(
 
 def _meet(meeting: dist.Store, world_size: int, timeout: float | None) -> None:
     """Wait for all ranks here, where one can be told to stop, rather than within gloo."""
-    if meeting.add("arrived", 1) == world_size:
+    count = meeting.add("arrived", 1)
+    if meeting.check([GIVEN_UP]):
+        raise CollectiveError("connecting the process group was given up before it began here.")
+    if count == world_size:
         meeting.set("all have arrived", "")
     limit = store.DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
-    meeting.wait(["all have arrived"], limit)
+    try:
+        meeting.wait(["all have arrived"], limit)
+    except BaseException:
+        # Who comes later, having been stopped, must not look for this rank within gloo.
+        with contextlib.suppress(Exception):
+            meeting.set(GIVEN_UP, "")
+        raise
 
 
 def leave() -> None:

@@ -155,6 +155,7 @@ class Rank:
             self._store.named = self._groups.store_wait
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
+        self._aborted: Abort | None = None
         self._refused: set[int] = set()
         self._thread_error: BaseException | None = None
         """What ended a thread of the user's, within a collective, while the present request ran."""
@@ -542,6 +543,9 @@ class Rank:
 
     def _rejoin(self, request: RejoinRequest) -> None:
         with self._group_lock:  # an abort of the generation before comes too late from here on
+            self._refused.discard(request.id)
+            if self._aborted is not None and self._aborted.generation >= request.generation:
+                raise CollectiveError(self._aborted.text)  # given up before it began here
             self._generation = request.generation
             self._recorder.reset()
         join.join(
@@ -558,7 +562,7 @@ class Rank:
         self._refused.update(message.refuse)
         with self._group_lock:
             if message.generation >= self._generation:
-                self._recorder.abort = message
+                self._aborted = self._recorder.abort = message
                 self._store.end_waits()
 
     def _given_up(self) -> BaseException | None:

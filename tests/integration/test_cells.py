@@ -8,6 +8,7 @@ import time
 import pytest
 
 from distsession import RunError, RunInterrupt, RunTimeoutError, Session
+from tests.until import until_busy
 
 from .conftest import Recorder
 
@@ -129,7 +130,7 @@ def test_interrupt_when_nothing_runs_is_harmless(session: Session) -> None:
 
 def test_interrupt_from_another_thread_stops_a_run(session: Session) -> None:
     future = session.submit(time.sleep, 60)
-    time.sleep(0.2)
+    until_busy(session)
     assert session.interrupt() is True
     with pytest.raises(RunInterrupt, match="was stopped"):
         future.result(10)
@@ -139,7 +140,7 @@ def test_interrupt_from_another_thread_stops_a_run(session: Session) -> None:
 def test_a_run_that_waits_behind_a_stopped_one_is_not_run(session: Session) -> None:
     first = session.submit(time.sleep, 60)
     second = session.submit(exec, "global ran; ran = True")
-    time.sleep(0.2)
+    until_busy(session)
     assert session.interrupt() is True
     with pytest.raises(RunInterrupt):
         first.result(10)

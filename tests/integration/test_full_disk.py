@@ -137,7 +137,8 @@ def test_more_than_fits_on_the_disk_can_be_printed(
     for rank in (0, 1):
         assert output.text(rank) == "".join(f"{i}\n" for i in range(0, 3000, 2))
     output.clear()
-    session.execute("for i in range(20_000): print('x' * 50)\n" + EVERY_WAY)
+    session.execute("for i in range(20_000): print('x' * 50)")
+    session.execute(EVERY_WAY)
     for rank in (0, 1):
         assert output.text(rank).endswith(heard(rank))
 

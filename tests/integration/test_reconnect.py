@@ -344,6 +344,7 @@ def test_reconnects_leave_nothing_behind(session: Session) -> None:
             break_group(session)
             assert session.recovery.mend() == ""
 
+    session.client  # noqa: B018  ipyparallel's part takes descriptors, too, as it comes up
     session.execute("pair = dist.new_group([0, 1, 2])")
     age(5)
     before = until(lambda: (a := state()) == (time.sleep(0.3), state())[1] and a)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from distsession import RunError, RunInterrupt, Session, errors, recovery
 from tests.integration.conftest import Recorder
+from tests.until import until, until_busy
 
 SETUP = """
 import os, time, ctypes, asyncio
@@ -176,7 +177,7 @@ def test_what_waits_behind_a_stopped_run_is_not_run_and_says_so(cluster: Cluster
     session = cluster.session
     first = session.submit(time.sleep, 60)
     later = session.submit(exec, "globals()['surprise'] = 1")
-    time.sleep(0.3)
+    until_busy(session)
     session.recovery.stop(session.channel.pending()[0])
     with pytest.raises(RunInterrupt):
         first.result(10)
@@ -316,6 +317,7 @@ def test_diagnose_says_what_each_rank_does(cluster: Cluster) -> None:
     session = cluster.session
     assert "idle" in repr(session.diagnose())
     run = in_background(session, "dist.barrier() if rank == 0 else time.sleep(60)")
+    until_busy(session, "waits in barrier", "running In[6] line 1")
     text = repr(session.diagnose())
     assert "rank 0 waits in barrier #" in text
     assert "running In[6] line 1" in text
@@ -392,7 +394,7 @@ def test_a_dead_rank_is_named_and_replaced(cluster: Cluster, code: str, how: str
 def test_a_rank_that_dies_idle_is_replaced(cluster: Cluster) -> None:
     session = cluster.session
     os.kill(session.infos[0].pid, signal.SIGKILL)
-    time.sleep(0.2)
+    until(lambda: "dead" in session.status())
     with pytest.raises(errors.EngineDiedError, match="rank 0"):
         session.run(lambda: None)
     assert session[1].evaluate("number")[1] == 41

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,6 +76,10 @@ def started(*arguments, **more):
     )
 
 
+STARTING = r"^distsession: starting the ranks.*\n"
+"""What a machine that is busy has it say meanwhile."""
+
+
 def ended(*arguments, timeout=60, **more):
     process = started(*arguments, **more)
     try:
@@ -82,7 +87,7 @@ def ended(*arguments, timeout=60, **more):
     except subprocess.TimeoutExpired:
         process.terminate()
         pytest.fail(f"it did not end: {process.communicate()}")
-    return process.returncode, out, err
+    return process.returncode, out, re.sub(STARTING, "", err, flags=re.M)
 
 
 def torchrun(*arguments, timeout=30):

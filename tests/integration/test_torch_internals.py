@@ -81,10 +81,11 @@ def test_groups_are_ours_whoever_asks_for_them_and_say_gloo(session: Session) ->
 
 def test_the_sockets_of_gloo_and_of_its_tcp_store_are_found(session: Session) -> None:
     shut = session.execute(
-        "import os, time\n"
+        "import os\n"
         "from distsession.engine import rescue\n"
         "dist.barrier()\n"
-        "time.sleep(0.5)  # until it is over on all ranks\n"
+        "if rank: dist.distributed_c10d._get_default_store().set('over', '1')\n"
+        "else: dist.distributed_c10d._get_default_store().wait(['over'])\n"
         "gloo = rescue.shut_gloo() if rank == 0 else 1  # the other end goes with it\n"
         "port = int(os.environ['MASTER_PORT'])\n"
         "client = dist.TCPStore('127.0.0.1', port, None, False, wait_for_workers=False)\n"
@@ -117,3 +118,36 @@ def test_a_fresh_reducer_gives_the_right_gradients(session: Session) -> None:
     )
     assert same is not None
     assert dict(same) == dict.fromkeys((0, 1), (True, [1.5, 1.5]))
+
+
+def test_the_limit_of_a_group_can_be_set_after_it_has_been_connected() -> None:
+    assert callable(dist.ProcessGroupGloo._set_default_timeout)
+
+
+LISTENING = (
+    "import psutil\n"
+    "probe = torch.ones(1)\n"
+    "pair = dist.new_group([0, 1])\n"
+    "dist.all_reduce(probe, group=pair)\n"
+    "dist.all_reduce(probe)\n"
+    "connections = psutil.Process().net_connections('tcp')\n"
+    "sum(c.status == psutil.CONN_LISTEN for c in connections)"
+)
+
+
+def test_the_sockets_at_which_gloo_listens_are_found_by_their_address(session: Session) -> None:
+    count = session.execute(LISTENING, fetch=True)
+    assert count is not None
+    assert dict(count) == {0: 0, 1: 0}
+
+
+def test_gloo_goes_on_listening_where_members_connect_when_they_first_need_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    with Session(2, threads=1) as lazy:
+        count = lazy.execute(LISTENING, fetch=True)
+        assert count is not None
+        assert dict(count) == {0: 2, 1: 2}
+        lazy._launcher.abort("failed", "so that the group is connected anew")
+        lazy.execute("dist.all_reduce(probe)\ndist.all_reduce(probe, group=pair)")
