@@ -566,6 +566,15 @@ def test_what_a_rank_does_between_runs_is_not_watched(two: Session) -> None:
     two[0].execute("thread.join(10); assert not thread.is_alive()")
 
 
+def test_a_thread_is_not_ended_while_the_main_thread_does_something_else(two: Session) -> None:
+    two.execute(
+        "thread = threading.Thread(target=dist.barrier)\n"
+        "if rank == 0: thread.start(); time.sleep(1.5); assert thread.is_alive()"
+    )
+    two[1].execute("dist.barrier()")
+    two[0].execute("thread.join(10); assert not thread.is_alive()")
+
+
 def notices_of(session: Session, monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[str, str]:
     """The first notice of a cell, and the message of the stop that ends it."""
     monkeypatch.setattr(recovery, "NOTICE_AFTER", 0.3)

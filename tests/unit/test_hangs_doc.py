@@ -296,7 +296,7 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     ),
     "Threads of your own: A collective that a thread waits in is ended only while the main thread waits for another thread, as in `thread.join()`, and a rank that it needs is gone.": (
         FIRST_LINES_SAY,
-        THREADS,
+        f"{HERE}test_a_thread_is_not_ended_while_the_main_thread_does_something_else",
     ),
     "The run then fails on that rank as well, though Python only prints what a thread raises.": (
         FIRST_LINES_SAY,
@@ -480,7 +480,7 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         "integration/test_deaths.py::test_a_death_is_told_while_the_agent_is_stopped",
     ),
     "Until then no rank can be replaced.": (
-        "integration/test_deaths.py::test_a_rank_that_dies_idle_is_told_while_the_agent_is_stopped",
+        "integration/test_deaths.py::test_a_death_is_told_while_the_agent_is_stopped",
     ),
     "or `%session restart 2 --restore model,optim`.": (
         RESTART_MAGIC,
