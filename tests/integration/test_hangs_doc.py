@@ -456,6 +456,7 @@ def test_what_was_submitted_can_be_diagnosed_and_is_stopped_by_interrupt(two: Se
 
 def test_stop_leaves_processes_alone_that_an_earlier_cell_has_started(two: Session) -> None:
     two.execute("import subprocess\nearlier = subprocess.Popen(['sleep', '60'])")
+    time.sleep(0.1)  # the system notes a process's start in steps of 10 ms
     with kept(two):
         stopped(two, "os.system('sleep 60')", "running In[7] line 1")
     assert dict(two.evaluate("earlier.poll()")) == {0: None, 1: None}
