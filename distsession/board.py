@@ -60,7 +60,7 @@ NAME = MEMBERS + MEMBER_WORDS
 # Words of a slot.
 SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
 # States of an operation.
-ISSUED, WAITING, DONE = 1, 2, 3
+ISSUED, WAITING, DONE, REFUSED = 1, 2, 3, 4  # what is over is not below DONE
 
 SEQUENCE_BITS = 40
 """Of a slot's sequence word; the incarnation of its stream has the rest."""
@@ -338,6 +338,24 @@ class Region:
         # A group that was made again may bear the name of one that is gone: the later one counts.
         return {name: count for _, name, count in sorted(found)}
 
+    def refused(self) -> tuple[tuple[str, int], ...]:
+        """Operations that this rank has posted and not begun, as they do not match: group, number.
+
+        They stay to be seen, so that the peers refuse them as well; nobody may count on them.
+        """
+        found = []
+        for at, head in self._streams():
+            states = self._words[at + STREAM_HEAD + STATE : at + STREAM : SLOT].tolist()
+            if REFUSED in states:
+                incarnation = self._words[at + INCARNATION]
+                posted = self._words[at + STREAM_HEAD + SEQUENCE : at + STREAM : SLOT].tolist()
+                found += [
+                    (head.name, word & SEQUENCE_MASK)
+                    for word, state in zip(posted, states, strict=True)
+                    if state == REFUSED and word >> SEQUENCE_BITS == incarnation
+                ]
+        return tuple(found)
+
     def operations(self) -> tuple[Operation, ...]:
         """What has been begun and not ended, the one that the main thread is blocked in last."""
         words, now = self._words, time.monotonic_ns()
@@ -348,7 +366,7 @@ class Region:
             slots = words[at + STREAM_HEAD : at + STREAM].tolist()
             for offset in range(0, len(slots), SLOT):
                 posted = slots[offset]
-                if slots[offset + STATE] == DONE or posted >> SEQUENCE_BITS != incarnation:
+                if slots[offset + STATE] >= DONE or posted >> SEQUENCE_BITS != incarnation:
                     continue
                 word = at + STREAM_HEAD + offset
                 slot = self.slot(word)

@@ -308,7 +308,7 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     inside = any((op.group, op.sequence) == key for op in report.operations)
     if inside:
         return report.state not in ("dead", "stopped", "debugged")
-    return report.sequences.get(operation.group, 0) >= operation.sequence
+    return key not in report.refused and report.sequences.get(key[0], 0) >= key[1]
 
 
 def is_any_source(operation: Operation) -> bool:

@@ -612,6 +612,8 @@ class RankReport(_Message):
             where it may still be given work (it has no part in that run).
         operations: What it has begun and not ended, the one it is blocked in last.
         sequences: For each group that it took part in, how many operations it has begun.
+        refused: Of these, those that it has not begun after all, as they do not match: the group
+            and the number of each.
         stack: Its main thread's frames, outermost first; only where they were asked for.
     """
 
@@ -623,6 +625,7 @@ class RankReport(_Message):
     outcome: str = ""
     operations: tuple[Operation, ...] = ()
     sequences: dict[str, int] = field(default_factory=dict)
+    refused: tuple[tuple[str, int], ...] = ()
     stack: tuple[FrameInfo, ...] = ()
 
 

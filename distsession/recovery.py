@@ -145,8 +145,9 @@ class Recovery:
                 state, place = "debugging" if region.is_in_debugger else "asking", region.asks_at
             state = {"T": "stopped", "t": "debugged"}.get(letter, state)
             return RankReport(
-                rank, state, region.seconds, region.request, place, "", operations, sequences
-            )
+                rank, state, region.seconds, region.request, place, "", operations, sequences,
+                region.refused(),
+            )  # fmt: skip
         outcome = ""
         for pending in pendings:
             if rank in pending.replies:
@@ -154,7 +155,14 @@ class Recovery:
                 outcome = f"failed: {error.ename}: {error.evalue}" if error else "finished"
             elif pending is sole and rank not in pending.ranks:
                 outcome = NO_PART
-        return RankReport(rank, "idle", region.seconds, outcome=outcome, sequences=sequences)
+        return RankReport(
+            rank,
+            "idle",
+            region.seconds,
+            outcome=outcome,
+            sequences=sequences,
+            refused=region.refused(),
+        )
 
     # --- stop -------------------------------------------------------------------------------------
 

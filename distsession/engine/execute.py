@@ -118,7 +118,8 @@ def run_cell(
         The value of the last expression (``NOTHING`` if the cell ends in a statement), and
         whether it is to be shown.
     """
-    text = front.transform(source)
+    body = source.lstrip("\n")  # IPython drops empty lines, and lines would be counted from there
+    text = "\n" * (len(source) - len(body)) + front.transform(body)
     remember(label, text)
     if expression:
         text = text.strip()

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsession.board import key_of
 from distsession.engine import internals
 from distsession.engine.collectives import Collectives
 from distsession.engine.recorder import Recorder, Stream
 from distsession.engine.works import AnySource, IssuedWork, await_collective
-from distsession.errors import CollectiveError
+from distsession.errors import CollectiveError, CollectiveMismatchError
 from distsession.messages import LIMITED_STORE_WAIT, STORE_WAIT
 from distsession.ranks import format_ranks
 
@@ -59,7 +60,8 @@ class Groups:
         self._made: Counter[str] = Counter()
         """How many groups of each name have been made in this generation: torch gives the name of
         one that was destroyed to another."""
-        internals.every_group_is_made_by(self._make, self._agree_to_make)
+        self._named: Counter[tuple[int, ...]] = Counter()
+        internals.every_group_is_made_by(self._make, self._agree_to_make, self._name_of)
 
     def _make(self, options: Any) -> SwappableGroup:
         """Called by torch for each new group that this rank is a member of."""
@@ -95,6 +97,16 @@ class Groups:
             return  # which torch refuses
         with world.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
             pass
+
+    def _name_of(self, ranks: Sequence[int]) -> str:
+        """Called by torch to name a group that its members make alone.
+
+        torch puts into the name in how many groups a rank is, which differs from member to member,
+        such as for one that is new. How many groups of these members there were does not.
+        """
+        members = tuple(ranks)
+        self._named[members] += 1
+        return f"{key_of(self.generation, self._named[members], *members):016x}"
 
     def native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         joining = self._connect_timeout if self._meeting is not None else None
@@ -144,6 +156,7 @@ class Groups:
         """
         self.generation = generation
         self._made.clear()
+        self._named.clear()
         self._meeting = meeting  # the recorder has been reset: an abort may have come since
         self._connect_timeout = (
             None if connect_timeout is None else timedelta(seconds=connect_timeout)
@@ -314,11 +327,16 @@ class SwappableGroup(Collectives):
                 stream.meet(at, self._seconds if limit is None else limit)
             self._recorder.block(at)
             yield
+        except CollectiveMismatchError:
+            stream.refuse(at)
+            raise
         except BaseException as error:
+            stream.end(at)
             raise self._recorder.explain(error) from None
+        else:
+            stream.end(at)
         finally:
             self._recorder.block(0)
-            stream.end(at)
 
     def sender(self, tag: int) -> int:
         """A member that has begun to send here and whose message is not taken yet; -1 if none."""
@@ -349,6 +367,9 @@ class SwappableGroup(Collectives):
             stream.meet(at, self._seconds)
             if has_sizes:
                 stream.compare_sizes(at)
+        except CollectiveMismatchError:
+            stream.refuse(at)
+            raise
         except BaseException:
             stream.fail(at)
             raise

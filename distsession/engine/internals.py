@@ -46,7 +46,9 @@ _is_native = False
 
 
 def every_group_is_made_by(
-    make: Callable[[Any], Any], agree: Callable[[Sequence[int] | None], None]
+    make: Callable[[Any], Any],
+    agree: Callable[[Sequence[int] | None], None],
+    name: Callable[[Sequence[int]], str],
 ) -> None:
     """Let this function make every gloo group of this process, whoever asks for it.
 
@@ -64,6 +66,7 @@ def every_group_is_made_by(
             it is for; that is set here.
         agree: Called on every rank before a new group is made that all ranks have to make; gets
             its members, or None for all.
+        name: Names a group that its members make alone, from its members.
     """
     if BACKEND.upper() in dist.Backend._plugins:
         return
@@ -99,6 +102,8 @@ def every_group_is_made_by(
         return new_group(*args, **kwargs)
 
     c10d._new_group_with_tag = checked
+    hashed = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
 
 
 @contextlib.contextmanager

@@ -511,6 +511,11 @@ class Stream:
             self.open[at][FLAGS] |= FAILED
         self.end(at)
 
+    def refuse(self, at: int) -> None:
+        """That operation does not match: it is not begun, and stays for its peers to see."""
+        self.fail(at)
+        self._words[at + _STATE] = layout.REFUSED
+
     def withdraw(self, at: int) -> None:
         """That operation failed here alone: to its peers it is one that this rank has not begun."""
         self.fail(at)
@@ -557,7 +562,7 @@ class Stream:
         words, base = self._words, self._base >> _SEQUENCE_BITS
         first = self.at + _HEAD
         for at in range(first, first + (_RING + 1) * _SLOT, _SLOT):
-            if words[at + _STATE] != _DONE and words[at] >> _SEQUENCE_BITS == base:
+            if words[at + _STATE] < _DONE and words[at] >> _SEQUENCE_BITS == base:
                 yield at
 
     def is_settled(self) -> bool:
@@ -591,7 +596,7 @@ class Stream:
         return not any(
             slots[slot] >> _SEQUENCE_BITS == incarnation
             and slots[slot] & _SEQUENCE_MASK <= self.count
-            and slots[slot + _STATE] != _DONE
+            and slots[slot + _STATE] < _DONE
             for slot in range(0, len(slots), _SLOT)
         )
 

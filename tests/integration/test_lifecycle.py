@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -224,16 +223,22 @@ def test_a_long_start_says_what_it_waits_for(start, tmp_path, monkeypatch) -> No
     )
 
 
-def test_a_long_restart_says_which_ranks_it_waits_for(start) -> None:
+def test_a_long_restart_says_which_ranks_it_waits_for(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    (tmp_path / "slow_fork.py").write_text(
+        "import os, time\n"
+        f"def wait(): time.sleep(2.0 if os.path.exists({str(slow)!r}) else 0.0)\n"
+        "os.register_at_fork(after_in_child=wait)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
     output = Recorder()
-    session = start(2, output=output)
+    session = start(2, output=output, preload=["slow_fork"])
     output.clear()
-    # The agent forks the fresh rank only when it goes on.
-    agent = psutil.Process(session.infos[0].pid).parent()
-    assert agent is not None
-    agent.suspend()
-    threading.Timer(2.0, agent.resume).start()
+    slow.touch()
     session.restart([1])
+    slow.unlink()
     assert any(text.startswith("restarting rank 1") for text in output.notices), output.notices
     assert dict(session.evaluate("rank")) == {0: 0, 1: 1}
 

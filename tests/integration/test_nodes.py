@@ -448,7 +448,7 @@ def test_a_node_that_does_not_start_is_named_and_nothing_stays(
 ) -> None:
     before = traces()
     (tmp_path / "fragile.py").write_text(
-        "import os, sys\nif sys.argv[-1] == '1':\n    os._exit(3)\n"
+        "import os, sys\nif sys.argv[2] == '1':\n    os._exit(3)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(LaunchError, match="the agent of node 1 ended before it was ready"):

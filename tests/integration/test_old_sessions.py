@@ -161,6 +161,39 @@ def test_a_group_made_of_other_ranks_on_one_rank_is_told(old: Session) -> None:
     check(old)
 
 
+LATE_MISMATCHES = {
+    "an async operation that is waited for": "dist.all_reduce(x.clone(), async_op=True).wait()",
+    "a backward of DistributedDataParallel": "model(torch.ones(1, 4)).sum().backward()",
+}
+
+
+@pytest.mark.parametrize("code", LATE_MISMATCHES.values(), ids=LATE_MISMATCHES)
+def test_who_has_begun_what_another_refuses_is_freed(old: Session, code: str) -> None:
+    old.execute("model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))")
+    late = f"import time\nif rank != 1:\n    {code}\nelse:\n    time.sleep(0.5)\n    dist.barrier()"
+    text = failure(old, late, RunError)
+    assert text.startswith("CollectiveMismatchError: rank 1 called barrier at In[7] line 6")
+    assert "and were freed" in text
+    check(old)
+    old.execute("model(torch.ones(1, 4)).sum().backward()\ndel model")
+
+
+def test_groups_that_members_make_alone_agree_also_with_a_fresh_rank(old: Session) -> None:
+    code = """if rank < 2:
+    pair = dist.new_group([0, 1], use_local_synchronization=True)
+    dist.barrier(group=pair)
+    dist.destroy_process_group(pair)
+    del pair
+"""
+    old.execute("mine = dist.new_group([0, 1], use_local_synchronization=True)")
+    old.execute(code)
+    old.restart([1], restore=["x"])
+    old.execute(code)
+    old.execute(code)
+    old[0].execute("del mine")
+    check(old)
+
+
 # --- many ranks -----------------------------------------------------------------------------------
 
 
