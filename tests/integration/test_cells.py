@@ -101,6 +101,11 @@ def test_a_syntax_error_shows_the_line(session: Session) -> None:
     assert "y = (2" in text
 
 
+def test_lines_are_counted_from_the_top_also_below_empty_ones(session: Session) -> None:
+    with pytest.raises(RunError, match=r"at In\[9\] line 4"):
+        session.execute("\n\nx = 0\n1 / x", label="In[9]")
+
+
 def test_only_an_expression_can_be_evaluated(session: Session) -> None:
     with pytest.raises(RunError, match="SyntaxError"):
         session.evaluate("x = 1")
