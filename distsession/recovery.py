@@ -364,6 +364,8 @@ class Watch:
         """Why ranks of this run had to be freed; None if they had not."""
         self.waited: dict[int, str] = {}
         """The operations that freed ranks waited in."""
+        self._earlier = recovery.verdict if recovery.launcher.is_broken else None
+        """Why the group had been given up before this run, which is not what ends it."""
         self._late_since = 0.0
         self.places: dict[int, str] = {}
         """Where ranks were that others had waited for in vain, for as long as they may."""
@@ -384,6 +386,8 @@ class Watch:
             self._progress_at = time.monotonic()  # everybody waits for a person, who takes time
             return
         if launcher.is_broken and recovery.verdict is not None:
+            if recovery.verdict is self._earlier:
+                return
             self._adopt(recovery.verdict, recovery.reports(ask=False))
             return
         sole = self._pending if self._pending.is_sole else None

@@ -155,9 +155,9 @@ def test_a_group_that_a_rank_does_not_make_is_told(old: Session) -> None:
 
 def test_a_group_made_of_other_ranks_on_one_rank_is_told(old: Session) -> None:
     text = failure(old, "dist.new_group([0, 1] if rank != 1 else [1, 2])", RunError)
-    assert "CollectiveMismatchError" in text
-    assert "rank 1" in text
-    assert "new_group (ranks 1-2)" in text
+    assert text.startswith(
+        "rank 1 called new_group with ranks 1-2, ranks 0,2 with ranks 0-1, at In[7]"
+    )
     check(old)
 
 
@@ -187,7 +187,8 @@ def test_groups_that_members_make_alone_agree_also_with_a_fresh_rank(old: Sessio
 """
     old.execute("mine = dist.new_group([0, 1], use_local_synchronization=True)")
     old.execute(code)
-    old.restart([1], restore=["x"])
+    old.restart([1])
+    old[1].execute("x = torch.arange(3.0) + rank")
     old.execute(code)
     old.execute(code)
     old[0].execute("del mine")

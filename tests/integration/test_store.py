@@ -23,6 +23,14 @@ from distsession.engine import store, store_server
 SOON = timedelta(milliseconds=150)
 
 
+def _serve(listener: socket.socket) -> None:
+    """Be the server, in a forked process that never goes on into the tests."""
+    try:
+        store_server.serve(listener, os.getppid())
+    finally:
+        os._exit(1)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[str]:
     """Of a store in a process of its own."""
@@ -30,10 +38,7 @@ def path(tmp_path: Path) -> Iterator[str]:
     listener = store_server.bind(short)
     pid = os.fork()
     if pid == 0:
-        try:
-            store_server.serve(listener)
-        finally:
-            os._exit(1)
+        _serve(listener)
     listener.close()
     yield short
     os.kill(pid, 9)
@@ -185,9 +190,12 @@ def test_a_forked_child_has_connections_of_its_own(ours: store.Store) -> None:
     for number in range(4):
         pid = os.fork()
         if pid == 0:
-            ok = ours.get("a") == b"b" and all(ours.add("sum", 1) for _ in range(200))
-            ours.set(f"child{number}", str(ok))
-            os._exit(0)
+            try:
+                ok = ours.get("a") == b"b" and all(ours.add("sum", 1) for _ in range(200))
+                ours.set(f"child{number}", str(ok))
+                os._exit(0)
+            finally:
+                os._exit(1)  # never on into the tests
         pids.append(pid)
     for _ in range(200):
         ours.add("sum", 1)
@@ -204,7 +212,7 @@ def test_a_store_that_ended_is_never_taken_for_the_one_in_its_place(path: str) -
     listener = store_server.bind(f"{path}.x")
     pid = os.fork()
     if pid == 0:
-        store_server.serve(listener)
+        _serve(listener)
     listener.close()
     other = store.Store(f"{path}.x")
     other.set("a", "b")
