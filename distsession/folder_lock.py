@@ -23,6 +23,8 @@ __all__ = ["PREFIX", "hold", "make", "release", "remove", "remove_unused", "swee
 PREFIX = "distsession-"
 """How the names of all sessions' folders begin."""
 
+REMOVE_ATTEMPTS = 10
+REMOVE_PAUSE_S = 0.02
 LOCK = "lock"
 
 YOUNG_S = 60.0
@@ -105,17 +107,24 @@ def remove_unused(folder: str, lock: int, give_up: Callable[[], bool]) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder that nobody uses; its lock last, so that a sweep can go on from here."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name != LOCK:
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, LOCK))
-        os.rmdir(folder)
+    """Remove a folder that nobody uses; its lock last, so that a sweep can go on from here.
+
+    A process that is just being killed may make a file meanwhile, so it is tried again.
+    """
+    for _ in range(REMOVE_ATTEMPTS):
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(folder):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                elif entry.name != LOCK:
+                    with contextlib.suppress(OSError):
+                        os.unlink(entry.path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, LOCK))
+            os.rmdir(folder)
+        if not os.path.lexists(folder):
+            return
+        time.sleep(REMOVE_PAUSE_S)
 
 
 def sweep(base: str) -> list[str]:
