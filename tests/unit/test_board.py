@@ -249,6 +249,7 @@ def test_a_group_stays_to_be_seen_until_all_peers_have_passed(ranks: list[Rank])
     for number in range(2, 50):
         for rank in ranks:
             rank.do("new_group", name=f"group {number}")
+            rank.do("barrier", name=f"group {number}")
         for rank in ranks:
             rank.drop(f"group {number}")
     ranks[1].stream("group 1").meet(at[1], 0.0)
