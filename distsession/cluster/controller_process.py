@@ -8,12 +8,33 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import socket
 import sys
 
 from distsession import folder_lock
 from distsession.engine.process import die_with_parent
 
 __all__ = ["main"]
+
+PORTS = 24
+"""Ports that are held for it. ipyparallel 9.2 takes 18."""
+
+
+def _held_ports() -> list[socket.socket]:
+    """Sockets on free ports, which nobody else is given while they are open.
+
+    Left to itself ipyparallel looks for free ports, lets go of them, and listens some tenths of a
+    second later. Whoever was given one meanwhile (1 of 200 starts beside other sessions) leaves it
+    without a heart monitor. With SO_REUSEADDR zmq can listen beside a socket that does not, while
+    Linux gives the port to nobody who asks for any or connects from one.
+    """
+    sockets = []
+    for _ in range(PORTS):
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        sockets.append(held)
+    return sockets
 
 
 def main() -> None:
@@ -33,4 +54,6 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: die_with_parent(controller))
     from ipyparallel.controller.app import main as run
 
+    held = _held_ports()
+    sys.argv.append(f"--ports={','.join(str(one.getsockname()[1]) for one in held)}")
     run()

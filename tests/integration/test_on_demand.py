@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ import pytest
 
 from distsession import LaunchError, Session, SessionStateError
 from distsession.cluster import controller
+from distsession.cluster.base import python_command
 from tests.conftest import assert_nothing_left, traces
+from tests.until import until
 
 from .conftest import Recorder
 from .kernel import Notebook
@@ -31,6 +34,15 @@ def controllers() -> list[psutil.Process]:
         for child in psutil.Process().children(recursive=True)
         if "controller_process" in " ".join(child.cmdline())
     ]
+
+
+def has_heart_monitor(controller: int) -> bool:
+    """Whether it listens for engines' hearts."""
+    return any(
+        connection.status == psutil.CONN_LISTEN
+        for child in psutil.Process(controller).children()
+        for connection in child.net_connections()
+    )
 
 
 def is_registered(session: Session) -> list[bool]:
@@ -233,6 +245,41 @@ def test_a_controller_whose_kernel_is_gone_before_it_looks_ends(tmp_path: Path) 
     _, alive = psutil.wait_procs([psutil.Process(int(done.stdout))], timeout=15)
     assert not alive
     assert not (tmp_path / "profile").exists()
+
+
+def test_a_controller_listens_on_ports_that_were_held_for_it(tmp_path: Path) -> None:
+    # A port that it only finds free may be somebody else's by the time it listens.
+    (tmp_path / "lock").touch()
+    program = """
+        import ipyparallel.util
+        def select_random_ports(n):
+            raise RuntimeError("ipyparallel looks for a free port")
+        ipyparallel.util.select_random_ports = select_random_ports
+    """
+    command = python_command("distsession.cluster.controller_process")
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                textwrap.dedent(program) + command[2],
+                str(os.getpid()),
+                str(tmp_path),
+                f"--profile-dir={tmp_path}/profile",
+                "--IPController.use_threads=True",
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: has_heart_monitor(process.pid) or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_a_heart_monitor_ends_with_its_controller(start: Callable[..., Session]) -> None:
