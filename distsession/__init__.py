@@ -1,7 +1,5 @@
 """Persistent distributed PyTorch ranks for a notebook.
 
-Runs in: both.
-
 ``from distsession import Session`` and ``%load_ext distsession`` are the two ways in. Importing
 this package loads neither torch nor IPython, and starts nothing.
 """
@@ -13,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from distsession import errors
 
 if TYPE_CHECKING:
-    from distsession.jobs.launch_options import LaunchOptions
-    from distsession.jobs.launching import launch, start_training
     from distsession.options import SessionOptions
     from distsession.results import RankResults
+    from distsession.scripts.launch import launch, start_training
+    from distsession.scripts.launch_options import LaunchOptions
     from distsession.session import Session, current_session
 
 __version__ = "0.1.0"
@@ -39,9 +37,9 @@ _HOMES = {
     "current_session": "distsession.session",
     "RankResults": "distsession.results",
     "SessionOptions": "distsession.options",
-    "LaunchOptions": "distsession.jobs.launch_options",
-    "launch": "distsession.jobs.launching",
-    "start_training": "distsession.jobs.launching",
+    "LaunchOptions": "distsession.scripts.launch_options",
+    "launch": "distsession.scripts.launch",
+    "start_training": "distsession.scripts.launch",
 }
 
 

@@ -1,7 +1,4 @@
-"""``python -m distsession``.
-
-Runs in: both.
-"""
+"""``python -m distsession``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command line: ``distsession doctor`` and ``distsession run``.
-
-Runs in: both.
-"""
+"""The command line: ``distsession doctor`` and ``distsession run``."""
 
 from __future__ import annotations
 
@@ -18,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distsession import render, segment
+from distsession.display import render
 from distsession.errors import DistsessionError
-from distsession.jobs.script import add_run_arguments, run
 from distsession.options import add_arguments
+from distsession.protocol import shared_memory
 from distsession.ranks import RankInfo
+from distsession.scripts.run import add_run_arguments, run
 
 __all__ = ["main"]
 
@@ -132,11 +130,11 @@ def _memory() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    data = bytes(segment.THRESHOLD)
+    data = bytes(shared_memory.THRESHOLD)
     try:
-        with segment.Segment([len(data)]) as made:
+        with shared_memory.Segment([len(data)]) as made:
             made.write([data])
-            arrived = bytes(segment.map_private(made.descriptor, made.sizes)[0]) == data
+            arrived = bytes(shared_memory.map_private(made.descriptor, made.sizes)[0]) == data
     except (OSError, AttributeError) as error:
         yield Finding(
             "shared memory",
@@ -146,7 +144,7 @@ def _shared_memory() -> Iterator[Finding]:
         )
         return
     mend = "" if arrived else "what was read is not what was written: use another kernel"
-    room = segment.available_memory() / 2**30
+    room = shared_memory.available_memory() / 2**30
     yield Finding("shared memory", f"{room:.1f} GiB free", mend, fatal=not arrived)
 
 

@@ -1,7 +1,5 @@
 """Everything that distsession raises.
 
-Runs in: both.
-
 ::
 
     DistsessionError

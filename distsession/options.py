@@ -1,7 +1,5 @@
 """The options of a session, each declared once.
 
-Runs in: both.
-
 One field of :class:`SessionOptions` is a keyword of ``Session(...)``, a flag of
 ``%session start`` and of the command line (``--start-timeout``), and an environment variable
 (``DISTSESSION_START_TIMEOUT``). What is given wins over the environment, and that over the default.

@@ -1,7 +1,4 @@
-"""Ranks: naming some of them, and the facts about each.
-
-Runs in: both.
-"""
+"""Ranks: naming some of them, and the facts about each."""
 
 from __future__ import annotations
 

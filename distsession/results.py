@@ -1,14 +1,11 @@
-"""The values that the ranks gave back.
-
-Runs in: the kernel.
-"""
+"""The values that the ranks gave back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from distsession import render
+from distsession.display import render
 
 __all__ = ["RankResults"]
 

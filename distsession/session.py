@@ -1,7 +1,4 @@
-"""The session: ranks that stay, from their start to their end.
-
-Runs in: the kernel.
-"""
+"""The session: ranks that stay, from their start to their end."""
 
 from __future__ import annotations
 
@@ -14,24 +11,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distsession import panel_view, render
 from distsession.cluster.interrupts import interrupts_held
-from distsession.diagnosis import diagnose
-from distsession.diff import Comparison
+from distsession.display import panel as static_panel
+from distsession.display import render
 from distsession.errors import OptionsError, SessionStateError
-from distsession.jobs import export
-from distsession.jobs.history import History
-from distsession.messages import DebugRequest
+from distsession.export import script as export_script
+from distsession.export.history import History
+from distsession.kernel.diff import Comparison
+from distsession.kernel.progress import Waiting
+from distsession.kernel.recovery import Recovery
+from distsession.kernel.snapshot import Observer
+from distsession.kernel.timeline import LastRun, bring
+from distsession.kernel.transfer import prepare
 from distsession.options import SessionOptions, option_sources, resolve_options
-from distsession.overview import Observer
+from distsession.protocol.diagnosis import diagnose
+from distsession.protocol.messages import DebugRequest
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
-from distsession.recovery import Recovery
 from distsession.results import RankResults
 from distsession.timeline.timeline import Timeline
-from distsession.tracing import LastRun, bring
-from distsession.transfer import prepare
 from distsession.view import Output, RankView, Silent
-from distsession.waiting import Waiting
 
 if TYPE_CHECKING:
     from distsession.cluster.base import Channel, Launcher
@@ -254,9 +252,9 @@ class Session:
             ExportError: Something cannot be written, or the check fails.
         """
         self.check_open()
-        script = export.write_script(self, path, cells, slurm=slurm)
+        script = export_script.write_script(self, path, cells, slurm=slurm)
         if check:
-            export.check_script(self, script, check, tolerance)
+            export_script.check_script(self, script, check, tolerance)
         return script
 
     def check_export(
@@ -282,7 +280,7 @@ class Session:
             ExportError: The script fails, or a value differs.
         """
         self.check_open()
-        return export.check_script(self, path, names, tolerance)
+        return export_script.check_script(self, path, names, tolerance)
 
     # --- facts ------------------------------------------------------------------------------------
 
@@ -324,7 +322,7 @@ class Session:
         if panel is not None:
             return panel
         overview = Observer(self).look()
-        return Table(panel_view.overview_text(overview), panel_view.overview_html(overview))
+        return Table(static_panel.overview_text(overview), static_panel.overview_html(overview))
 
     def devices(self) -> Table:
         """The device of each rank."""
@@ -538,7 +536,7 @@ def _make_launcher(options: SessionOptions, on_background: Callable[[Any], None]
 
         return InlineLauncher(options)
     if options.launcher == "local":
-        from distsession.cluster.launch import LocalLauncher
+        from distsession.cluster.local import LocalLauncher
 
         return LocalLauncher(options, on_background)
     raise OptionsError(f"launcher={options.launcher!r} is not known.")

@@ -1,7 +1,4 @@
-"""Some ranks of a session, and what one can have them do.
-
-Runs in: the kernel.
-"""
+"""Some ranks of a session, and what one can have them do."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from distsession import diff as comparing
-from distsession import render, serialize, transfer
 from distsession.cluster.base import OutputMessage, Payload, Pending
+from distsession.display import render
 from distsession.errors import (
     EngineDiedError,
     OptionsError,
@@ -24,14 +20,17 @@ from distsession.errors import (
     RunTimeoutError,
     SessionStateError,
 )
-from distsession.messages import CallRequest, CellRequest, PullRequest, RankReport, Request
-from distsession.outcome import collect, hang_error, mended_text, own_causes, run_error
-from distsession.questions import NO_PLACE, Questions
+from distsession.kernel import diff as comparing
+from distsession.kernel import transfer
+from distsession.kernel.outcome import collect, hang_error, mended_text, own_causes, run_error
+from distsession.kernel.recovery import BACK, BACK_FROM_INTERRUPT_S, Recovery, Watch
+from distsession.kernel.stdin import NO_PLACE, Questions
+from distsession.kernel.timeline import LastRun
+from distsession.kernel.transfer import Progress
+from distsession.protocol import serialize
+from distsession.protocol.messages import CallRequest, CellRequest, PullRequest, RankReport, Request
 from distsession.ranks import ranks_text
-from distsession.recovery import BACK, BACK_FROM_INTERRUPT_S, Recovery, Watch
 from distsession.results import RankResults
-from distsession.tracing import LastRun
-from distsession.transfer import Progress
 
 if TYPE_CHECKING:
     from distsession.session import Session

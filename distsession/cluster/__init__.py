@@ -1,4 +1,1 @@
-"""Starting ranks and talking to them.
-
-Runs in: the kernel.
-"""
+"""Starting ranks and talking to them."""

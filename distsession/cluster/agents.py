@@ -1,7 +1,4 @@
-"""The agents of a session: one process for each node, on this machine.
-
-Runs in: the kernel.
-"""
+"""The agents of a session: one process for each node, on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from typing import Any
 from distsession.cluster.base import python_command
 from distsession.cluster.monitor import agent_text
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
-from distsession.messages import AgentHere
+from distsession.protocol.messages import AgentHere
 
 __all__ = ["Agents"]
 

@@ -1,7 +1,4 @@
-"""What a session needs from whatever starts its ranks and carries its messages.
-
-Runs in: the kernel.
-"""
+"""What a session needs from whatever starts its ranks and carries its messages."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distsession.board import Board
 from distsession.errors import EngineDiedError, RunTimeoutError
-from distsession.messages import (
+from distsession.protocol.board import Board
+from distsession.protocol.messages import (
     AskInput,
     ClearOutput,
     Display,
@@ -31,9 +28,9 @@ from distsession.messages import (
     StackReply,
     Text,
 )
+from distsession.protocol.serialize import Frames
+from distsession.protocol.shared_memory import Progress, Segment
 from distsession.ranks import RankInfo, ranks_text
-from distsession.segment import Progress, Segment
-from distsession.serialize import Frames
 
 __all__ = [
     "NOBODY",
@@ -315,7 +312,7 @@ class Launcher(ABC):
     def abort(  # noqa: B027
         self, kind: str, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
     ) -> None:
-        """Free all ranks from collectives; see :class:`~distsession.messages.Abort`."""
+        """Free all ranks from collectives; see :class:`~distsession.protocol.messages.Abort`."""
 
     def refuse(self, requests: Sequence[int]) -> None:  # noqa: B027
         """Have requests that have not begun answered with an error."""

@@ -1,7 +1,5 @@
 """Our own road to the ranks: zmq, one hop, over unix sockets in a folder of the session.
 
-Runs in: the kernel.
-
 Requests leave from whichever thread makes them, straight on the socket; one thread receives
 everything. The folder can be opened by its user alone, which is the authentication of all of it.
 """
@@ -23,12 +21,12 @@ from typing import Any
 
 import zmq
 
-from distsession import serialize
 from distsession.cluster.base import NOBODY, Budget, Channel, Payload, Pending
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.payloads import Payloads
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
-from distsession.messages import (
+from distsession.protocol import serialize
+from distsession.protocol.messages import (
     AskInput,
     AskStack,
     ErrorInfo,
@@ -43,7 +41,7 @@ from distsession.messages import (
     decode,
     encode,
 )
-from distsession.segment import Progress, Segment
+from distsession.protocol.shared_memory import Progress, Segment
 
 __all__ = ["SocketChannel"]
 

@@ -1,15 +1,12 @@
-"""The private folder of a session.
-
-Runs in: the kernel.
-"""
+"""The private folder of a session."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 
-from distsession import folder_lock
 from distsession.errors import LaunchError
+from distsession.protocol import folder_lock
 
 __all__ = ["PrivateFolder"]
 

@@ -1,7 +1,5 @@
 """One rank within the kernel's own process, for debugging.
 
-Runs in: the kernel.
-
 Calls run in the caller's thread, so ``breakpoint()`` and a debugger work; they are pickled and
 unpickled all the same, so that what works here also works on ranks of their own. Output is not
 captured: it is the kernel's own. Of the session's options, ``start_timeout``, ``check`` and
@@ -20,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from distsession import segment, serialize
 from distsession.cluster.base import Channel, Launcher, Payload, Pending
 from distsession.errors import (
     EngineDiedError,
@@ -29,7 +26,9 @@ from distsession.errors import (
     SerializationError,
     SessionStateError,
 )
-from distsession.messages import (
+from distsession.options import SessionOptions
+from distsession.protocol import serialize, shared_memory
+from distsession.protocol.messages import (
     AskGauges,
     AskLook,
     AssignRequest,
@@ -46,9 +45,8 @@ from distsession.messages import (
     SummaryRequest,
     TimelineRequest,
 )
-from distsession.options import SessionOptions
+from distsession.protocol.serialize import Frames
 from distsession.ranks import RankInfo
-from distsession.serialize import Frames
 
 __all__ = ["InlineLauncher"]
 
@@ -59,7 +57,7 @@ class InlineChannel(Channel):
     runs_in_caller = True
 
     def __init__(self, namespace: dict[str, Any]):
-        from distsession.engine.trace import Trace
+        from distsession.engine.timeline import Trace
         from distsession.engine.transfer import Transfers
 
         self._numbers = itertools.count(1)
@@ -72,7 +70,7 @@ class InlineChannel(Channel):
         ranks: Sequence[int],
         make: Callable[[int], Request],
         payload: Payload,
-        progress: segment.Progress | None = None,
+        progress: shared_memory.Progress | None = None,
     ) -> Pending:
         from distsession.engine import failure
         from distsession.engine.execute import NOTHING
@@ -90,7 +88,7 @@ class InlineChannel(Channel):
             if value is not NOTHING:
                 packed = time.monotonic_ns()
                 answer = _copies(serialize.dump_value(value, what="the result of rank 0"))
-                self._trace.moved(request, segment.nbytes(answer), packed)
+                self._trace.moved(request, shared_memory.nbytes(answer), packed)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -139,7 +137,7 @@ class InlineChannel(Channel):
                 size = self._transfers.fill(request.name, request.shape, at, whole)
                 self._trace.moved(request, size, began)
             case SummaryRequest():
-                from distsession.engine.summary import Summary
+                from distsession.engine.diff import Summary
 
                 label, front = f"In[{request.id}]", PlainFront()
                 found = run_cell(request.expression, label, self.namespace, front, expression=True)
@@ -151,7 +149,7 @@ class InlineChannel(Channel):
     def _put_aside(self, request: PushRequest, payload: Frames) -> None:
         began = time.monotonic_ns()
         self._transfers.put_aside(_copies(payload))
-        self._trace.moved(request, segment.nbytes(payload), began)
+        self._trace.moved(request, shared_memory.nbytes(payload), began)
 
     def pending(self) -> list[Pending]:
         return []
@@ -176,8 +174,8 @@ def _breakpoints_open_pdb() -> Iterator[None]:
 
 def _frames(payload: Payload) -> Frames:
     """The frames for rank 0."""
-    if isinstance(payload, segment.Segment):
-        return segment.map_shared(payload.descriptor, payload.sizes)
+    if isinstance(payload, shared_memory.Segment):
+        return shared_memory.map_shared(payload.descriptor, payload.sizes)
     return payload[0]() if isinstance(payload, Mapping) else payload
 
 
@@ -208,7 +206,7 @@ class InlineLauncher(Launcher):
         import torch.distributed as dist
 
         from distsession.distributed.seeding import seed_everything
-        from distsession.engine import join
+        from distsession.engine import process_group
 
         if dist.is_initialized():
             raise SessionStateError(
@@ -241,8 +239,10 @@ class InlineLauncher(Launcher):
             "device": device,
         }
         self.channel = InlineChannel(namespace)
-        place = join.Place(0, 0, 1, 1, 0, 1, "gloo", options.timeout, device, 0, f"{os.getpid()}")
-        self._infos = (join.rank_info(place, 0),)
+        place = process_group.Place(
+            0, 0, 1, 1, 0, 1, "gloo", options.timeout, device, 0, f"{os.getpid()}"
+        )
+        self._infos = (process_group.rank_info(place, 0),)
         return self._infos
 
     @property
@@ -271,15 +271,15 @@ class InlineLauncher(Launcher):
     def look(
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
     ) -> dict[int, LookReply]:
-        from distsession.engine import look
+        from distsession.engine import completion
 
         question = AskLook(0, code, inspect)
-        return {rank: look.look(question, rank, self.channel.namespace) for rank in ranks}
+        return {rank: completion.look(question, rank, self.channel.namespace) for rank in ranks}
 
     def gauges(self, timeout: float) -> Gauges | None:
-        from distsession.engine import gauges
+        from distsession.engine import usage
 
-        return gauges.read(AskGauges(1, {}), {0: os.getpid()})
+        return usage.read(AskGauges(1, {}), {0: os.getpid()})
 
     def client(self, timeout: float) -> Any:
         raise SessionStateError(

@@ -1,7 +1,4 @@
-"""Work that Ctrl-C must not leave half done.
-
-Runs in: the kernel.
-"""
+"""Work that Ctrl-C must not leave half done."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is known of each rank's process: starting, ready, dead.
-
-Runs in: the kernel.
-"""
+"""What is known of each rank's process: starting, ready, dead."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from distsession.errors import (
     LaunchTimeoutError,
     ProcessGroupError,
 )
-from distsession.messages import (
+from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     EngineRegistered,

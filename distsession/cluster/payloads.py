@@ -1,7 +1,5 @@
 """The roads of what goes with requests and replies.
 
-Runs in: the kernel.
-
 Through memory that is shared with the ranks of this host; through relays to and from other nodes;
 or, where it is small or neither can be had, with the message itself.
 """
@@ -14,14 +12,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distsession import segment
 from distsession.cluster.base import Payload
 from distsession.cluster.relay import Arrival, Upload, lost
 from distsession.cluster.relays import Relays
-from distsession.messages import Request, Shared, encode
-from distsession.segment import LinkListener, Progress, Segment
-from distsession.serialize import Frames
-from distsession.wire import memory_path
+from distsession.protocol import shared_memory
+from distsession.protocol.messages import Request, Shared, encode
+from distsession.protocol.serialize import Frames
+from distsession.protocol.shared_memory import LinkListener, Progress, Segment
+from distsession.protocol.wire import memory_path
 
 __all__ = ["Part", "Payloads"]
 
@@ -43,7 +41,7 @@ class Payloads:
 
     def __init__(self, folder: str):
         self.relays = Relays(folder)
-        self._pool = segment.Pool()
+        self._pool = shared_memory.Pool()
         self._sent: dict[int, list[Segment | Upload]] = {}
         self._links = LinkListener(memory_path(folder, 0))
         self._names: dict[int, str] = {}
@@ -119,7 +117,7 @@ class Payloads:
         groups = self._by_node(ranks)
         parts: dict[int, Part] = dict.fromkeys(ranks, frames)
         uploads: list[tuple[Upload, list[int]]] = []
-        if segment.nbytes(frames) >= segment.THRESHOLD:
+        if shared_memory.nbytes(frames) >= shared_memory.THRESHOLD:
             for node, group in groups.items():
                 reached = [r for r in group if self.relays.of(node, self._names[r])] if node else []
                 relay = self.relays.of(node)
@@ -138,7 +136,7 @@ class Payloads:
                 progress(sum(shares), total * (is_here + len(uploads)))
 
         if is_here:
-            offered = segment.offer(frames, note, self._pool)
+            offered = shared_memory.offer(frames, note, self._pool)
             if offered is not None:
                 parts |= dict.fromkeys(groups[0], stack.enter_context(offered))
         for upload, reached in uploads:
@@ -159,7 +157,7 @@ class Payloads:
             return encode(request, link.send(part))
         except OSError as error:  # if the rank has died, that is told elsewhere
             log.warning("rank %d does not take shared memory: %s", rank, error)
-            return encode(request, segment.map_private(part.descriptor, part.sizes))
+            return encode(request, shared_memory.map_private(part.descriptor, part.sizes))
 
     def keep(self, request: int, parts: Mapping[int, Part], stack: contextlib.ExitStack) -> None:
         """Hold what ranks are to take until :meth:`forget`, instead of the stack."""
@@ -194,7 +192,7 @@ class Payloads:
         # Whoever sends has connected before; if it has been replaced since, nobody waits.
         link = self._links.link(shared.sender, patience=0.2)
         with link.receive(shared) as descriptor:
-            return segment.map_private(descriptor, shared.sizes)
+            return shared_memory.map_private(descriptor, shared.sizes)
 
     def fetch(
         self,

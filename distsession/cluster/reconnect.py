@@ -1,7 +1,5 @@
 """Connecting the process group anew, with an end whatever happens meanwhile.
 
-Runs in: the kernel.
-
 A rank that is stopped, dies or loses the store would otherwise leave the others waiting for it, and
 every later run behind them. So an attempt ends at once where it is seen that it cannot succeed, and
 else after a limit; whoever still waits in it is freed, and it is tried again where that may help.
@@ -14,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from distsession.board import Board
 from distsession.cluster.base import Channel, Pending
-from distsession.cluster.processes import STOPPED, process_state
+from distsession.cluster.process_state import STOPPED, process_state
 from distsession.errors import EngineDiedError, RunTimeoutError
-from distsession.messages import RejoinRequest
+from distsession.protocol.board import Board
+from distsession.protocol.messages import RejoinRequest
 from distsession.ranks import ranks_text
 
 __all__ = ["Halted", "Reconnect", "failure_of"]

@@ -1,7 +1,5 @@
 """The kernel's end of a relay, which carries payloads to and from another node.
 
-Runs in: the kernel.
-
 One thread sends to it and one receives. The thread of a caller only waits, so a Stop can
 reach it anywhere without leaving a chunk half sent.
 """
@@ -15,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from distsession import segment
 from distsession.errors import DistsessionError, SerializationError, SessionStateError
-from distsession.messages import Shared
-from distsession.wire import (
+from distsession.protocol import shared_memory
+from distsession.protocol.messages import Shared
+from distsession.protocol.wire import (
     CHUNK,
     Cancel,
     Chunk,
@@ -65,7 +63,7 @@ class Upload:
         self._chunks = self._cut(frames)
 
     def _cut(self, frames: Sequence[Any]) -> Iterator[tuple[int, memoryview]]:
-        for frame, (at, _) in zip(frames, segment.offsets(self.sizes), strict=True):
+        for frame, (at, _) in zip(frames, shared_memory.offsets(self.sizes), strict=True):
             view = memoryview(frame)
             rest = view.cast("B") if view.nbytes else memoryview(b"")
             while rest:
@@ -129,7 +127,7 @@ class _Download:
         done: Arrival,
     ):
         self.sizes = shared.sizes
-        self.memory = segment.own_memory(shared.sizes)
+        self.memory = shared_memory.own_memory(shared.sizes)
         self.length = len(self.memory)
         self.arrived = 0
         self.is_wanted = is_wanted
@@ -208,7 +206,7 @@ class Relay:
             done: Gets the frames, or why there are none.
         """
         try:
-            segment.check_room(sum(shared.sizes), "brought")
+            shared_memory.check_room(sum(shared.sizes), "brought")
             download = _Download(shared, is_wanted, note, done)
         except (SerializationError, OSError, MemoryError) as error:
             self.discard(shared)
@@ -327,7 +325,7 @@ class Relay:
         if download is None:
             return
         if download.length and download.arrived == download.length:
-            download.done(segment.split(download.memory, download.sizes), None)
+            download.done(shared_memory.split(download.memory, download.sizes), None)
         else:
             problem = message.problem or "it was stopped"
             download.done([], SessionStateError(f"the result did not arrive: {problem}."))

@@ -1,7 +1,4 @@
-"""The relays of all nodes but the kernel's own, as they come and go.
-
-Runs in: the kernel.
-"""
+"""The relays of all nodes but the kernel's own, as they come and go."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from distsession.cluster.relay import Relay
+from distsession.protocol.wire import RelayHere, Wire, listen
 from distsession.ranks import format_ranks
-from distsession.wire import RelayHere, Wire, listen
 
 __all__ = ["Relays"]
 

@@ -1,7 +1,5 @@
 """Helpers for code that runs on ranks; no session is needed.
 
-Runs in: an engine.
-
 ``import distsession.distributed as dd`` works on the ranks of a session, under torchrun, Slurm and
 MPI, and in one process alone. Names are loaded when they are first used: the processes of a session
 need few of them at their start.
@@ -13,9 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distsession.distributed.address import get_available_local_url
     from distsession.distributed.auto import auto_dataloader, auto_model, auto_optim
-    from distsession.distributed.begin import finalize, initialize, initialize_cpu, process_group
     from distsession.distributed.collectives import (
         all_gather,
         barrier,
@@ -31,9 +27,15 @@ if TYPE_CHECKING:
         one_rank_only,
         run_local_rank_zero_first,
     )
+    from distsession.distributed.initialization import (
+        finalize,
+        initialize,
+        initialize_cpu,
+        process_group,
+    )
     from distsession.distributed.objects import all_gather_object, broadcast_object_list
-    from distsession.distributed.parcels import all_to_all, scatter
-    from distsession.distributed.place import (
+    from distsession.distributed.ports import get_available_local_url
+    from distsession.distributed.rank_info import (
         available_backends,
         backend,
         device,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         sync,
     )
     from distsession.distributed.reductions import Pending, all_reduce, reduce
+    from distsession.distributed.scattering import all_to_all, scatter
     from distsession.distributed.seeding import seed_everything
 
 __all__ = [
@@ -111,13 +114,13 @@ __all__ = [
 ]
 
 _MODULES = (
-    "place",
+    "rank_info",
     "environ",
-    "address",
-    "begin",
+    "ports",
+    "initialization",
     "reductions",
     "collectives",
-    "parcels",
+    "scattering",
     "objects",
     "groups",
     "guards",

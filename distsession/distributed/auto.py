@@ -1,7 +1,4 @@
-"""Models, optimizers and data loaders for however many ranks there are.
-
-Runs in: an engine.
-"""
+"""Models, optimizers and data loaders for however many ranks there are."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from distsession.distributed import place
+from distsession.distributed import rank_info
 from distsession.distributed.data import DistributedProxySampler, ExactSampler, get_sampler
 from distsession.errors import OptionsError
 
@@ -51,10 +48,10 @@ def auto_model(
         raise OptionsError(f"strategy={strategy!r} is neither 'ddp' nor 'fsdp'.")
     if "device_ids" in kwargs:
         raise OptionsError("device_ids= is chosen by auto_model: leave it out.")
-    device = place.device()
+    device = rank_info.device()
     if any(parameter.device != device for parameter in model.parameters()):
         model.to(device)
-    if place.get_world_size() == 1:
+    if rank_info.get_world_size() == 1:
         return model
     if sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -114,16 +111,16 @@ def auto_dataloader(
     Returns:
         The loader. Its ``sampler.set_epoch(n)`` draws another order.
     """
-    world_size = place.get_world_size()
+    world_size = rank_info.get_world_size()
     if world_size > 1:
         if (kwargs.get("batch_size") or 0) >= world_size:
             kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
-        local = place.get_nproc_per_node()
+        local = rank_info.get_nproc_per_node()
         if kwargs.get("num_workers", 0) >= local:
             kwargs["num_workers"] = -(-kwargs["num_workers"] // local)
         if kwargs.get("batch_sampler") is None and not isinstance(dataset, IterableDataset):
             kwargs["sampler"] = _sampler(dataset, kwargs, exact)
-    kwargs.setdefault("pin_memory", place.device().type == "cuda")
+    kwargs.setdefault("pin_memory", rank_info.device().type == "cuda")
     kwargs.setdefault("persistent_workers", kwargs.get("num_workers", 0) > 0)
     return DataLoader(dataset, **kwargs)
 
@@ -145,7 +142,7 @@ def _sampler(dataset: Dataset[Any], kwargs: dict[str, Any], exact: bool) -> Any:
         shuffle = bool(kwargs.pop("shuffle", not exact))
         return get_sampler(dataset, shuffle=shuffle, exact=exact)
     if isinstance(sampler, DistributedSampler | ExactSampler):
-        here = (place.get_rank(), place.get_world_size())
+        here = (rank_info.get_rank(), rank_info.get_world_size())
         if (sampler.rank, sampler.num_replicas) != here:
             _log.warning(
                 "the sampler is that of rank %d of %d, and this is rank %d of %d",

@@ -1,7 +1,5 @@
 """Moving values between ranks.
 
-Runs in: an engine.
-
 Each takes a tensor, a number, a string, or any object that can be pickled, nested containers
 included. What ranks bring is compared before it moves. Nothing here is part of autograd: what
 arrives has no gradient; use ``torch.distributed.nn.functional`` for that.
@@ -16,16 +14,9 @@ import torch
 import torch.distributed as dist
 
 from distsession.distributed.groups import resolved
-from distsession.distributed.meeting import (
-    Ring,
-    as_bytes,
-    meet,
-    mismatch,
-    padded,
-    ring_of,
-)
+from distsession.distributed.handshake import Ring, as_bytes, meet, mismatch, padded, ring_of
+from distsession.distributed.header import Call, Kind, Row, pack, unpack
 from distsession.distributed.objects import device_of, gather_bytes, to_length
-from distsession.distributed.rows import Call, Kind, Row, pack, unpack
 from distsession.errors import OptionsError
 
 __all__ = [

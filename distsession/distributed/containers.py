@@ -1,7 +1,4 @@
-"""Nested containers as lists of what they hold.
-
-Runs in: an engine.
-"""
+"""Nested containers as lists of what they hold."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Each rank's share of a dataset.
-
-Runs in: an engine.
-"""
+"""Each rank's share of a dataset."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from distsession.distributed import place
+from distsession.distributed import rank_info
 from distsession.errors import OptionsError
 
 __all__ = ["DistributedProxySampler", "ExactSampler", "get_sampler"]
@@ -41,8 +38,8 @@ class ExactSampler(Sampler[int]):
         shuffle: bool = False,
         seed: int = 0,
     ):
-        self.num_replicas = place.get_world_size() if num_replicas is None else num_replicas
-        self.rank = place.get_rank() if rank is None else rank
+        self.num_replicas = rank_info.get_world_size() if num_replicas is None else num_replicas
+        self.rank = rank_info.get_rank() if rank is None else rank
         _check_share(self.rank, self.num_replicas)
         self.dataset = dataset
         self.shuffle = shuffle
@@ -91,8 +88,8 @@ class DistributedProxySampler(DistributedSampler[int]):
             raise TypeError(f"a Sampler with a length is needed, not {type(sampler).__name__}.")
         super().__init__(
             cast(Any, sampler),
-            num_replicas=place.get_world_size() if num_replicas is None else num_replicas,
-            rank=place.get_rank() if rank is None else rank,
+            num_replicas=rank_info.get_world_size() if num_replicas is None else num_replicas,
+            rank=rank_info.get_rank() if rank is None else rank,
             shuffle=False,
             seed=seed,
         )
@@ -136,8 +133,8 @@ def get_sampler(
     """
     if exact and drop_last:
         raise OptionsError("exact=True leaves no sample out, and drop_last=True does: choose one.")
-    shares = place.get_world_size() if num_replicas is None else num_replicas
-    mine = place.get_rank() if rank is None else rank
+    shares = rank_info.get_world_size() if num_replicas is None else num_replicas
+    mine = rank_info.get_rank() if rank is None else rank
     _check_share(mine, shares)
     if exact:
         return ExactSampler(cast(Sized, dataset), shares, mine, shuffle, seed)

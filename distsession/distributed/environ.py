@@ -1,7 +1,5 @@
 """The environment variables by which libraries find their place among the ranks.
 
-Runs in: an engine.
-
 ``rank_environment`` writes those of torchrun (torch.distributed.run, "Environment Variables").
 ``read_environment`` reads what torchrun, Slurm, Open MPI or a PMI launcher (MPICH, Intel MPI, Cray)
 has set.

@@ -1,7 +1,4 @@
-"""Groups of some of the ranks.
-
-Runs in: an engine.
-"""
+"""Groups of some of the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from distsession.distributed import place
+from distsession.distributed import rank_info
 from distsession.errors import OptionsError, ProcessGroupError
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
         OptionsError: ``ranks`` is not a list of different ranks of the world.
     """
     chosen = _checked(ranks)
-    if not place.is_initialized():
+    if not rank_info.is_initialized():
         return chosen
     return dist.new_group(chosen, **options)
 
@@ -50,7 +47,7 @@ def resolved(group: Any) -> Any:
     The group of a list is made at its first use, in which every rank of the world has to take
     part, and kept as long as the world is.
     """
-    if not isinstance(group, list | tuple | range) or not place.is_initialized():
+    if not isinstance(group, list | tuple | range) or not rank_info.is_initialized():
         return group
     ranks = tuple(_checked(group))
     made = _of_ranks.setdefault(dist.group.WORLD, {})
@@ -74,7 +71,7 @@ def split_group(num_groups: int, **options: Any) -> Any:
     Raises:
         OptionsError: The world cannot be split like this; the message has the sizes.
     """
-    world_size = place.get_world_size()
+    world_size = rank_info.get_world_size()
     if not _is_whole(num_groups) or num_groups < 1 or world_size % num_groups:
         raise OptionsError(
             f"split_group({num_groups!r}): {world_size} ranks cannot be split into {num_groups!r} "
@@ -96,7 +93,7 @@ def get_group(group_size: int | None = None, **options: Any) -> Any:
     Raises:
         OptionsError: The world cannot be split like this; the message has the sizes.
     """
-    world_size = place.get_world_size()
+    world_size = rank_info.get_world_size()
     size = world_size if group_size is None else group_size
     if not _is_whole(size) or size < 1 or world_size % size:
         raise OptionsError(
@@ -123,7 +120,7 @@ def device_mesh(dims: Mapping[str, int] | None = None, /, **sizes: int) -> Devic
     shape = {**(dims or {}), **sizes}
     if not shape:
         raise OptionsError("device_mesh() needs its dimensions: device_mesh(data=2, model=2).")
-    world_size = place.get_world_size()
+    world_size = rank_info.get_world_size()
     known = 1
     for size in shape.values():
         known *= size if size != -1 else 1
@@ -134,17 +131,17 @@ def device_mesh(dims: Mapping[str, int] | None = None, /, **sizes: int) -> Devic
     if len(free) > 1 or known != world_size or any(size < 1 for size in shape.values()):
         text = ", ".join(f"{name}={size}" for name, size in shape.items())
         raise OptionsError(f"device_mesh({text}) does not cover a world of {world_size} ranks.")
-    if not place.is_initialized():
+    if not rank_info.is_initialized():
         raise ProcessGroupError("a mesh needs a process group: call initialize() first.")
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind = place.device().type
+    kind = rank_info.device().type
     return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def _own_group(size: int, options: dict[str, Any]) -> Any:
     """Every rank takes part in making every group; gives the one that it belongs to."""
-    world_size, rank = place.get_world_size(), place.get_rank()
+    world_size, rank = rank_info.get_world_size(), rank_info.get_rank()
     own: Any = None
     for first in range(0, world_size, size):
         group = new_group(range(first, first + size), **options)
@@ -154,13 +151,13 @@ def _own_group(size: int, options: dict[str, Any]) -> Any:
 
 
 def _checked(ranks: Sequence[int]) -> list[int]:
-    world_size = place.get_world_size()
+    world_size = rank_info.get_world_size()
     if not isinstance(ranks, list | tuple | range) or not all(map(_is_whole, ranks)):
         raise OptionsError(f"ranks={ranks!r} is not a list of ranks.")
     chosen = list(ranks)
     bad = [rank for rank in chosen if not 0 <= rank < world_size]
     # Code that names ranks of a cluster job has to run in one process, too.
-    if place.is_initialized() and bad:
+    if rank_info.is_initialized() and bad:
         raise OptionsError(f"ranks={chosen}: the world has ranks 0 to {world_size - 1} only.")
     if not chosen or len(set(chosen)) < len(chosen):
         raise OptionsError(f"ranks={chosen}: a group has one rank at least, and none twice.")

@@ -1,7 +1,5 @@
 """Code that only some ranks run, or that one runs first.
 
-Runs in: an engine.
-
 When the body raises, its rank tells the others before it goes on, so that nobody is left waiting:
 they get an error that names the rank and what it raised. Ctrl-C is not told: it reaches every rank
 on its own.
@@ -13,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from distsession.distributed import place
+from distsession.distributed import rank_info
 from distsession.distributed.objects import all_gather_object
 from distsession.errors import CollectiveError, OptionsError
 
@@ -26,7 +24,7 @@ class _OneRankOnly:
         self._with_barrier = with_barrier
 
     def __enter__(self) -> bool:
-        return place.get_rank() == self._rank
+        return rank_info.get_rank() == self._rank
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._with_barrier:
@@ -73,10 +71,10 @@ class _OneRankFirst:
         self._local = local
 
     def _is_first(self) -> bool:
-        return (place.get_local_rank() if self._local else place.get_rank()) == self._rank
+        return (rank_info.get_local_rank() if self._local else rank_info.get_rank()) == self._rank
 
     def __enter__(self) -> None:
-        size = place.get_local_world_size() if self._local else place.get_world_size()
+        size = rank_info.get_local_world_size() if self._local else rank_info.get_world_size()
         if not 0 <= self._rank < size:
             what = "local ranks" if self._local else "ranks"
             raise OptionsError(f"one_rank_first(rank={self._rank}): {what} are 0 to {size - 1}.")
@@ -127,7 +125,7 @@ def _report(error: BaseException | None, guard: str) -> None:
     Raises:
         CollectiveError: Another rank has raised.
     """
-    if place.get_world_size() == 1 or isinstance(error, KeyboardInterrupt):
+    if rank_info.get_world_size() == 1 or isinstance(error, KeyboardInterrupt):
         return
     mine = None if error is None else f"{type(error).__name__}: {_words(error)}"
     told = all_gather_object(mine)

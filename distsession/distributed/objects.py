@@ -1,7 +1,4 @@
-"""Moving what follows the rows: bytes of any length from each rank.
-
-Runs in: an engine.
-"""
+"""Moving what follows the rows: bytes of any length from each rank."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distsession.distributed.groups import resolved
-from distsession.distributed.meeting import Ring, as_bytes, exchange, meet, padded, ring_of
-from distsession.distributed.rows import Call, Row, dumps, loads, pack, unpack
+from distsession.distributed.handshake import Ring, as_bytes, exchange, meet, padded, ring_of
+from distsession.distributed.header import Call, Row, dumps, loads, pack, unpack
 from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
 
 __all__ = ["all_gather_object", "broadcast_object_list"]

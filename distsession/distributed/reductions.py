@@ -1,7 +1,4 @@
-"""Reducing values of all ranks to one.
-
-Runs in: an engine.
-"""
+"""Reducing values of all ranks to one."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ import torch.distributed as dist
 
 from distsession.distributed.containers import is_container, leaves, rebuilt
 from distsession.distributed.groups import resolved
-from distsession.distributed.meeting import Ring, alone, meet, mismatch, ring_of
+from distsession.distributed.handshake import Ring, alone, meet, mismatch, ring_of
+from distsession.distributed.header import Call, Kind, pack, plain_number, unpack
 from distsession.distributed.objects import gather_objects
-from distsession.distributed.operations import (
+from distsession.distributed.reduce_ops import (
     ORDER,
     check_number,
     operation_name,
     plan,
     reduce_numbers,
 )
-from distsession.distributed.rows import Call, Kind, pack, plain_number, unpack
 
 __all__ = ["Pending", "all_reduce", "reduce"]
 

@@ -1,7 +1,4 @@
-"""Seeds for every source of random numbers that training code uses.
-
-Runs in: an engine.
-"""
+"""Seeds for every source of random numbers that training code uses."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
         The seed that was used.
     """
     if per_rank:
-        from distsession.distributed.place import get_rank
+        from distsession.distributed.rank_info import get_rank
 
         seed += get_rank()
     random.seed(seed)

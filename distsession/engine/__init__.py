@@ -1,4 +1,1 @@
-"""What runs in an agent or on a rank.
-
-Runs in: an engine.
-"""
+"""What runs in an agent or on a rank."""

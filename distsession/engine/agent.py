@@ -1,7 +1,5 @@
 """The agent: one process per host that imports torch once and forks the host's ranks.
 
-Runs in: an engine.
-
 It stays single-threaded and never touches a zmq context, CUDA or a parallel torch operation, for
 a forked child of a process that did is broken. Its only link is a socket to the kernel; when that
 closes, for whatever reason, the agent ends its ranks and itself. If the kernel is gone, it removes
@@ -25,11 +23,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
-from distsession import folder_lock
 from distsession.engine import store_server
 from distsession.engine.oom import OutOfMemory
 from distsession.engine.process import signal_when_parent_ends
-from distsession.messages import (
+from distsession.protocol import folder_lock
+from distsession.protocol.messages import (
     AgentFailed,
     AgentHere,
     AgentReady,
@@ -41,8 +39,8 @@ from distsession.messages import (
     StoreEnded,
     StoreReady,
 )
-from distsession.segment import LinkListener
-from distsession.wire import memory_path
+from distsession.protocol.shared_memory import LinkListener
+from distsession.protocol.wire import memory_path
 
 log = logging.getLogger(__name__)
 
@@ -168,9 +166,9 @@ class Agent:
 
     def _prepare(self, message: PrepareAgent) -> bool:
         sys.path[:] = [*message.sys_path, *(p for p in sys.path if p not in message.sys_path)]
-        from distsession.engine import probe  # torch, most of a second
+        from distsession.engine import host_info  # torch, most of a second
 
-        problem = probe.torch_problem()
+        problem = host_info.torch_problem()
         if problem:
             self._link.send(AgentFailed(reason=problem))
             return False
@@ -184,7 +182,7 @@ class Agent:
                 reason = f"the preload module {name!r} does not import: {error!r}"
                 self._link.send(AgentFailed(reason=reason))
                 return False
-        problem = probe.fork_problem()
+        problem = host_info.fork_problem()
         if problem:
             names = ", ".join(message.preload) or "something that Python runs at its start"
             reason = (
@@ -193,7 +191,7 @@ class Agent:
             self._link.send(AgentFailed(reason=reason))
             return False
         gc.freeze()  # a collection in a child then does not copy the pages of what all share
-        self._link.send(AgentReady(probe.host_info(), self._node))
+        self._link.send(AgentReady(host_info.host_info(), self._node))
         return True
 
     def _start_store(self) -> None:
@@ -253,7 +251,7 @@ class Agent:
     # --- gauges -----------------------------------------------------------------------------------
 
     def _ask_gauges(self, message: AskGauges) -> None:
-        from distsession.engine import gauges
+        from distsession.engine import usage
 
         pids = {rank.rank: pid for pid, rank in self._ranks.items()}
         if message.gpus and not self._gauges_pid:
@@ -265,7 +263,7 @@ class Agent:
             except OSError:
                 log.warning("the process that asks about GPUs has ended")
                 self._gauges = None
-        self._link.send(gauges.read(message, pids))
+        self._link.send(usage.read(message, pids))
 
     def _start_gauges(self) -> None:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
@@ -276,9 +274,9 @@ class Agent:
             self._become_child()
             mine.close()
             with _exit_after():
-                from distsession.engine import gauges
+                from distsession.engine import usage
 
-                gauges.serve(its, agent)
+                usage.serve(its, agent)
         its.close()
         self._gauges = mine
 

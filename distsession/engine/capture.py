@@ -1,7 +1,5 @@
 """Everything that a rank puts out, in order and without loss.
 
-Runs in: an engine.
-
 Descriptors 1 and 2 are two log files, so prints, C libraries and subprocesses end up in the same
 place and no writer ever blocks on us. One thread, the pump, sends what has been added to them.
 The order between the two files, and between text and displays, is kept in a queue of marks: each
@@ -25,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distsession.engine.log_file import FULL, LogFile
-from distsession.messages import Display, OutputEnd, Text
+from distsession.protocol.messages import Display, OutputEnd, Text
 
 __all__ = ["Capture", "LogStream"]
 

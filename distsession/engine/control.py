@@ -1,7 +1,4 @@
-"""The side thread of a rank: it answers while the main thread is busy or blocked.
-
-Runs in: an engine.
-"""
+"""The side thread of a rank: it answers while the main thread is busy or blocked."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from distsession.messages import Abort, MalformedMessage, decode
+from distsession.protocol.messages import Abort, MalformedMessage, decode
 
 __all__ = ["Control", "Interruptor"]
 

@@ -1,7 +1,5 @@
 """What is left of a rank that dies: the line that its main thread was at.
 
-Runs in: an engine.
-
 A signal that Python can catch on its way (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) makes
 ``faulthandler`` write the Python stack, to a file of its own: children of the rank crash on
 stderr. Of everything else (SIGKILL, ``os._exit``) only what was written down before is left, in a

@@ -1,7 +1,5 @@
 """Running functions and cells in a rank's namespace.
 
-Runs in: an engine.
-
 The same code serves a rank, where an IPython shell adds magics and rich display, and the inline
 launcher, where there is none.
 """

@@ -1,7 +1,4 @@
-"""An exception of user code as data.
-
-Runs in: an engine.
-"""
+"""An exception of user code as data."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from distsession.engine.reasons import has_reason
+from distsession.engine.cause import has_reason
 from distsession.errors import CollectiveError
-from distsession.messages import ErrorInfo, FrameInfo
-from distsession.serialize import Frames, dump_value
+from distsession.protocol.messages import ErrorInfo, FrameInfo
+from distsession.protocol.serialize import Frames, dump_value
 
 __all__ = [
     "before",

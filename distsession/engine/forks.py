@@ -1,7 +1,5 @@
 """What a process that is forked from a rank has of the rank: its memory, and nothing that acts.
 
-Runs in: an engine.
-
 ``multiprocessing``, workers of a ``DataLoader`` and ``os.fork()`` copy the rank with one thread
 of it. The copy has to be what a child of a plain Python program is. So around each fork SIGTERM is
 held back: Python drops what comes between the fork and the child's first line, and

@@ -1,7 +1,5 @@
 """A rank's log file: room ahead of what is written, and what is old given back.
 
-Runs in: an engine.
-
 Writers append to the file, Python's own prints and any C library or subprocess, and nobody can ask
 them to wait or to open another one. So it is one file for as long as the rank lives. Blocks behind
 its end are reserved, so that they can go on writing when the disk is full. Blocks at its front are

@@ -1,7 +1,5 @@
 """What a dotted name stands for among a rank's variables, without running anything.
 
-Runs in: an engine.
-
 A name is followed by looking into dictionaries, lists, modules, and the attributes that objects
 store.
 """

@@ -1,7 +1,5 @@
 """Whether the system has killed a process for want of memory.
 
-Runs in: an engine.
-
 Linux counts such kills in the victim's memory cgroup (version 1 or 2), which is what limits a
 container or a batch job, and for the whole host. The count of the cgroup is the better witness:
 on a shared host somebody else's process may have been the one.

@@ -1,7 +1,4 @@
-"""What a freshly forked process does to stand on its own.
-
-Runs in: an engine.
-"""
+"""What a freshly forked process does to stand on its own."""
 
 from __future__ import annotations
 

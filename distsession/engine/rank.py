@@ -1,7 +1,5 @@
 """The process of one rank, from the fork to its end.
 
-Runs in: an engine.
-
 The main thread runs the user's code; between requests it runs the event loop of ipyparallel's
 engine. User code therefore never finds a running event loop, as in a script. Two side threads
 never run user code: control (answers while the main thread is busy) and output.
@@ -27,33 +25,34 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from distsession import board as layout
-from distsession import segment, serialize
-from distsession.board import Board
-from distsession.engine import failure, join, reasons, rescue, store, tensors
+from distsession.engine import cause, failure, process_group, store, tensors
 from distsession.engine.agent import log_path
-from distsession.engine.asking import Asker
 from distsession.engine.capture import Capture
+from distsession.engine.collectives import abort
+from distsession.engine.collectives.group import Groups
+from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.completion import Looker
 from distsession.engine.control import Control, Interruptor
 from distsession.engine.deaths import LastPlace, catch_faults
-from distsession.engine.debug import Debugger
-from distsession.engine.entry import ShellFront, make_shell, register
+from distsession.engine.debugger import Debugger
+from distsession.engine.diff import Summary
 from distsession.engine.execute import NOTHING, remember, run_call, run_cell
 from distsession.engine.forks import Forks, make_private
-from distsession.engine.group import Groups
-from distsession.engine.look import Looker
+from distsession.engine.ipython import ShellFront, make_shell, register
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
     interrupt_children,
     redirect_standard_streams,
 )
-from distsession.engine.recorder import Recorder
-from distsession.engine.summary import Summary
-from distsession.engine.trace import Trace
+from distsession.engine.stdin import Asker
+from distsession.engine.timeline import Trace
 from distsession.engine.transfer import Transfers
 from distsession.errors import CollectiveError, SerializationError, SessionStateError
-from distsession.messages import (
+from distsession.protocol import board as layout
+from distsession.protocol import serialize, shared_memory
+from distsession.protocol.board import Board
+from distsession.protocol.messages import (
     Abort,
     AskLook,
     AskStack,
@@ -84,7 +83,7 @@ from distsession.messages import (
     decode,
     encode,
 )
-from distsession.wire import memory_path
+from distsession.protocol.wire import memory_path
 
 __all__ = ["main"]
 
@@ -136,7 +135,7 @@ class Rank:
     ):
         self._last_place = last_place
         self._generation = start.generation
-        self._place = join.prepare(start, rank, store_port)
+        self._place = process_group.prepare(start, rank, store_port)
         self._rank = rank
         self._is_alone = start.is_whole
         self._recorder = Recorder(
@@ -149,7 +148,7 @@ class Rank:
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         self._store = store.session_store(self._place.store_path)
-        rescue.be_deaf(start.folder)
+        abort.be_deaf(start.folder)
         self._store.given_up = self._given_up
         if self._groups is not None:
             self._store.named = self._groups.store_wait
@@ -164,7 +163,9 @@ class Rank:
         self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
         self._replies = _connect(context, zmq.PUSH, start.folder, "replies")
         self._reply_lock = threading.Lock()
-        self._link = segment.Link.connect(memory_path(start.folder, start.node), identity.decode())
+        self._link = shared_memory.Link.connect(
+            memory_path(start.folder, start.node), identity.decode()
+        )
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
         self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         self._is_leaving = False
@@ -216,7 +217,9 @@ class Rank:
         self._capture.start()
         try:
             try:
-                join.join(self._place, self._generation, self._groups, alone=self._is_alone)
+                process_group.join(
+                    self._place, self._generation, self._groups, alone=self._is_alone
+                )
             except Exception as error:
                 self._send(RankFailed(self._rank, self._generation, failure.describe(error)))
                 time.sleep(0.2)  # let the message out; the session ends us anyway
@@ -263,7 +266,7 @@ class Rank:
         self._recorder.abort = Abort("forked", text, self._generation)
 
     def _announce(self) -> None:
-        self._send(RankReady(self._rank, join.rank_info(self._place, self._generation)))
+        self._send(RankReady(self._rank, process_group.rank_info(self._place, self._generation)))
 
     def _make_namespace(self) -> None:
         place = self._place
@@ -283,7 +286,7 @@ class Rank:
     def _on_thread_error(self, ended: threading.ExceptHookArgs) -> None:
         """A thread of the user's has failed: Python only prints that, and the ranks may differ."""
         error = ended.exc_value
-        if error is not None and reasons.find(error, self._recorder.abort) is not None:
+        if error is not None and cause.find(error, self._recorder.abort) is not None:
             self._thread_error = self._thread_error or error
         threading.__excepthook__(ended)
 
@@ -378,11 +381,11 @@ class Rank:
             self._forks.end_child(raised)
             duration = time.perf_counter() - began
             error, shown = self._explained(raised), None
-            reason = reasons.find(error, self._recorder.abort)
+            reason = cause.find(error, self._recorder.abort)
             self._trace.end(request, error)
         if error is None and self._thread_error is not None and _is_run(request):
             error, shown, answer = self._thread_error, None, None
-            reason = reasons.find(error, self._recorder.abort)
+            reason = cause.find(error, self._recorder.abort)
         self._debugger.end()
         self._asker.request = 0
         info = None
@@ -400,10 +403,10 @@ class Rank:
 
     def _explained(self, raised: BaseException) -> BaseException:
         """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
-        for part in reasons.chain(raised):
-            if reasons.has_reason(part):
+        for part in cause.chain(raised):
+            if cause.has_reason(part):
                 break
-            if reasons.IN_GLOO in failure.message_of(part):
+            if cause.IN_GLOO in failure.message_of(part):
                 explained = self._recorder.explain(part)
                 if part is raised and explained is not raised:
                     explained.__context__ = raised.__context__
@@ -448,7 +451,7 @@ class Rank:
     def _put_aside(self, request: PushRequest, payload: Any) -> None:
         began, frames = time.monotonic_ns(), self._frames(payload)
         self._transfers.put_aside(frames)
-        self._trace.moved(request, segment.nbytes(frames), began)
+        self._trace.moved(request, shared_memory.nbytes(frames), began)
 
     def _fill(self, request: FillRequest, payload: Any) -> Any:
         at = request.at.get(self._rank)
@@ -456,7 +459,7 @@ class Rank:
             return self._transfers.put_part_aside(request.name, at)
         began = time.monotonic_ns()
         with self._link.receive(payload) as descriptor:
-            (whole,) = segment.map_shared(descriptor, payload.sizes)
+            (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
         size = self._transfers.fill(request.name, request.shape, at, whole)
         self._trace.moved(request, size, began)
         return NOTHING
@@ -469,7 +472,7 @@ class Rank:
             return payload
         try:
             with self._link.receive(payload) as descriptor:
-                return segment.map_private(descriptor, payload.sizes)
+                return shared_memory.map_private(descriptor, payload.sizes)
         except OSError as error:
             raise SessionStateError(
                 f"what was sent did not arrive on rank {self._rank}: {error}. Send it again."
@@ -479,9 +482,9 @@ class Rank:
         """A value as frames, or in shared memory if it is large."""
         began = time.monotonic_ns()
         frames = serialize.dump_value(value, what=f"the result of rank {self._rank}")
-        size = segment.nbytes(frames)
+        size = shared_memory.nbytes(frames)
         try:
-            offered = segment.offer(frames, self._note_progress)
+            offered = shared_memory.offer(frames, self._note_progress)
             if offered is None:
                 return frames
             with offered:
@@ -548,7 +551,7 @@ class Rank:
                 raise CollectiveError(self._aborted.text)  # given up before it began here
             self._generation = request.generation
             self._recorder.reset()
-        join.join(
+        process_group.join(
             self._place,
             request.generation,
             self._groups,
@@ -579,11 +582,11 @@ class Rank:
             if message.generation < self._generation:  # it has been connected anew already
                 return
             if self._groups is None:
-                join.abort()
+                process_group.abort()
             else:
-                rescue.shut_gloo()
+                abort.shut_gloo()
             self._store.end_waits()
-            rescue.shut_store(self._place.store_port)
+            abort.shut_store(self._place.store_port)
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.

@@ -1,7 +1,5 @@
 """The relay: the process of a node, other than the kernel's own, through which payloads pass.
 
-Runs in: an engine.
-
 What the kernel sends crosses the stream once, into shared memory; each rank of the node gets a
 descriptor of it. What a rank hands over stays in the rank's shared memory until the kernel asks
 for it, and goes from there to the stream. The main thread obeys the kernel; a second one sends, so
@@ -17,12 +15,12 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from distsession import segment
 from distsession.engine.process import die_with_parent
 from distsession.errors import SerializationError
-from distsession.messages import Shared
-from distsession.segment import LinkListener, Pool, Segment
-from distsession.wire import (
+from distsession.protocol import shared_memory
+from distsession.protocol.messages import Shared
+from distsession.protocol.shared_memory import LinkListener, Pool, Segment
+from distsession.protocol.wire import (
     CHUNK,
     Cancel,
     Chunk,
@@ -113,7 +111,7 @@ class Relay:
 
     def _open(self, message: Open) -> None:
         try:
-            segment.check_room(sum(message.sizes), where=f"the host of node {self._node}")
+            shared_memory.check_room(sum(message.sizes), where=f"the host of node {self._node}")
             memory = self._pool.take(message.sizes) or Segment(message.sizes)
         except SerializationError as error:
             self._wire.send(Stored(message.key, refusal=str(error)))

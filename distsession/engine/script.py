@@ -1,7 +1,5 @@
 """Running a script on a rank, as ``python SCRIPT.py`` would.
 
-Runs in: an engine.
-
 torch is imported where it is used: the kernel imports this module to send its functions.
 """
 
@@ -16,7 +14,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from distsession.engine.place import leave_group
+from distsession.engine.world import leave_group
 
 __all__ = ["run_script", "variables"]
 

@@ -1,7 +1,5 @@
 """Tensors that are spread over the ranks of a mesh (DTensor).
 
-Runs in: an engine.
-
 Each rank writes what it holds straight into the whole, so no rank ever has more than its share.
 Where the parts are of sums that are still to be made (``Partial``), or are interleaved (FSDP over
 tensor parallelism), torch first has to give each rank a plain part.

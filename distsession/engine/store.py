@@ -1,7 +1,5 @@
 """A rank's hand on the rendezvous store.
 
-Runs in: an engine.
-
 torch's C++ calls a store that is written in Python. So the session's own is not reached by a port,
 which every user of the machine could connect to, but by a unix socket in the private folder; a wait
 for a key can be ended at any moment, and it can be named (see ``store_server`` for the other end).

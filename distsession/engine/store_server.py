@@ -1,7 +1,5 @@
 """The process that holds the session's rendezvous store.
 
-Runs in: an engine.
-
 It listens on a unix socket in the session's private folder and answers this user alone. One thread
 and one ``selectors`` loop do everything. A request for keys that are not there yet is answered when
 they are; how long to wait for that is its client's business, which closes the connection.

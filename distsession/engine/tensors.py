@@ -1,7 +1,5 @@
 """How tensors travel: their memory beside the pickle, each byte once.
 
-Runs in: an engine, and in the kernel where torch is imported.
-
 torch pickles a tensor with its whole storage, through a copy. Here a tensor becomes a reference
 into a buffer that is sent as it lies in memory (pickle protocol 5, PEP 574). Which bytes of a
 storage are needed is only known when the whole object has been looked at. So while it is pickled
@@ -57,7 +55,7 @@ class _Sent:
 
 
 class Tensors:
-    """A reducer for the tensors of one message; see :class:`distsession.serialize.Reducer`."""
+    """A reducer for the tensors of one message; see :class:`.serialize.Reducer`."""
 
     def __init__(self) -> None:
         self._sent: list[_Sent] = []

@@ -1,7 +1,4 @@
-"""A rank's side of push, pull, scatter and gather.
-
-Runs in: an engine.
-"""
+"""A rank's side of push, pull, scatter and gather."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from distsession import serialize
 from distsession.engine.execute import rebound
 from distsession.errors import SerializationError
+from distsession.protocol import serialize
 
 __all__ = ["Part", "Shards", "Transfers"]
 

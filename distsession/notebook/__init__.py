@@ -1,4 +1,1 @@
-"""IPython's front end: magics and live output.
-
-Runs in: the kernel.
-"""
+"""IPython's front end: magics and live output."""

@@ -1,7 +1,5 @@
 """The ranks' output under a notebook's cell.
 
-Runs in: the kernel.
-
 While a run lasts, one block has a line for each rank: what it does, and what it wrote last. When
 it is over, that block says how long it took, and what the ranks put out follows, ranks that put
 out the same together. Figures do not wait for the end.
@@ -16,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from distsession.cluster.base import OutputMessage
-from distsession.messages import ClearOutput, Display, RankReport, Text
-from distsession.notebook import debug
-from distsession.notebook.page import (
+from distsession.display.render import Bundle, fold_bundles, rank_label, state_and_since
+from distsession.notebook import stdin
+from distsession.notebook.output import Section, Transcript, Written
+from distsession.notebook.output_html import (
     Row,
     can_embed,
     live_html,
@@ -26,10 +25,9 @@ from distsession.notebook.page import (
     section_html,
     section_text,
 )
-from distsession.notebook.stream import Printer
-from distsession.notebook.transcript import Section, Transcript, Written
+from distsession.notebook.terminal import Printer
+from distsession.protocol.messages import ClearOutput, Display, RankReport, Text
 from distsession.ranks import ranks_text
-from distsession.render import Bundle, fold_bundles, rank_label, state_and_since
 
 __all__ = ["CellOutput", "make_output"]
 
@@ -148,7 +146,7 @@ class CellOutput:
         self._finish()
         self._transcript = Transcript()  # what comes from now on belongs below the answer
         try:
-            return debug.ask(prompt, secret)
+            return stdin.ask(prompt, secret)
         finally:
             self._next_live = time.monotonic() + LIVE_AFTER
 

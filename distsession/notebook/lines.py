@@ -1,7 +1,4 @@
-"""Pieces of text put together into lines, and what a progress bar's line says.
-
-Runs in: the kernel.
-"""
+"""Pieces of text put together into lines, and what a progress bar's line says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``%session``, ``%distributed`` and ``%%distributed``.
-
-Runs in: the kernel.
-"""
+"""``%session``, ``%distributed`` and ``%%distributed``."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from IPython.core.magic import no_var_expand
 from distsession import options as session_options
 from distsession import session as session_module
 from distsession.errors import OptionsError, SessionStateError
-from distsession.jobs.export import parse_cells
-from distsession.notebook.auto import MARK, Auto
+from distsession.export.script import parse_cells
+from distsession.notebook.autopx import MARK, Auto
 from distsession.notebook.cell import make_output
-from distsession.notebook.look import Sight
+from distsession.notebook.completion import Sight
 from distsession.notebook.panel import make_panel
 from distsession.notebook.timeline import Afterwards, add_arguments
 from distsession.ranks import parse_ranks, ranks_text
@@ -283,7 +280,7 @@ class Magics:
 
     def px(self, line: str, cell: str | None = None) -> Any:
         """Run ipyparallel's %px or %%px, on the engines of the current session."""
-        from distsession.cluster.controller import px_magic
+        from distsession.cluster.ipyparallel import px_magic
 
         return px_magic(self._shell, current_session().client, line, cell)
 

@@ -1,7 +1,5 @@
 """The live panel of a session: what each rank does and uses, and buttons.
 
-Runs in: the kernel.
-
 One thread for each session that is shown looks about once a second and sends what has changed, also
 while the main thread waits for a cell. It ends when the session is closed, and when nobody shows
 the panel any more.
@@ -18,10 +16,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from distsession import panel_view
+from distsession.display import panel
+from distsession.display.panel import Overview
 from distsession.errors import SessionStateError
-from distsession.overview import Observer
-from distsession.panel_view import Overview
+from distsession.kernel.snapshot import Observer
 from distsession.ranks import ranks_text
 from distsession.session import Session, Table
 
@@ -49,9 +47,7 @@ class Panel(Table):
         self._session = session
         self._observer = Observer(session)
         self._overview = self._observer.look()
-        super().__init__(
-            panel_view.overview_text(self._overview), panel_view.overview_html(self._overview)
-        )
+        super().__init__(panel.overview_text(self._overview), panel.overview_html(self._overview))
 
     def bundle(self) -> dict[str, Any]:
         """The table in all its forms; whoever shows it takes the best that it can."""
@@ -90,7 +86,7 @@ class Live:
         self._status = ipywidgets.HTML()
         self._rows = ipywidgets.HTML()
         self._config = ipywidgets.HTML(
-            f"<style>.{self._mark}{{display:none}}</style>{panel_view.config_html(overview)}"
+            f"<style>.{self._mark}{{display:none}}</style>{panel.config_html(overview)}"
         )
         self._answer = ipywidgets.HTML()
         self._rank = ipywidgets.Dropdown(
@@ -191,13 +187,13 @@ class Live:
                 # wrong here must not become an error beside the user's own.
                 log.debug("the panel could not look", exc_info=True)
                 if not self._session.infos:  # after the end of their agent, all start anew
-                    _set(self._status, panel_view.status_html(self._session.status()))
-                    _set(self._rows, panel_view.rows_html(panel_view.ended(self._shown.lines)))
+                    _set(self._status, panel.status_html(self._session.status()))
+                    _set(self._rows, panel.rows_html(panel.ended(self._shown.lines)))
 
     def _update(self, overview: Overview) -> None:
         self._shown = overview
-        _set(self._status, panel_view.status_html(overview.status))
-        _set(self._rows, panel_view.rows_html(overview.lines))
+        _set(self._status, panel.status_html(overview.status))
+        _set(self._rows, panel.rows_html(overview.lines))
         dead = frozenset(line.rank for line in overview.lines if line.kind == "dead")
         if dead - self._dead and self._rank.value not in dead:
             self._rank.value = min(dead - self._dead)
@@ -208,8 +204,8 @@ class Live:
         _live.pop(self._session, None)
         for control in (*self._buttons.values(), self._rank):
             control.disabled = True
-        _set(self._status, panel_view.status_html(self._session.status()))
-        _set(self._rows, panel_view.rows_html(panel_view.ended(self._shown.lines)))
+        _set(self._status, panel.status_html(self._session.status()))
+        _set(self._rows, panel.rows_html(panel.ended(self._shown.lines)))
 
     # --- buttons ----------------------------------------------------------------------------------
 
@@ -233,7 +229,7 @@ class Live:
             self._acting.discard(name)
 
     def _say(self, content: str, *, is_error: bool = False) -> None:
-        _set(self._answer, panel_view.answer_html(content, is_error=is_error))
+        _set(self._answer, panel.answer_html(content, is_error=is_error))
 
     def _stop(self) -> str:
         hit = self._session.interrupt()

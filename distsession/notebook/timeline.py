@@ -1,7 +1,4 @@
-"""``%%distributed --timeline`` and ``--profile``.
-
-Runs in: the kernel.
-"""
+"""``%%distributed --timeline`` and ``--profile``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""What the ranks did in a cell, and who waited for whom.
-
-Runs in: both.
-"""
+"""What the ranks did in a cell, and who waited for whom."""

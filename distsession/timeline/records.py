@@ -1,7 +1,5 @@
 """What a rank did in one cell, as it wrote it down.
 
-Runs in: both.
-
 All times are nanoseconds of the rank's monotonic clock, which the processes of a Linux host share.
 Ranks of several hosts would each need a shift, which :func:`.waits.merge` takes.
 """

@@ -1,7 +1,4 @@
-"""The timeline of a cell, as text, picture and file.
-
-Runs in: both.
-"""
+"""The timeline of a cell, as text, picture and file."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distsession.ranks import ranks_text
-from distsession.timeline import chrome, picture
-from distsession.timeline.picture import seconds_text, size_text
+from distsession.timeline import chrome_trace, svg
+from distsession.timeline.svg import seconds_text, size_text
 from distsession.timeline.waits import Merged, Share, Step, Wait, shares, waits
 
 __all__ = ["Timeline"]
@@ -83,7 +80,7 @@ class Timeline:
             Its path.
         """
         target = Path(path)
-        text = json.dumps(chrome.trace(self.merged, self._names))
+        text = json.dumps(chrome_trace.trace(self.merged, self._names))
         target.write_text(text, encoding="utf-8")
         return target
 
@@ -191,7 +188,7 @@ class Timeline:
             for number, line in enumerate([*told, *self.notes])
         )
         late = self.waits[0].late if self.waits and self._is_long(self.waits[0]) else ()
-        drawn = picture.picture(self.merged, title=told[0], late=late)
+        drawn = svg.picture(self.merged, title=told[0], late=late)
         head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
         rows = "".join(
             f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"

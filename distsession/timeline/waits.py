@@ -1,7 +1,5 @@
 """Who waited for whom: the records of all ranks, put together.
 
-Runs in: both.
-
 An operation can only run once the last of its members has begun it. What the others spend in it
 until then is waiting, and that last member is whom they wait for.
 """

@@ -20,7 +20,7 @@ NATIVE = "torch's own"
 PREPARE = """
 import time
 from datetime import timedelta
-from distsession.engine.internals import make_native_group
+from distsession.engine.collectives.torch_private import make_native_group
 
 native = make_native_group(
     dist.PrefixStore("native", dist.FileStore({path!r}, world_size)),

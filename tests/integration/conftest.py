@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distsession import Session
-from distsession.messages import Display, Text
+from distsession.protocol.messages import Display, Text
 
 
 class Recorder:

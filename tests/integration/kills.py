@@ -53,7 +53,7 @@ step("over")
 STEPS = ("import", "start", "start", "start", "client", "client", "client", "replace", "restart",
          "again", "close")  # fmt: skip
 SLOW = ("distsession.engine.agent", "distsession.engine.rank", "torch", "zmq", "ipyparallel",
-        "ipyparallel.controller.app", "distsession.cluster.controller_process")  # fmt: skip
+        "ipyparallel.controller.app", "distsession.cluster.ipyparallel_controller")  # fmt: skip
 
 SITE = """
 import os, random, sys, time

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from distsession import EngineDiedError, RunError, Session, errors
-from distsession.jobs import script
+from distsession.scripts import run
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_a_script_says_the_cause_first(tmp_path, capfd) -> None:
         "time.sleep(0.7 * rank)\n"
         "dist.barrier()\n"
     )
-    assert script.run(str(path), [], {"ranks": 4, "threads": 1}) == 1
+    assert run.run(str(path), [], {"ranks": 4, "threads": 1}) == 1
     told = capfd.readouterr().err.splitlines()
     first = next(line for line in told if line.startswith("distsession run: "))
     assert "ValueError on rank 3" in first

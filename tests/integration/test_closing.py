@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from distsession import LaunchError, Session
-from distsession.overview import Observer
+from distsession.kernel.snapshot import Observer
 from tests.conftest import assert_nothing_left, traces
 from tests.integration import cycles
 
@@ -194,7 +194,7 @@ def test_an_agent_that_is_killed_while_it_starts_is_named(tmp_path: Path) -> Non
 
 
 def test_a_start_that_cannot_be_finished_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distsession.cluster import launch
+    from distsession.cluster import local
 
     before = traces()
     held = psutil.Process().num_fds()
@@ -202,7 +202,7 @@ def test_a_start_that_cannot_be_finished_leaves_no_folder(monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise OSError("no more of these")
 
-    monkeypatch.setattr(launch, "SocketChannel", fail)
+    monkeypatch.setattr(local, "SocketChannel", fail)
     with pytest.raises((LaunchError, OSError), match="no more of these"):
         Session(2)
     assert psutil.Process().num_fds() == held

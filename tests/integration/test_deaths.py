@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from distsession import RunError, RunInterrupt, Session, errors
-from distsession.cluster.processes import has_ended, process_state
+from distsession.cluster.process_state import has_ended, process_state
 from tests.integration.conftest import Recorder
 
 pytestmark = pytest.mark.timeout(180)

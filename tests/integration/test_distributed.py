@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import distsession.distributed as dd
 from distsession import RunError, Session
-from distsession.distributed.address import let_go
+from distsession.distributed.ports import let_go
 from distsession.errors import CollectiveError, OptionsError, ProcessGroupError
 from tests.integration.distributed_checks import CHECKS
 
@@ -321,7 +321,7 @@ def test_importing_it_loads_neither_the_session_nor_ipyparallel() -> None:
     import distsession.distributed as dd
     for name in dd.__all__:
         getattr(dd, name)
-    unwanted = ("distsession.session", "distsession.messages", "ipyparallel", "IPython", "zmq")
+    unwanted = ("distsession.session", "distsession.protocol", "ipyparallel", "IPython", "zmq")
     print([name for name in unwanted if name in sys.modules])
     """
     done = run([[sys.executable, "-c", textwrap.dedent(code)]], [environment()])

@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from distsession import RunError, RunInterrupt, Session, SessionOptions, errors, recovery
-from distsession.overview import Observer
+from distsession import RunError, RunInterrupt, Session, SessionOptions, errors
+from distsession.kernel import recovery
+from distsession.kernel.snapshot import Observer
 from tests.sentences import DOCS, code_blocks
 
 from .conftest import Recorder

@@ -15,7 +15,7 @@ import ipyparallel
 import pytest
 
 from distsession import Session
-from distsession.cluster import controller
+from distsession.cluster import ipyparallel as beside
 
 from .conftest import Recorder
 
@@ -65,7 +65,7 @@ def test_a_new_client_loses_no_output_of_its_first_request(session: Session) -> 
 def test_a_new_client_knows_all_ranks_though_it_misses_their_registration(
     start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "HEARTBEAT_MS", 1500)  # so that ranks register late
+    monkeypatch.setattr(beside, "HEARTBEAT_MS", 1500)  # so that ranks register late
     monkeypatch.setattr(ipyparallel.Client, "_register_engine", lambda self, message: None)
     session = start(2)
     assert session.client.ids == [0, 1]

@@ -19,8 +19,9 @@ import psutil
 import pytest
 import torch
 
-from distsession import EngineDiedError, LaunchError, RunError, RunInterrupt, Session, segment
+from distsession import EngineDiedError, LaunchError, RunError, RunInterrupt, Session
 from distsession.cluster.relay import Relay
+from distsession.protocol import shared_memory
 from tests.conftest import assert_nothing_left, traces
 
 LARGE = 300_000  # elements, well above what goes with a message
@@ -191,7 +192,7 @@ def test_memory_is_given_back_with_the_last_holder(four: Session) -> None:
 
     clean = "import gc; globals().update(dict.fromkeys([n for n in dir() if n[0] == 'x'])); "
     four.execute(clean + "held = part = whole = None; gc.collect()")
-    time.sleep(segment.KEEP + 0.5)
+    time.sleep(shared_memory.KEEP + 0.5)
     before = held()
     four.push(held=torch.zeros(LARGE))
     assert [now - then for now, then in zip(held()[2:], before[2:], strict=True)] == [1, 1]

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from distsession import LaunchError, Session, SessionStateError
-from distsession.cluster import controller
+from distsession.cluster import ipyparallel
 from distsession.cluster.base import python_command
 from tests.conftest import assert_nothing_left, traces
 from tests.until import until
@@ -129,8 +129,8 @@ def test_px_starts_it_and_says_what_it_waits_for() -> None:
     notebook = Notebook()
     try:
         notebook.run(
-            "%load_ext distsession\nimport distsession\nfrom distsession import waiting\n"
-            "waiting.SHOW_AFTER = 0\nsession = distsession.Session(2)"
+            "%load_ext distsession\nimport distsession\nfrom distsession.kernel import progress\n"
+            "progress.SHOW_AFTER = 0\nsession = distsession.Session(2)"
         )
         request = notebook.client.execute("%px print(rank)")
         shown = notebook.collect(request)
@@ -180,15 +180,15 @@ def test_a_controller_that_does_not_start_is_tried_again(
     start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = start(1)
-    real = controller.python_command
+    real = ipyparallel.python_command
     monkeypatch.setattr(
-        controller,
+        ipyparallel,
         "python_command",
         lambda _: [sys.executable, "-c", "raise SystemExit('no ports for you')"],
     )
     with pytest.raises(LaunchError, match=r"did not start(.|\n)*no ports for you"):
         session.client  # noqa: B018
-    monkeypatch.setattr(controller, "python_command", real)
+    monkeypatch.setattr(ipyparallel, "python_command", real)
     assert session.client.ids == [0]
 
 
@@ -227,7 +227,7 @@ def test_a_controller_whose_kernel_is_gone_before_it_looks_ends(tmp_path: Path) 
     program = """
         import os, subprocess, sys
         from distsession.cluster.base import python_command
-        command = python_command("distsession.cluster.controller_process")
+        command = python_command("distsession.cluster.ipyparallel_controller")
         process = subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(1.0);" + command[2],
              str(os.getpid()), sys.argv[1], f"--profile-dir={sys.argv[1]}/profile"],
@@ -256,7 +256,7 @@ def test_a_controller_listens_on_ports_that_were_held_for_it(tmp_path: Path) -> 
             raise RuntimeError("ipyparallel looks for a free port")
         ipyparallel.util.select_random_ports = select_random_ports
     """
-    command = python_command("distsession.cluster.controller_process")
+    command = python_command("distsession.cluster.ipyparallel_controller")
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(

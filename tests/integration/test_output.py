@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from distsession import Session
-from distsession.messages import ClearOutput, Display, Text
+from distsession.protocol.messages import ClearOutput, Display, Text
 
 from .conftest import Recorder
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distsession import Session
-from distsession.messages import AskGauges
+from distsession.protocol.messages import AskGauges
 
 from .kernel import Notebook
 

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from distsession import RunError, RunInterrupt, Session, errors, recovery
+from distsession import RunError, RunInterrupt, Session, errors
+from distsession.kernel import recovery
 from tests.integration.conftest import Recorder
 from tests.until import until, until_busy
 

@@ -11,7 +11,7 @@ from distsession import RunError, Session
 
 ASK = """
 from torch.distributed import distributed_c10d as c10d
-from distsession.engine.group import SwappableGroup
+from distsession.engine.collectives.group import SwappableGroup
 
 asked, native = [], SwappableGroup._set_group_desc
 def describe(group, text):  # torch 2.15 attaches its flight recorder right after this

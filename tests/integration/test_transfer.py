@@ -21,13 +21,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distsession import RunError, Session, segment, transfer
+from distsession import RunError, Session
 from distsession.errors import (
     OptionsError,
     RunInterrupt,
     SerializationError,
     SessionStateError,
 )
+from distsession.kernel import transfer
+from distsession.protocol import shared_memory
 from tests.integration.conftest import Recorder
 from tests.unit.test_tensors import nested, same
 
@@ -151,7 +153,7 @@ def test_memory_is_given_back_with_the_last_holder(session: Session) -> None:
         return [segments(info.pid) for info in session.infos], segments(), opened
 
     session.execute("import gc; gc.collect()")
-    time.sleep(segment.KEEP + 0.5)
+    time.sleep(shared_memory.KEEP + 0.5)
     before = held()
     session.push(held=torch.zeros(LARGE))
     back = session.pull("held")
@@ -414,8 +416,8 @@ def test_a_payload_beyond_all_memory_is_refused_and_nothing_changes(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.push(x=1)
-    monkeypatch.setattr(segment, "ASK_MEMORY", 1000)
-    monkeypatch.setattr(segment, "available_memory", lambda: 1000)
+    monkeypatch.setattr(shared_memory, "ASK_MEMORY", 1000)
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 1000)
     with pytest.raises(SerializationError, match=r"only 1 kB of memory are free"):
         session.push(x=torch.ones(LARGE))
     assert session.pull("x")[0] == 1
@@ -424,8 +426,10 @@ def test_a_payload_beyond_all_memory_is_refused_and_nothing_changes(
 def test_without_shared_memory_everything_works_all_the_same(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment, "offer", lambda *_, **__: None)
-    session.execute("from distsession import segment; segment.offer = lambda *_: None")
+    monkeypatch.setattr(shared_memory, "offer", lambda *_, **__: None)
+    session.execute(
+        "from distsession.protocol import shared_memory; shared_memory.offer = lambda *_: None"
+    )
     try:
         x = torch.arange(LARGE)
         session.push(x=x)
@@ -470,7 +474,7 @@ def test_a_long_transfer_shows_how_far_it_is(
 ) -> None:
     monkeypatch.setattr(transfer, "SHOW_AFTER", 0.0)
     monkeypatch.setattr(transfer, "SHOW_EVERY", 0.0)
-    monkeypatch.setattr(segment, "CHUNK", 1 << 20)
+    monkeypatch.setattr(shared_memory, "CHUNK", 1 << 20)
     session.push(x=torch.ones(LARGE * 10))
     shown = [text for text in output.notices if text.startswith("sending")]
     assert len(shown) > 5

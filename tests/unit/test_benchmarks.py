@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distsession.messages import Text
+from distsession.protocol.messages import Text
 from distsession.view import Output
 from tests.benchmarks import bench as bench_module
 from tests.benchmarks import recovery, starts

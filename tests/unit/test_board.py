@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distsession import board as layout
-from distsession.board import Board, Region, file_size, make_file
-from distsession.diagnosis import Kind, diagnose
-from distsession.engine.recorder import TAGS, Recorder, Stream
+from distsession.engine.collectives.recorder import TAGS, Recorder, Stream
 from distsession.errors import CollectiveMismatchError
-from distsession.messages import RankReport
+from distsession.protocol import board as layout
+from distsession.protocol.board import Board, Region, file_size, make_file
+from distsession.protocol.diagnosis import Kind, diagnose
+from distsession.protocol.messages import RankReport
 
 RANKS = 3
 WORLD = list(range(RANKS))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.diagnosis import Kind, Verdict, describe_operation, diagnose
-from distsession.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, diagnose
+from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
 
 Reports = dict[int, RankReport]
 

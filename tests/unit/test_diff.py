@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from distsession.diff import Comparison, compare
-from distsession.engine.summary import CHUNK, Summary, gap
+from distsession.engine.diff import CHUNK, Summary, gap
+from distsession.kernel.diff import Comparison, compare
 
 
 def compared(*values: Any) -> Comparison:
@@ -127,6 +127,6 @@ def test_what_is_large_is_compared_in_pieces() -> None:
 
 
 def test_too_many_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distsession.engine.summary.LEAVES", 5)
+    monkeypatch.setattr("distsession.engine.diff.LEAVES", 5)
     with pytest.raises(TypeError, match="more than 5 parts"):
         Summary(["a"] * 10)

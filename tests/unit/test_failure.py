@@ -12,8 +12,8 @@ import pytest
 
 from distsession.engine.execute import PlainFront, run_call, run_cell
 from distsession.engine.failure import describe, is_user_code, pickled
-from distsession.messages import ErrorInfo
-from distsession.serialize import load
+from distsession.protocol.messages import ErrorInfo
+from distsession.protocol.serialize import load
 
 
 def raised(function: Any) -> BaseException:

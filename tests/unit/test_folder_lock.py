@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distsession import folder_lock
+from distsession.protocol import folder_lock
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def left_behind(base: Path, name: str = "distsession-one") -> Path:
     (made / "logs").mkdir()
     (made / "logs" / "rank0-0.out").write_text("the last words")
     (made / "agent.log").write_text("")
-    code = f"from distsession import folder_lock; folder_lock.make({str(made)!r})"
+    code = f"from distsession.protocol import folder_lock; folder_lock.make({str(made)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     return made
 
@@ -63,7 +63,7 @@ def test_a_folder_that_another_process_holds_stays_until_that_is_killed(base: Pa
     made = folder(base)
     code = f"""
         import time
-        from distsession import folder_lock
+        from distsession.protocol import folder_lock
         folder_lock.make({str(made)!r})
         print("held", flush=True)
         time.sleep(60)
@@ -152,7 +152,7 @@ def test_a_folder_of_another_user_stays(base: Path) -> None:
 
 def test_two_starts_at_once_do_not_disturb_each_other(base: Path) -> None:
     made = [left_behind(base, f"distsession-{number}") for number in range(5)]
-    code = f"from distsession import folder_lock; print(folder_lock.sweep({str(base)!r}))"
+    code = f"from distsession.protocol import folder_lock; print(folder_lock.sweep({str(base)!r}))"
     both = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)

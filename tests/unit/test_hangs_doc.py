@@ -236,7 +236,7 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     ),
     "So do those that come to the operation later, and those whose code catches the error and raises another one.": (
         f"{CAUSE}test_ranks_that_come_late_do_not_lead",
-        "unit/test_engine_reasons.py::test_who_raises_on_top_of_it_only_suffered",
+        "unit/test_engine_cause.py::test_who_raises_on_top_of_it_only_suffered",
     ),
     "The order is the same in `by_rank`, `first` and `first_rank` of the RunError.": (
         f"{CAUSE}test_of_several_causes_the_earliest_is_first",
@@ -329,7 +329,7 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     'What compares them is memory that they share, so it would not reach further; `check="detail"` would.': "there is no session on several hosts to try it with",
     "The odd ranks out come first, and of what is equal nothing is said.": (
         MISMATCH_SHOWN,
-        "unit/test_reasons.py::test_who_called_what",
+        "unit/test_cause.py::test_who_called_what",
     ),
     "A collective that its caller waits for begins only when all ranks of its group have arrived, and have arrived at the same one.": (
         SYNCHRONOUS,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession import messages
-from distsession.messages import (
+from distsession.protocol import messages
+from distsession.protocol.messages import (
     MAGIC,
     Abort,
     AgentFailed,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distsession.cluster.launch import LocalLauncher
+from distsession.cluster.local import LocalLauncher
 from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, describe_death
 from distsession.errors import (
     EngineDiedError,
@@ -17,7 +17,8 @@ from distsession.errors import (
     LaunchTimeoutError,
     ProcessGroupError,
 )
-from distsession.messages import (
+from distsession.options import SessionOptions
+from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     EngineRegistered,
@@ -27,7 +28,6 @@ from distsession.messages import (
     RankReady,
     StoreReady,
 )
-from distsession.options import SessionOptions
 from distsession.ranks import HostInfo, RankInfo
 
 HOST = HostInfo("alpha", 1, (), (("gloo", ("cpu",)),), "2.9.0", 4)

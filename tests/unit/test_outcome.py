@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession.errors import CollectiveError, EngineDiedError
-from distsession.messages import (
+from distsession.kernel.outcome import Failure, Failures, mended_text, own_causes, run_error
+from distsession.protocol.messages import (
     Called,
     ErrorInfo,
     FrameInfo,
@@ -16,7 +17,6 @@ from distsession.messages import (
     Overdue,
     Reason,
 )
-from distsession.outcome import Failure, Failures, mended_text, own_causes, run_error
 from distsession.results import RankResults
 
 NONE: RankResults[None] = RankResults({}, duration=0.0, durations={})

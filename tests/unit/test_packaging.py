@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import distsession
-from distsession.engine import probe
+from distsession.engine import host_info
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -28,7 +28,7 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 
 def test_the_oldest_torch_that_is_declared_is_the_oldest_that_starts() -> None:
     least = bounds(PROJECT["dependencies"])["torch"]
-    assert least == f">={'.'.join(map(str, probe.OLDEST_TORCH))}"
+    assert least == f">={'.'.join(map(str, host_info.OLDEST_TORCH))}"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_torch_that_is_too_old_is_named(
     version: str, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    problem = probe.torch_problem()
+    problem = host_info.torch_problem()
     if works:
         assert problem == ""
     else:

@@ -10,7 +10,7 @@ import pytest
 
 from distsession.cluster.base import Budget, Pending
 from distsession.errors import EngineDiedError, RunTimeoutError
-from distsession.messages import ClearOutput, Display, OutputEnd, Reply, Text
+from distsession.protocol.messages import ClearOutput, Display, OutputEnd, Reply, Text
 
 
 def text(rank: int, what: str = "x") -> Text:

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distsession import segment, wire
 from distsession.cluster import relay as kernel
 from distsession.engine import relay as engine
 from distsession.errors import SerializationError, SessionStateError
-from distsession.messages import Shared
-from distsession.segment import Link, LinkListener, Segment, map_private
-from distsession.transfer import _pieces
+from distsession.kernel.transfer import _pieces
+from distsession.protocol import shared_memory, wire
+from distsession.protocol.messages import Shared
+from distsession.protocol.shared_memory import Link, LinkListener, Segment, map_private
 
 LARGE = 3 * wire.CHUNK + 5
 
@@ -198,8 +198,8 @@ def test_several_threads_may_send_at_the_same_time(pair: Pair) -> None:
 
 
 def test_a_node_without_room_refuses(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "ASK_MEMORY", 1000)
-    monkeypatch.setattr(segment, "available_memory", lambda: 99_000)
+    monkeypatch.setattr(shared_memory, "ASK_MEMORY", 1000)
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 99_000)
     upload = pair.near.put([bytes(100_000)])
     with pytest.raises(SerializationError, match=r"only 99 kB .* free on the host of node 1"):
         upload.wait(lambda: None)
@@ -234,7 +234,7 @@ def test_a_large_result_is_fetched_and_its_progress_told(pair: Pair) -> None:
     fetched = pair.fetch(shared, note=lambda done, total: notes.append((done, total))).wait()
     assert fetched.frames == frames
     assert [done for done, _ in notes] == sorted({done for done, _ in notes})
-    assert notes[-1] == (segment.length_of(shared.sizes),) * 2
+    assert notes[-1] == (shared_memory.length_of(shared.sizes),) * 2
     assert len(notes) == math.ceil(notes[-1][0] / wire.CHUNK)
 
 
@@ -271,8 +271,8 @@ def test_a_result_for_which_there_is_no_room_is_refused(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = offered(pair.rank("0.2"), [bytes(100_000)])
-    monkeypatch.setattr(segment, "ASK_MEMORY", 1000)
-    monkeypatch.setattr(segment, "available_memory", lambda: 99_000)
+    monkeypatch.setattr(shared_memory, "ASK_MEMORY", 1000)
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 99_000)
     error = pair.fetch(shared).wait().error
     assert isinstance(error, SerializationError)
     assert "100 kB cannot be brought: only 99 kB of memory are free on this machine" in str(error)

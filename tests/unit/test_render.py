@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession import render
-from distsession.messages import ErrorInfo, FrameInfo, Operation, RankReport
+from distsession.display import render
+from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
 from distsession.ranks import DeviceInfo, RankInfo
 
 CELL = FrameInfo("In[3]", 2, "<module>", ((1, "x = 0"), (2, "1 / x"), (3, "print(x)")))

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession import serialize
 from distsession.errors import SerializationError
-from distsession.serialize import dump_call, dump_value, load
+from distsession.protocol import serialize
+from distsession.protocol.serialize import dump_call, dump_value, load
 
 plain = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
 hashable = plain | st.floats(allow_nan=False) | st.tuples(plain, plain)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distsession import serialize
 from distsession.engine.tensors import Tensors
+from distsession.protocol import serialize
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
@@ -251,7 +251,7 @@ def test_the_reducer_needs_no_numpy() -> None:
         "import sys; sys.modules['numpy'] = None\n"
         "import warnings; warnings.simplefilter('ignore')\n"
         "import torch\n"
-        "from distsession import serialize\n"
+        "from distsession.protocol import serialize\n"
         "from distsession.engine.tensors import Tensors\n"
         "serialize.use_reducer(Tensors)\n"
         "frames = serialize.dump_value(torch.ones(5), what='it')\n"

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.board import LINE_BITS
-from distsession.engine.collectives import describe, size
-from distsession.engine.trace import FLAGS, IS_ASYNC, OPERATIONS, Log, begin_wait, end
-from distsession.timeline import chrome, picture
+from distsession.engine.collectives.operations import describe, size
+from distsession.engine.timeline import FLAGS, IS_ASYNC, OPERATIONS, Log, begin_wait, end
+from distsession.protocol.board import LINE_BITS
+from distsession.timeline import chrome_trace, svg
 from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
 from distsession.timeline.timeline import Timeline
 from distsession.timeline.waits import merge, shares, union, waits
@@ -204,7 +204,7 @@ def test_whatever_was_recorded_can_be_shown_and_saved(given_traces: list[RankTra
     shown = timeline(*given_traces)
     assert repr(shown).startswith(shown.sentence)
     parse(shown._repr_html_())
-    events = chrome.trace(shown.merged, {})["traceEvents"]
+    events = chrome_trace.trace(shown.merged, {})["traceEvents"]
     assert json.loads(json.dumps(events)) == events
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
@@ -244,9 +244,9 @@ def texts(page: str, tag: str) -> list[str]:
 def test_the_picture_names_and_marks_the_late_rank() -> None:
     shown = timeline(*LATE)
     page = shown._repr_html_()
-    svg = parse(page)
-    assert svg.get("role") == "img"
-    assert svg.get("aria-label") == shown.sentence
+    root = parse(page)
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == shown.sentence
     assert "▸ rank 1" in texts(page, "text")
     assert "rank 0" in texts(page, "text")
     titles = texts(page, "title")
@@ -287,14 +287,14 @@ def test_a_cell_that_took_no_time_can_be_drawn() -> None:
     [(123.4, "123.4 s"), (0.31, "0.31 s"), (0.042, "42 ms"), (0.0042, "4.2 ms"), (1e-5, "10 us")],
 )
 def test_seconds_are_written_short(seconds: float, text: str) -> None:
-    assert picture.seconds_text(seconds) == text
+    assert svg.seconds_text(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(16, "16 B"), (4200, "4.2 kB"), (1_300_000_000, "1.3 GB"), (0, "0 B")]
 )
 def test_sizes_are_written_short(count: int, text: str) -> None:
-    assert picture.size_text(count) == text
+    assert svg.size_text(count) == text
 
 
 # --- torch's profiler -----------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_events_of_a_profile_are_moved_to_their_rank_and_time() -> None:
         epoch=7_000 * MS - 60 * MS,
         profile=json.dumps(written).encode(),
     )
-    events = chrome.trace(merge([known]), {})["traceEvents"]
+    events = chrome_trace.trace(merge([known]), {})["traceEvents"]
     (product,) = [e for e in events if e["name"] == "aten::mm"]
     assert (product["pid"], product["ts"], product["dur"]) == (1, pytest.approx(10_000), 5.0)
     (kernel,) = [e for e in events if e["name"] == "kernel"]

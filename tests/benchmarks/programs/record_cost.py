@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distsession.board import Board, file_size, make_file
-from distsession.engine.group import Groups, SwappableGroup
-from distsession.engine.recorder import Recorder
+from distsession.engine.collectives.group import Groups, SwappableGroup
+from distsession.engine.collectives.recorder import Recorder
+from distsession.protocol.board import Board, file_size, make_file
 
 BATCH = 14
 """As many operations as the others may be ahead."""

@@ -1,0 +1,653 @@
+"""Ranks on this machine: agents that fork them, one for each node that the machine plays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distsession.cluster.agents import Agents
+from distsession.cluster.base import Launcher, OutputMessage, Pending
+from distsession.cluster.channel import SocketChannel
+from distsession.cluster.descriptor_limit import check_room, with_remedy
+from distsession.cluster.folder import PrivateFolder
+from distsession.cluster.interrupts import interrupts_held
+from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
+from distsession.cluster.monitor import AGENT_GONE, Monitor, RankUnreported, agent_text
+from distsession.cluster.process_state import GONE, STOPPED, has_ended, process_state
+from distsession.cluster.reconnect import Halted, Reconnect, failure_of
+from distsession.errors import (
+    EngineDiedError,
+    LaunchError,
+    LaunchTimeoutError,
+    SessionStateError,
+)
+from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.diagnosis import describe_operation
+from distsession.protocol.messages import (
+    Abort,
+    AskGauges,
+    AskLook,
+    Gauges,
+    LookReply,
+    PrepareAgent,
+    RejoinRequest,
+    StackReply,
+    StartRanks,
+    StopRanks,
+)
+from distsession.ranks import HostInfo, RankInfo, ranks_text
+
+__all__ = ["LocalLauncher"]
+
+log = logging.getLogger(__name__)
+
+DESCRIPTORS, DESCRIPTORS_OF_RANK = 24, 6
+"""How many descriptors a session takes in the kernel, and how many more for each rank."""
+CLIENT_DESCRIPTORS, CONTROLLER_DESCRIPTORS = 40, 130
+"""How many ipyparallel (9.2) takes in the kernel, and in its controller beside some for each rank.
+Without them zmq ends the process, or nobody answers any more."""
+
+LOOK_FOR_ENDS_S = 0.25
+"""Seconds between two looks for ranks that have ended and of which no agent tells."""
+STOPPED_AGENT_S = 0.5
+"""Seconds after which a rank that has ended counts as dead though its agent, stopped by a signal,
+says nothing."""
+SILENT_AGENT_S = 10.0
+"""The same of an agent that is not stopped, and may only be slow."""
+SETTLE = 1.0
+"""Seconds that ranks have to come to an end before some others are replaced."""
+SETTLE_PER_RANK = 0.05
+"""By how much each of them makes that longer."""
+END = 5.0
+"""Seconds that a rank which did not come into its group has to end."""
+
+
+class LocalLauncher(Launcher):
+    """Starts agents and, through them, ranks on this machine.
+
+    Args:
+        options: What to start.
+        on_background: Takes output that belongs to no run, in a thread of its own.
+    """
+
+    name = "local"
+    channel: SocketChannel
+
+    def __init__(self, options: SessionOptions, on_background: Callable[[OutputMessage], None]):
+        check_room(DESCRIPTORS, "A session")
+        self._options = options
+        self._generation = 0
+        self._forked_in: dict[int, int] = {}
+        self.is_broken = False
+        self._reconnect: Reconnect | None = None
+        self._problem = ""
+        """Why the process group could not be connected anew; empty where that was not tried."""
+        self._gauges_asked: dict[int, int] = {}
+        self._unreported: dict[int, float] = {}
+        self._looked_at = 0.0
+        self._plan: RankPlan | None = None
+        self._controller: Controller | None = None
+        self._controller_lock = threading.Lock()
+        self._registering = threading.Lock()
+        """Held while ranks are replaced, or told to register with ipyparallel's controller."""
+        self._told: dict[int, int] = {}
+        self._asking = 0
+        """How many threads wait for ipyparallel's client."""
+        self._closing = threading.Lock()
+        self._closed = False
+        self._owner = os.getpid()
+        self._monitor = Monitor(self._on_death, self._operation_of)
+        self._background = Pending(0, [-1])
+        with contextlib.ExitStack() as made:
+            self._folder = PrivateFolder()
+            made.callback(self._folder.remove)
+            self._board_file = make_file()
+            made.callback(os.close, self._board_file)
+            self._agents = Agents(self.folder, self._board_file, self._pids_of)
+            made.callback(self._agents.close)
+            self.channel = SocketChannel(self.folder, self._hear, self._background)
+            made.callback(self.channel.close)
+            self.channel.payloads.relays.is_expected = self._monitor.is_gone
+            self.channel.has_ended = self._has_ended
+            threading.Thread(
+                target=self._background.wait, args=(on_background,), name="distsession-background",
+                daemon=True,
+            ).start()  # fmt: skip
+            made.callback(
+                self._background.put_death, EngineDiedError("", rank=-1, pid=0, returncode=0)
+            )
+            self._made = made.pop_all()
+
+    @property
+    def folder(self) -> str:
+        """The session's private folder: sockets and logs."""
+        return self._folder.path
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self) -> tuple[RankInfo, ...]:
+        deadline = time.monotonic() + self._options.start_timeout
+        try:
+            host = self._start_agents(range(self._options.nodes), deadline)
+            self._plan = plan_ranks(self._options, host)
+            world = self._plan.world_size
+            check_room(DESCRIPTORS_OF_RANK * world, f"A session of {world} ranks")
+            os.ftruncate(self._board_file, file_size(world))
+            self.board = Board(self._board_file, world)
+            infos = self._launch(range(world), deadline)
+            if self._options.ipyparallel == "eager":
+                self._register_behind()
+            return infos
+        except LaunchTimeoutError as error:
+            raise LaunchTimeoutError(
+                f"the ranks did not start within start_timeout={self._options.start_timeout:g} s: "
+                f"{error}{self._close_with_log()}"
+            ) from None
+        except LaunchError as error:
+            raise type(error)(f"{with_remedy(str(error))}{self._close_with_log()}") from None
+        except OSError as error:
+            self.close()
+            raise LaunchError(
+                f"the session could not be set up: {with_remedy(str(error))}. "
+                "`distsession doctor` says what this machine lacks."
+            ) from error
+        except BaseException:  # also Ctrl-C: nothing stays
+            self.close()
+            raise
+
+    def _start_agents(self, nodes: Sequence[int], deadline: float) -> HostInfo:
+        """Start the agents of some nodes and wait until they can fork."""
+        for node in nodes:
+            self._monitor.expect(node)
+            self._gauges_asked.pop(node, None)
+            self._agents.start(node)
+        self._folder.sweep()  # while the agents import torch
+        for node, link in self._agents.accept(deadline).items():
+            self.channel.hear_agent(node, link)
+            self._agents.send(node, PrepareAgent(self._options.preload, tuple(sys.path)))
+        hosts = [
+            self._monitor.wait_host(node, partial(self._agents.runs, node), deadline)
+            for node in nodes
+        ]
+        return hosts[0]
+
+    def _hear(self, event: object) -> None:
+        self._monitor.hear(event)
+        if event is None:  # the store is gone with the first agent: no rank can go on without it
+            self._agents.terminate()
+
+    def _close_with_log(self) -> str:
+        """End everything; gives what the agents wrote, for the message."""
+        tails = self._agents.log_tails()
+        self.close()
+        return tails
+
+    def _launch(self, ranks: Sequence[int], deadline: float) -> tuple[RankInfo, ...]:
+        """Fork these ranks into the present generation and wait for the whole world."""
+        plan = self._plan
+        assert plan is not None
+        world = range(plan.world_size)
+        self._monitor.forget(ranks)
+        for rank in ranks:
+            self.channel.set_identity(rank, self._generation, plan.node_of(rank))
+            self._forked_in[rank] = self._generation
+        self._fork(ranks, deadline)
+        halted = Halted(self.pids)
+        rejoining = [rank for rank in world if rank not in ranks]
+        pending = None
+        if rejoining:
+            pending = self.channel.submit(
+                rejoining,
+                lambda number: RejoinRequest(number, self._generation, self._options.start_timeout),
+                [],
+            )
+        try:
+            self._monitor.wait_ready(
+                world,
+                self._generation,
+                deadline,
+                lambda: failure_of(pending) or halted.look(rejoining),
+            )
+        finally:
+            if pending is not None:
+                self.channel.forget(pending)
+        self.channel.payloads.link(ranks)
+        self.is_broken = False
+        return self.infos
+
+    def _fork(self, ranks: Sequence[int], deadline: float) -> None:
+        """Have the agents fork these ranks; that of the first node, which has the store, first."""
+        plan = self._plan
+        assert plan is not None
+        start = StartRanks(
+            ranks=(),
+            world_size=plan.world_size,
+            generation=self._generation,
+            devices=(),
+            backend=plan.backend,
+            timeout=self._options.timeout,
+            seed=self._options.seed,
+            seed_per_rank=self._options.seed_per_rank,
+            threads=plan.threads,
+            check=self._options.check,
+            board=self._board_file,
+            folder=self.folder,
+            cwd=os.getcwd(),
+            sys_path=tuple(sys.path),
+            environ=dict(os.environ),
+            is_whole=len(ranks) == plan.world_size,
+            nodes=plan.nodes,
+        )
+        self._monitor.store_port = port = 0
+        for node in range(plan.nodes):
+            here = plan.ranks_of(node)
+            wanted = tuple(rank for rank in ranks if rank in here)
+            if node and not wanted:
+                continue
+            if node:
+                port = port or self._monitor.wait_store(deadline)
+            devices = tuple(plan.devices[rank] for rank in here)
+            self._agents.send(
+                node, replace(start, ranks=wanted, devices=devices, node=node, store_port=port)
+            )
+            if node and not self.channel.payloads.relays.wait_up(
+                node, partial(self._agents.runs, node), deadline
+            ):
+                raise LaunchError(f"the relay of node {node} did not come up.")
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        world = range(self._plan.world_size if self._plan is not None else 0)
+        if any(rank not in self._monitor.ready for rank in world):
+            return ()  # it is starting
+        return tuple(self._monitor.ready[rank] for rank in world)
+
+    # --- the process group ------------------------------------------------------------------------
+
+    def abort(
+        self, kind: str, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+    ) -> None:
+        self.is_broken = True
+        message = Abort(kind, text, self._generation, interrupt, tuple(refuse))
+        for rank in self._living():
+            self.channel.send_control(rank, message)
+
+    def refuse(self, requests: Sequence[int]) -> None:
+        message = Abort("refused", "", -1, 0, tuple(requests))
+        for rank in self._living():
+            self.channel.send_control(rank, message)
+
+    @property
+    def must_reconnect(self) -> bool:
+        return self.is_broken or bool(self._monitor.store_ended)
+
+    def rejoin(self) -> str:
+        self._reconnect = reconnect = Reconnect(self, self._world)
+        try:
+            self._problem = reconnect.run()
+        finally:
+            self._reconnect = None
+        self.is_broken = bool(self._problem)
+        return self._problem
+
+    def cancel_rejoin(self, pending: Pending | None = None) -> bool:
+        reconnect = self._reconnect
+        if reconnect is None or (pending is not None and not reconnect.asks_by(pending)):
+            return False
+        reconnect.cancel()
+        return True
+
+    def begin_generation(self) -> int:
+        """The number of a generation that begins now."""
+        if not self._monitor.store_is_down:
+            self._monitor.store_ended = ""  # what is in the store now is of no earlier one
+        self._generation += 1
+        return self._generation
+
+    def store_problem(self) -> str:
+        """Why there is no store at which ranks could meet; nothing if there is one."""
+        if not self._monitor.store_is_down:
+            return ""
+        return "there is no rendezvous store: session.restart() starts it again, with all ranks"
+
+    def pids(self) -> dict[int, int]:
+        """The process of each rank."""
+        return {rank: info.pid for rank, info in self._monitor.ready.items()}
+
+    def log_path(self, rank: int, stream: str) -> Path | None:
+        generation = self._forked_in[rank]
+        return Path(self.folder, "logs", f"rank{rank}-{generation}.{stream.removeprefix('std')}")
+
+    def waits_for(self) -> str:
+        if self._plan is None:
+            modules = ", ".join(("torch", *self._options.preload))
+            return f"{modules} to be imported"
+        world = range(self._plan.world_size)
+        if late := self._monitor.late(world, self._generation):
+            return f"{ranks_text(late)} to join the process group"
+        if not self._asking:
+            return ""
+        if self._controller is None or not self._controller.is_ready:
+            return "ipyparallel's controller to start"
+        if late := self._monitor.late_engines(world):
+            return f"{ranks_text(late)} to be idle and register with ipyparallel's controller"
+        return ""
+
+    def trouble(self) -> str:
+        has_died = self._controller is not None and self._controller.has_died
+        parts = [
+            self._group_trouble(),
+            self._monitor.store_ended or self._monitor.tcp_store_ended,
+            CONTROLLER_GONE if has_died else "",
+            self.channel.payloads.relays.trouble(),
+            *self._stopped_agents(),
+        ]
+        return " ".join(filter(None, parts))
+
+    def _group_trouble(self) -> str:
+        if not self.is_broken or self.channel.pending():
+            return ""
+        if self._problem:
+            return f"The process group is not connected: {self._problem}."
+        return "The process group is not connected; the next run connects it anew."
+
+    def _stopped_agents(self) -> Iterator[str]:
+        for node in range(self._options.nodes):
+            if self._agents.runs(node) and process_state(pid := self._agents.pid(node)) in STOPPED:
+                who = agent_text(node)
+                yield (
+                    f"{who[0].upper()}{who[1:]} (pid {pid}) is stopped by SIGSTOP or a debugger: "
+                    "no rank can be replaced, and none that ends is reported. "
+                    f"`kill -CONT {pid}` lets it go on."
+                )
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank that was ready is gone, told or not."""
+        info = self._monitor.ready.get(rank)
+        if info is None or info.generation < self._forked_in[rank]:  # of the one before
+            return False
+        return process_state(info.pid) in GONE and process_state(os.getpid()) not in GONE
+
+    def unreported(self, rank: int) -> str:
+        node = self.infos[rank].node_rank
+        pid = self._agents.pid(node)
+        who = f"{agent_text(node)} (pid {pid})"
+        if process_state(pid) in STOPPED:
+            return f"{who} cannot say how, since it is stopped: `kill -CONT {pid}` lets it go on"
+        return f"{who} has not said how"
+
+    def note_unreported(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_FOR_ENDS_S:
+            return
+        self._looked_at = now
+        for info in self.infos:
+            rank = info.rank
+            is_late = rank not in self._monitor.dead and has_ended(info.pid)
+            if not is_late or self._closed:
+                self._unreported.pop(info.pid, None)
+                continue
+            since = self._unreported.setdefault(info.pid, now)
+            is_stopped = process_state(self._agents.pid(info.node_rank)) in STOPPED
+            if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
+                self._monitor.hear(RankUnreported(rank, info.pid, self.unreported(rank)))
+
+    def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
+        return self.channel.ask_stacks(ranks, timeout)
+
+    def look(
+        self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
+    ) -> dict[int, LookReply]:
+        return self.channel.ask(ranks, lambda number: AskLook(number, code, inspect), timeout)
+
+    def gauges(self, timeout: float) -> Gauges | None:
+        assert self._plan is not None
+        gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
+        nodes = [node for node in range(self._plan.nodes) if self._agents.runs(node)]
+        for node in nodes:
+            last = self._gauges_asked.get(node, 0)
+            # A stopped agent must not be sent questions until there is no room for them.
+            if not last or self._monitor.has_gauges(node, last):
+                self._gauges_asked[node] = last + 1
+                self._agents.send(node, AskGauges(last + 1, gpus, node))
+        asked = {node: self._gauges_asked[node] for node in nodes}
+        return self._monitor.wait_gauges(asked, timeout)
+
+    @property
+    def _world(self) -> range:
+        assert self._plan is not None
+        return range(self._plan.world_size)
+
+    def _living(self) -> list[int]:
+        return [rank for rank in self._world if rank not in self._monitor.dead]
+
+    # --- ipyparallel ------------------------------------------------------------------------------
+
+    def client(self, timeout: float) -> Any:
+        self._asking += 1
+        try:
+            return self._client(timeout)
+        finally:
+            self._asking -= 1
+
+    def _client(self, timeout: float) -> Any:
+        assert self._plan is not None
+        deadline = time.monotonic() + timeout
+        world = range(self._plan.world_size)
+        self._check_engines()
+        self._retry()
+        controller = self._register(timeout)
+        ids = self._monitor.wait_registered(world, max(0.0, deadline - time.monotonic()))
+        self._check_engines()
+        for rank in world:
+            if ids.get(rank, 0) < 0:
+                raise LaunchError(
+                    f"rank {rank} could not register with ipyparallel's controller, so %px and "
+                    "session.client do not work: "
+                    f"{with_remedy(self._monitor.unregistered[rank] + '.')} Cells and calls do "
+                    "not need it."
+                )
+        if missing := [rank for rank in world if rank not in ids]:
+            raise LaunchTimeoutError(
+                f"{ranks_text(missing)} did not register with ipyparallel's controller within "
+                f"{timeout:g} s. A rank registers when it is idle: is one still running?"
+            )
+        return controller.client(ids.values(), max(1.0, deadline - time.monotonic()))
+
+    def _check_engines(self) -> None:
+        """Refuse to wait for engines that cannot register."""
+        if not self.is_alive:
+            raise SessionStateError(SESSION_CLOSED if self._closed else AGENT_GONE)
+        if dead := sorted(self._monitor.dead):
+            raise SessionStateError(
+                f"ipyparallel's client needs all ranks, and {ranks_text(dead)} "
+                f"{'has' if len(dead) == 1 else 'have'} died: session.restart({dead}) first."
+            )
+
+    def _register(self, timeout: float) -> Controller:
+        """Start ipyparallel's controller if nobody has yet, and have the ranks register."""
+        with self._controller_lock:
+            controller = self._controller
+            if controller is None or controller.has_failed:
+                if controller is not None:
+                    controller.close()
+                if self._closed:
+                    raise SessionStateError(SESSION_CLOSED)
+                assert self._plan is not None
+                check_room(
+                    CLIENT_DESCRIPTORS,
+                    "ipyparallel",
+                    CONTROLLER_DESCRIPTORS + 8 * self._plan.world_size,
+                )
+                controller = self._controller = Controller(self.folder, self._agents.pid())
+            controller.start()
+        controller.wait_ready(timeout)
+        with self._registering:
+            self._tell(controller)
+        return controller
+
+    def _tell(self, controller: Controller) -> None:
+        """Tell each rank's present process once where the controller is."""
+        assert self._plan is not None
+        for rank in range(self._plan.world_size):
+            if self._told.get(rank) != self._forked_in[rank]:
+                self.channel.send_control(rank, controller.info())
+                self._told[rank] = self._forked_in[rank]
+
+    def _retry(self) -> None:
+        """Ranks that could not register try again."""
+        with self._registering:
+            failed = [rank for rank, number in self._monitor.engine_ids.items() if number < 0]
+            self._monitor.forget_engines(failed)
+            for rank in failed:
+                self._told.pop(rank, None)
+
+    def _register_behind(self) -> None:
+        """The same, while nobody waits for it."""
+
+        def register() -> None:
+            try:
+                self._register(self._options.start_timeout)
+            except (LaunchError, SessionStateError) as error:
+                if not self._closed:
+                    log.warning("%s", error)
+
+        threading.Thread(target=register, name="distsession-register", daemon=True).start()
+
+    # --- restart ----------------------------------------------------------------------------------
+
+    def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
+        with self._registering:
+            return self._restart(ranks)
+
+    def _restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
+        assert self._plan is not None
+        deadline = time.monotonic() + self._options.start_timeout
+        wanted = tuple(range(self._plan.world_size)) if ranks is None else tuple(ranks)
+        # A rank that is dead now must come back too: the group needs all of them.
+        wanted = tuple(sorted({*wanted, *self._monitor.dead}))
+        if ranks is not None:
+            others = [rank for rank in self._living() if rank not in wanted]
+            if text := Halted(self.pids).look_twice(others):
+                raise SessionStateError(f"the new process group needs all ranks, but {text}.")
+            be = "is" if len(wanted) == 1 else "are"
+            self.abort("replaced", f"{ranks_text(wanted)} {be} being replaced by a fresh process")
+            self._wait_idle(others)
+        if stopped := list(self._stopped_agents()):
+            raise SessionStateError(stopped[0])
+        engine_ids = [
+            self._monitor.engine_ids.get(rank, rank) for rank in wanted if rank in self._told
+        ]
+        living = [rank for rank in wanted if rank not in self._monitor.dead]
+        gone = [node for node in range(self._plan.nodes) if not self._agents.runs(node)]
+        if gone:
+            self._start_agents(gone, deadline)
+        for node in range(self._plan.nodes):
+            if here := tuple(rank for rank in living if rank in self._plan.ranks_of(node)):
+                self._agents.send(node, StopRanks(here))
+        if living:
+            self._monitor.wait_exited(living, self._options.start_timeout)
+        self.begin_generation()
+        try:
+            infos = self._launch(wanted, deadline)
+        except BaseException as error:
+            self._give_launch_up(wanted, error)
+            raise
+        self._register_anew(engine_ids)
+        return infos
+
+    def _give_launch_up(self, ranks: Sequence[int], error: BaseException) -> None:
+        """Nobody stays in a group that did not come together; fresh ranks that did not join end."""
+        assert self._plan is not None
+        late = tuple(self._monitor.late(ranks, self._generation))
+        self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"
+        self.abort("failed", f"{ranks_text(ranks)} could not be started")
+        with contextlib.suppress(SessionStateError):  # an agent is gone, and its ranks with it
+            for node in range(self._plan.nodes):
+                if here := tuple(rank for rank in late if rank in self._plan.ranks_of(node)):
+                    self._agents.send(node, StopRanks(here))
+        self._monitor.wait_exited(late, END)
+        self._monitor.lose(late)
+
+    def _wait_idle(self, ranks: Sequence[int]) -> None:
+        """Ranks that are to join a new group must have nothing else to do."""
+        deadline = time.monotonic() + SETTLE + SETTLE_PER_RANK * len(ranks)
+        while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
+            if time.monotonic() > deadline:
+                raise SessionStateError(
+                    f"{ranks_text(busy)} still run{'s' if len(busy) == 1 else ''} something, and "
+                    "the new process group needs all ranks: stop it first with "
+                    "session.interrupt(), or replace all of them with session.restart()."
+                )
+            time.sleep(0.005)
+
+    def _register_anew(self, engine_ids: Sequence[int]) -> None:
+        """Fresh ranks register if those before them had been asked to."""
+        controller = self._controller
+        if controller is None:
+            return
+        if controller.has_died:
+            log.warning("ipyparallel's controller is gone; a new one is started")
+            with self._controller_lock:
+                controller.close()
+                self._controller = None
+            self._told.clear()
+            self._monitor.forget_engines(list(self._monitor.engine_ids))
+            self._register_behind()
+        elif controller.is_ready:
+            controller.unregister([number for number in engine_ids if number >= 0])
+            self._tell(controller)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._closed and self._agents.runs() and not self._monitor.agent_gone
+
+    def dead_ranks(self) -> dict[int, EngineDiedError]:
+        return dict(self._monitor.dead)
+
+    def _operation_of(self, rank: int) -> str:
+        """The collective that a rank's main thread waits in, or waited in when it ended."""
+        operations = self.board.regions[rank].operations() if self.board is not None else ()
+        if not operations or not operations[-1].is_waiting:
+            return ""
+        return describe_operation(operations[-1])
+
+    def _on_death(self, error: EngineDiedError) -> None:
+        if self.board is not None:
+            self.board.regions[error.rank].ask_nothing()
+        self.channel.bury(error)
+
+    # --- close ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:  # a forked child of the kernel owns nothing of this
+            return
+        with interrupts_held(self._agents.hurry):
+            with self._closing:
+                if self._closed:
+                    return
+                self._closed = True
+            self._monitor.closing = True
+            self.channel.close()
+            self._agents.release()
+            with self._controller_lock:
+                if self._controller is not None:
+                    self._controller.close()
+            self._agents.close()
+            self._monitor.hear(None)
+            self._made.close()
+
+    def _pids_of(self, node: int) -> list[int]:
+        dead = self._monitor.dead
+        infos = list(self._monitor.ready.values())
+        return [info.pid for info in infos if info.node_rank == node and info.rank not in dead]

@@ -1,0 +1,315 @@
+"""Results, tables and errors as text and HTML.
+
+Pure functions from data to strings; nothing here knows IPython.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import linecache
+import os
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
+from distsession.ranks import RankInfo, format_ranks, ranks_text
+
+__all__ = [
+    "ASKING",
+    "Bundle",
+    "config_rows",
+    "devices_html",
+    "devices_text",
+    "diagnosis_html",
+    "diagnosis_text",
+    "error_line",
+    "error_place",
+    "fold",
+    "fold_bundles",
+    "fold_text",
+    "rank_label",
+    "remote_traceback",
+    "state_and_since",
+    "table_html",
+    "table_text",
+    "without_times",
+]
+
+_LONGEST_REASON = 500
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/distsession/engine/")
+
+Bundle = tuple[dict[str, Any], dict[str, Any]]
+K = TypeVar("K", bound=Hashable)
+
+
+def rank_label(ranks: Sequence[int]) -> str:
+    """``[rank 2]`` or ``[ranks 0-3]``."""
+    return f"[rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}]"
+
+
+def fold(shown: Mapping[int, K]) -> list[tuple[tuple[int, ...], K]]:
+    """Put ranks that show the same together; in the order of their lowest ranks."""
+    groups: dict[K, list[int]] = {}
+    for rank in sorted(shown):
+        groups.setdefault(shown[rank], []).append(rank)
+    return [(tuple(ranks), what) for what, ranks in groups.items()]
+
+
+def fold_text(shown: Mapping[int, str]) -> str:
+    """One line (or block) for each group of ranks that show the same."""
+    return "\n".join(_labelled(ranks, text) for ranks, text in fold(shown))
+
+
+def _labelled(ranks: Sequence[int], text: str) -> str:
+    gap = "\n" if "\n" in text else " "
+    return f"{rank_label(ranks)}{gap}{text}"
+
+
+def fold_bundles(shown: Mapping[int, Bundle]) -> list[tuple[tuple[int, ...], Bundle]]:
+    """Like :func:`fold`, for MIME bundles."""
+    keys = {rank: json.dumps(b, sort_keys=True, default=repr) for rank, b in shown.items()}
+    return [(ranks, shown[ranks[0]]) for ranks, _ in fold(keys)]
+
+
+# --- configuration and devices --------------------------------------------------------------------
+
+
+def _memory(amount: int) -> str:
+    return f"{amount / 2**30:.0f} GiB" if amount else "unknown"
+
+
+def config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
+    """What holds for a whole session."""
+    first = infos[0]
+    hosts = sorted({info.host for info in infos})
+    models = sorted({f"{info.device.device.split(':')[0]} ({info.device.name})" for info in infos})
+    return [
+        ("backend", first.backend),
+        ("world size", str(first.world_size)),
+        ("nodes", str(first.nodes)),
+        ("ranks per node", str(first.local_world_size)),
+        ("hosts", ", ".join(hosts)),
+        ("devices", ", ".join(models)),
+        ("torch", first.torch_version),
+        ("python", first.python_version),
+    ]
+
+
+_DEVICE_HEAD = ("rank", "host", "device", "name", "memory")
+
+
+def _device_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(info.rank),
+            info.host,
+            info.device.device,
+            info.device.name,
+            _memory(info.device.memory_bytes),
+        )
+        for info in infos
+    ]
+
+
+def devices_text(infos: Sequence[RankInfo]) -> str:
+    """A line for each rank's device."""
+    return table_text(_DEVICE_HEAD, _device_rows(infos))
+
+
+def devices_html(infos: Sequence[RankInfo]) -> str:
+    """The same as :func:`devices_text`, for a notebook."""
+    return table_html(_DEVICE_HEAD, _device_rows(infos))
+
+
+def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, as wide as they need to be."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; without a head where that is empty."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        # Notebooks align tables to the right, for numbers.
+        start = f'<{tag} style="text-align:left">'
+        return "<tr>" + "".join(f"{start}{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    top = f"<thead>{line(head, 'th')}</thead>" if head else ""
+    return f"<table>{top}<tbody>{body}</tbody></table>"
+
+
+# --- diagnoses ------------------------------------------------------------------------------------
+
+
+_DIAGNOSIS_HEAD = ("rank", "state", "since")
+ASKING = {"debugging": "in the debugger", "asking": "waiting for input"}
+"""Words for the states of a rank that waits for somebody at the notebook."""
+_HALTED = {"stopped": "stopped", "debugged": "held by a debugger", "silent": "not answering"}
+
+
+def diagnosis_text(
+    reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
+) -> str:
+    """The verdict, a line for each rank, and the ranks' stacks if they are wanted."""
+    blocks = [verdict_sentence, table_text(_DIAGNOSIS_HEAD, _report_rows(reports))]
+    blocks += [_labelled(ranks, text) for ranks, text in _stacks(reports) if stacks]
+    return "\n\n".join(blocks)
+
+
+def diagnosis_html(
+    reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
+) -> str:
+    """The same as :func:`diagnosis_text`, for a notebook."""
+    blocks = [
+        f"<p>{html.escape(verdict_sentence)}</p>",
+        table_html(_DIAGNOSIS_HEAD, _report_rows(reports)),
+    ]
+    blocks += [
+        f"<p>{rank_label(ranks)}</p><pre>{html.escape(text)}</pre>"
+        for ranks, text in _stacks(reports)
+        if stacks
+    ]
+    return "".join(blocks)
+
+
+def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:
+    return [(str(rank), *state_and_since(reports[rank])) for rank in sorted(reports)]
+
+
+def state_and_since(report: RankReport) -> tuple[str, str]:
+    """What a rank does, and for how long, as text."""
+    operation = report.operations[-1] if report.operations else None
+    if report.state == "running":
+        if operation is not None and operation.is_waiting:
+            return f"in {_operation_text(operation)}", _seconds(operation.seconds)
+        return f"running {report.place}".rstrip(), _seconds(report.seconds)
+    if report.state in ASKING:
+        at = f" at {report.place}" if report.place else ""
+        return f"{ASKING[report.state]}{at}", _seconds(report.seconds)
+    state = _HALTED.get(report.state, report.state)
+    outcome = report.outcome.strip().partition("\n")[0]
+    return f"{state} ({outcome})" if outcome else state, _seconds(report.seconds)
+
+
+def _operation_text(operation: Operation) -> str:
+    detail = f" ({operation.detail})" if operation.detail else ""
+    place = f" at {operation.place}" if operation.place else ""
+    return f"{operation.name} #{operation.sequence} of {operation.group}{detail}{place}"
+
+
+def without_times(text: str) -> str:
+    """A notice without how long something lasts, which is no news by itself."""
+    return re.sub(r"[\d.]+ (s|min|h)\b", "", text)
+
+
+def _seconds(seconds: float) -> str:
+    """How long; nothing where that is not known."""
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s" if seconds else ""
+
+
+def _stacks(reports: Mapping[int, RankReport]) -> list[tuple[tuple[int, ...], str]]:
+    """The stacks that were sent; ranks that are at the same point together."""
+    shown = {
+        rank: "\n".join(_frame_text(frame) for frame in report.stack).rstrip()
+        for rank, report in reports.items()
+        if report.stack
+    }
+    return fold(shown)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def error_line(ranks: Sequence[int], error: ErrorInfo, where: Mapping[int, str]) -> str:
+    """``ValueError on rank 2 (alpha, cpu) at In[3] line 2: no``."""
+    places = sorted({where[rank] for rank in ranks if rank in where})
+    on = f" ({'; '.join(places[:4])}{'; ...' if len(places) > 4 else ''})" if places else ""
+    line = error_place(error)
+    at = f" at {line}" if line else ""
+    reason = error.evalue.strip().partition("\n")[0]
+    if len(reason) > _LONGEST_REASON:
+        reason = f"{reason[: _LONGEST_REASON - 3]}..."
+    return f"{error.ename} on {ranks_text(ranks)}{on}{at}{f': {reason}' if reason else ''}"
+
+
+def error_place(error: ErrorInfo) -> str:
+    """The line of the cell that failed; without a cell, the innermost one that looks like the
+    user's own. Empty if there is none.
+    """
+    for frame in error.frames:
+        if frame.filename.startswith("In["):
+            return f"{frame.filename} line {frame.lineno}"
+    for frame in reversed(error.frames):
+        if "ipykernel_" in frame.filename:
+            return f"notebook cell line {frame.lineno}"
+        if not frame.filename.startswith("<") and not _LIBRARY.search(frame.filename):
+            return f"{os.path.basename(frame.filename)} line {frame.lineno}"
+    return ""
+
+
+def remote_traceback(error: ErrorInfo, *, message: bool = True) -> str:
+    """The traceback of one exception and of those before it, oldest first.
+
+    Args:
+        error: The exception.
+        message: Say in the end what it says itself.
+    """
+    parts = []
+    if error.cause is not None:
+        link = (
+            "The above exception was the direct cause of the following exception:"
+            if error.cause_is_explicit
+            else "During handling of the above exception, another exception occurred:"
+        )
+        parts += [remote_traceback(error.cause), "", link, ""]
+    parts += [_frame_text(frame) for frame in error.frames]
+    if message:
+        parts.append(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
+    parts += [f"  {note}" for note in error.notes]
+    return "\n".join(parts)
+
+
+def _frame_text(frame: FrameInfo) -> str:
+    inside = "" if frame.name == "<module>" else f", in {frame.name}"
+    lines = frame.context or _local_lines(frame)
+    if _is_cell(frame.filename):
+        head = f"{_cell_name(frame.filename)}, line {frame.lineno}{inside}"
+    else:
+        head = f"{_short(frame.filename)}, line {frame.lineno}{inside}"
+        lines = [(n, text.strip()) for n, text in lines if n == frame.lineno]
+        return "\n".join([head, *(f"    {text}" for _, text in lines)])
+    shown = [
+        f"{'---->' if number == frame.lineno else '     '} {number:>3} {text}"
+        for number, text in lines
+    ]
+    return "\n".join([head, *shown, ""])
+
+
+def _is_cell(filename: str) -> bool:
+    return filename.startswith("In[") or filename.startswith("<") or "ipykernel_" in filename
+
+
+def _cell_name(filename: str) -> str:
+    return "Cell of the notebook" if "ipykernel_" in filename else f"Cell {filename}"
+
+
+def _local_lines(frame: FrameInfo) -> Sequence[tuple[int, str]]:
+    """Lines of a function that was defined in this kernel; the ranks do not have its source."""
+    numbers = range(max(1, frame.lineno - 2), frame.lineno + 3)
+    lines = [(n, linecache.getline(frame.filename, n).rstrip()) for n in numbers]
+    return lines if any(n == frame.lineno and text for n, text in lines) else ()
+
+
+def _short(path: str) -> str:
+    home = os.path.expanduser("~")
+    if path.startswith(home + os.sep):
+        return "~" + path[len(home) :]
+    return path

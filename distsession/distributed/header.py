@@ -1,0 +1,203 @@
+"""What a rank says of a value before it sends it, and the value's way into bytes and back.
+
+Numbers travel in the row itself. Everything else follows as bytes, so that a dtype which the
+backend does not know moves, too.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import numbers
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Call", "Kind", "Row", "dumps", "loads", "pack", "plain_number", "unfit", "unpack"]
+
+MAX_DIMS = 16
+_FIELDS = 8 + MAX_DIMS
+
+_DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+class Call(enum.IntEnum):
+    """The function that a rank is in."""
+
+    ALL_REDUCE = 1
+    REDUCE = 2
+    ALL_GATHER = 3
+    GATHER = 4
+    BROADCAST = 5
+    SCATTER = 6
+    ALL_TO_ALL = 7
+    ALL_GATHER_OBJECT = 8
+    BROADCAST_OBJECT_LIST = 9
+
+
+class Kind(enum.IntEnum):
+    """What a rank brings."""
+
+    NOTHING = 0
+    TENSOR = 1
+    INT = 2
+    FLOAT = 3
+    BOOL = 4
+    TEXT = 5
+    OBJECT = 6
+    UNFIT = 7
+
+    @property
+    def is_number(self) -> bool:
+        return self in (Kind.INT, Kind.FLOAT, Kind.BOOL)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank has said: see ``pack``."""
+
+    call: int
+    root: int
+    kind: Kind
+    dtype: torch.dtype
+    on_gpu: bool
+    nbytes: int
+    bits: int
+    shape: tuple[int, ...]
+
+    def numbers(self) -> list[int]:
+        shape = [*self.shape, *[0] * (MAX_DIMS - len(self.shape))]
+        dtype = _DTYPE_NUMBERS[self.dtype]
+        fixed = [self.call, self.root, self.kind, dtype, self.on_gpu, self.nbytes, self.bits]
+        return [*fixed, len(self.shape), *shape]
+
+    @classmethod
+    def from_numbers(cls, row: Sequence[int]) -> Row:
+        call, root, kind, dtype, on_gpu, nbytes, bits, dims = row[:8]
+        shape = tuple(row[8 : 8 + dims])
+        return cls(call, root, Kind(kind), _DTYPES[dtype], bool(on_gpu), nbytes, bits, shape)
+
+    def __str__(self) -> str:
+        if self.kind is Kind.TENSOR:
+            dtype = str(self.dtype).removeprefix("torch.")
+            return f"a {dtype} tensor of shape {list(self.shape)}"
+        return {
+            Kind.NOTHING: "nothing",
+            Kind.INT: "a whole number",
+            Kind.FLOAT: "a floating-point number",
+            Kind.BOOL: "a bool",
+            Kind.TEXT: "a string",
+            Kind.UNFIT: "something that cannot be sent",
+        }.get(self.kind, "an object")
+
+
+def pack(value: Any, call: int, root: int = -1) -> tuple[Row, bytes | torch.Tensor | None]:
+    """A value's row, and what has to follow it.
+
+    Raises:
+        TypeError: A tensor that is not dense. An object that cannot be pickled does not raise
+            here but, through its row, on all ranks.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise TypeError(f"only dense tensors can be sent, and this one is {value.layout}.")
+        if value.dim() <= MAX_DIMS:
+            nbytes = value.numel() * value.element_size()
+            shape = tuple(value.shape)
+            return Row(call, root, Kind.TENSOR, value.dtype, value.is_cuda, nbytes, 0, shape), value
+    kind, bits, follows = _pack_other(value)
+    size = 0 if follows is None else len(follows)
+    return Row(call, root, kind, torch.uint8, False, size, bits, ()), follows
+
+
+def _pack_other(value: Any) -> tuple[Kind, int, bytes | None]:
+    if value is None:
+        return Kind.NOTHING, 0, None
+    if isinstance(value, numbers.Number):
+        value = plain_number(value)
+    if type(value) is bool:
+        return Kind.BOOL, int(value), None
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return Kind.INT, value, None
+    if type(value) is float:
+        return Kind.FLOAT, struct.unpack("q", struct.pack("d", value))[0], None
+    if type(value) is str:
+        return Kind.TEXT, 0, value.encode("utf-8", "surrogatepass")
+    try:
+        return Kind.OBJECT, 0, dumps(value)
+    except Exception as error:
+        unfit.append(f"{type(error).__name__}: {error}")
+        return Kind.UNFIT, 0, None
+
+
+unfit: list[str] = []
+"""Why this rank's last value could not be pickled."""
+
+
+def plain_number(value: Any) -> Any:
+    """Numpy's numbers as Python's; others as they are."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value
+
+
+def unpack(row: Row, data: torch.Tensor | None, device: torch.device | None = None) -> Any:
+    """The value of a row.
+
+    Args:
+        row: What the sender said.
+        data: The bytes that followed, of dtype uint8.
+        device: Where a tensor belongs. Default: where the bytes are.
+    """
+    if row.kind is Kind.NOTHING:
+        return None
+    if row.kind is Kind.BOOL:
+        return bool(row.bits)
+    if row.kind is Kind.INT:
+        return row.bits
+    if row.kind is Kind.FLOAT:
+        return struct.unpack("d", struct.pack("q", row.bits))[0]
+    if row.kind is Kind.TENSOR:
+        if data is None:
+            data = torch.empty(0, dtype=torch.uint8, device=device)
+        here = data[: row.nbytes].view(row.dtype).view(row.shape)
+        return here if device is None else here.to(device)
+    raw = b"" if data is None else _bytes(data[: row.nbytes])
+    return raw.decode("utf-8", "surrogatepass") if row.kind is Kind.TEXT else loads(raw)
+
+
+def _bytes(data: torch.Tensor) -> bytes:
+    """A uint8 tensor's bytes, without numpy."""
+    raw = bytearray(data.numel())
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(data)
+    return bytes(raw)
+
+
+class _Pickler(pickle.Pickler):
+    """A GPU's tensors are unpickled on the receiver's GPU, not on the sender's."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return _on_my_gpu, (value.detach().cpu(), value.requires_grad)
+        return NotImplemented
+
+
+def _on_my_gpu(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return value.cuda().requires_grad_(requires_grad)
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle of any object."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def loads(raw: bytes) -> Any:
+    """The object of a pickle, which comes from another rank of this program."""
+    return pickle.loads(raw)

@@ -1,0 +1,86 @@
+"""Why an operation broke off, told by its exception as data.
+
+Texts and classes do not say who is to blame: code of the user may catch an error and raise another
+one, and C++ code between makes a ``RuntimeError`` of any. So a reason is attached to the exception
+when it is made, is found again in whatever is raised on top of it, and travels with the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from distsession.protocol.messages import Abort, GivenUp, Reason
+
+__all__ = ["IN_GLOO", "attach", "chain", "find", "has_reason"]
+
+IN_GLOO = "/gloo/"
+"""In the text of each error of gloo's: a path of its source."""
+
+E = TypeVar("E", bound=BaseException)
+
+_NAME = "_distsession_reason"
+_LONGEST_CHAIN = 50
+
+
+def attach(error: E, reason: Reason) -> E:
+    """Let an exception carry why an operation broke off."""
+    setattr(error, _NAME, reason)
+    return error
+
+
+def has_reason(error: BaseException) -> bool:
+    """Whether this exception itself carries a reason."""
+    return hasattr(error, _NAME)
+
+
+def find(error: BaseException, abort: Abort | None = None) -> Reason | None:
+    """The reason of an exception, or of one that it was raised on top of.
+
+    Args:
+        error: What ended the user's code.
+        abort: What the process group was given up for, if it was. An exception that only repeats
+            it, as C++ code does, is one of those that suffered.
+    """
+    parts = list(chain(error))
+    for number, part in enumerate(parts):
+        reason = _own(part, abort)
+        if isinstance(reason, GivenUp):
+            had_own = any(_own(older, abort) is None for older in parts[number + 1 :])
+            return replace(reason, had_own=had_own)
+        if reason is not None:
+            return reason
+    return None
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those before it, newest first."""
+    seen: set[int] = set()
+    part: BaseException | None = error
+    while part is not None and id(part) not in seen and len(seen) < _LONGEST_CHAIN:
+        seen.add(id(part))
+        yield part
+        if part.__cause__ is not None:
+            part = part.__cause__
+        elif part.__suppress_context__ and has_reason(part) and part.__context__ is not None:
+            part = part.__context__.__context__  # it stands for the one that torch raised
+        else:
+            part = part.__context__
+
+
+def _own(error: BaseException, abort: Abort | None) -> Reason | None:
+    reason: Reason | None = getattr(error, _NAME, None)
+    if reason is not None:
+        return reason
+    if isinstance(error, BaseExceptionGroup):
+        parts = [find(part, abort) for part in error.exceptions]
+        return parts[0] if all(part is not None for part in parts) else None
+    if abort is not None:
+        try:
+            text = str(error) if isinstance(error, RuntimeError) else ""
+            repeats = (bool(text and abort.text) and abort.text in text) or IN_GLOO in text
+        except Exception:  # its own __str__ fails
+            return None
+        return GivenUp() if repeats else None
+    return None

@@ -1,0 +1,1 @@
+"""The process group of a session, and what is recorded of each collective."""

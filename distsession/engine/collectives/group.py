@@ -1,0 +1,473 @@
+"""A process group that outlives its connections.
+
+User code holds groups: in DistributedDataParallel, in meshes, in its own variables. Each is one of
+ours, which passes every operation on to an inner group of torch's. When the connections have to be
+given up, the inner group is replaced; whoever holds the outer one goes on. Since every operation
+passes here, whether it is asked for by Python or by C++ (DistributedDataParallel, functional
+collectives), this is also where it is recorded and compared (see ``recorder``).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distsession.engine.collectives import torch_private
+from distsession.engine.collectives.operations import Collectives
+from distsession.engine.collectives.recorder import Recorder, Stream
+from distsession.engine.collectives.work import AnySource, IssuedWork, await_collective
+from distsession.errors import CollectiveError, CollectiveMismatchError
+from distsession.protocol.board import key_of
+from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT
+from distsession.ranks import format_ranks
+
+__all__ = ["Groups"]
+
+NAMES_PER_GENERATION = 100_000
+"""torch names groups by counting them; each generation counts from another number."""
+
+WORLD = "world"
+
+
+class Groups:
+    """All groups of this process.
+
+    Args:
+        recorder: Writes down what they do.
+        detail: See :func:`~distsession.engine.collectives.torch_private.make_native_group`.
+    """
+
+    def __init__(self, recorder: Recorder, *, detail: bool = False):
+        self.recorder = recorder
+        self.generation = 0
+        self._detail = detail
+        self._meeting: dist.Store | None = None
+        self._connect_timeout: timedelta | None = None
+        self._alive: weakref.WeakValueDictionary[str, SwappableGroup] = (
+            weakref.WeakValueDictionary()
+        )
+        self._made: Counter[str] = Counter()
+        """How many groups of each name have been made in this generation: torch gives the name of
+        one that was destroyed to another."""
+        self._named: Counter[tuple[int, ...]] = Counter()
+        torch_private.every_group_is_made_by(self._make, self._agree_to_make, self._name_of)
+
+    def _make(self, options: Any) -> SwappableGroup:
+        """Called by torch for each new group that this rank is a member of."""
+        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        name = str(options.group_id)
+        is_world = not options.global_ranks_in_group
+        group = SwappableGroup(self, name, members, options.group_rank, options.timeout, is_world)
+        group.number = self._made[name]
+        self._made[name] += 1
+        if not is_world:
+            # Here, where one can be told to stop, rather than within gloo.
+            with group.recorded(("new_group",), meets=True):
+                group.connect(options.store)
+        else:
+            store = options.store
+            if self._meeting is not None:  # joining; otherwise it is the user's own doing
+                store = dist.PrefixStore("world", self._meeting)
+            group.connect(store)
+        self._alive[name] = group
+        return group
+
+    def _agree_to_make(self, ranks: Sequence[int] | None) -> None:
+        """Called by torch on each rank, a member or not, before a new group is made.
+
+        torch numbers new groups by counting them, so every rank has to make the same ones in the
+        same order; where one does not, groups meet that do not belong together.
+        """
+        world: Any = dist.group.WORLD
+        if not isinstance(world, SwappableGroup):
+            return
+        members = world.members if ranks is None else list(ranks)
+        if len(set(members)) != len(members) or not set(members) <= set(world.members):
+            return  # which torch refuses
+        with world.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
+            pass
+
+    def _name_of(self, ranks: Sequence[int]) -> str:
+        """Called by torch to name a group that its members make alone.
+
+        torch puts into the name in how many groups a rank is, which differs from member to member,
+        such as for one that is new. How many groups of these members there were does not.
+        """
+        members = tuple(ranks)
+        self._named[members] += 1
+        return f"{key_of(self.generation, self._named[members], *members):016x}"
+
+    def native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        joining = self._connect_timeout if self._meeting is not None else None
+        return torch_private.make_native_group(
+            store, rank, size, timeout, detail=self._detail, connect_timeout=joining
+        )
+
+    @contextmanager
+    def store_wait(self, keys: Sequence[str], is_limited: bool) -> Iterator[None]:
+        """Record that the main thread waits for keys of the store, unless it is for a group.
+
+        Args:
+            keys: Which; those of the generation begin with its name.
+            is_limited: The caller has set a limit, after which it goes on.
+        """
+        recorder = self.recorder
+        if self._meeting is not None or recorder.is_blocked or not recorder.is_main_thread:
+            yield
+            return
+        me, start = recorder.rank, f"generation{self.generation}/"
+        stream = recorder.stream((self.generation, -1), f"{WORLD} {me}->{me}", (me, me))
+        names = ", ".join(repr(key.removeprefix(start)) for key in keys)
+        at = stream.post((LIMITED_STORE_WAIT if is_limited else STORE_WAIT, names))
+        recorder.block(at)
+        try:
+            yield
+        finally:
+            recorder.block(0)
+            stream.end(at)
+
+    # --- a new generation -------------------------------------------------------------------------
+
+    @property
+    def has_world(self) -> bool:
+        """Whether there is a default group that can be connected anew."""
+        return dist.is_initialized() and isinstance(dist.group.WORLD, SwappableGroup)
+
+    def prepare(
+        self, meeting: dist.Store, generation: int, connect_timeout: float | None = None
+    ) -> None:
+        """The default group that is made next belongs to this generation.
+
+        Args:
+            meeting: The generation's own part of the store, through a client that works.
+            generation: Its number.
+            connect_timeout: Seconds that connecting a group may take; by default as its operations.
+        """
+        self.generation = generation
+        self._made.clear()
+        self._named.clear()
+        self._meeting = meeting  # the recorder has been reset: an abort may have come since
+        self._connect_timeout = (
+            None if connect_timeout is None else timedelta(seconds=connect_timeout)
+        )
+
+    def reconnect(self, meeting: dist.Store) -> None:
+        """Connect the default group anew; returns when every rank has."""
+        world: Any = dist.group.WORLD
+        self._keep(world)
+        world.connect(dist.PrefixStore("world", meeting))
+
+    def agree(self, meeting: dist.Store, *, alone: bool) -> None:
+        """Connect anew every group that all its members know; every rank has to do so.
+
+        A group of which a member knows nothing, since its process is new, stays without
+        connections and says so when it is used.
+
+        Args:
+            meeting: The generation's own part of the store.
+            alone: Every rank of the world is new: there is nothing to agree on.
+        """
+        world: Any = dist.group.WORLD
+        torch_private.set_store(world, meeting)
+        if alone:
+            self._meeting = None
+            return
+        torch_private.set_group_count(self.generation * NAMES_PER_GENERATION)
+        mine = {name: g for name, g in self._alive.items() if g is not world}
+        known = {name: group.members for name, group in mine.items()}
+        meeting.set(f"groups/{dist.get_rank()}", json.dumps(known))
+        ranks = range(dist.get_world_size())
+        theirs = [json.loads(text) for text in meeting.multi_get([f"groups/{r}" for r in ranks])]
+        # In the same order everywhere, so that no two ranks wait for each other in different ones.
+        for name, group in sorted(mine.items()):
+            missing = [r for r in group.members if theirs[r].get(name) != group.members]
+            if missing:
+                group.lose(missing)
+            else:
+                self._keep(group)
+                group.connect(dist.PrefixStore(f"group{name}", meeting))
+        self._meeting = None
+        for module in torch_private.data_parallel_modules():
+            torch_private.refresh_data_parallel(module)
+
+    def _keep(self, group: SwappableGroup) -> None:
+        """A group of an earlier generation goes on in this one, on all its members."""
+        group.number = 0
+        self._made[group.getGroupName()] = 1
+
+
+class SwappableGroup(Collectives):
+    """The group that user code holds."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        name: str,
+        members: Sequence[int],
+        rank: int,
+        timeout: timedelta,
+        is_world: bool,
+    ):
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self.members = list(members)
+        self._groups = groups
+        self._recorder = groups.recorder
+        self._my_rank = rank
+        self._limit = timeout
+        self._seconds = timeout.total_seconds()
+        self._name = name
+        self._description = "undefined"
+        self._title = WORLD if is_world else f"group {name} (ranks {format_ranks(members)})"
+        self._lost = ""
+        self.number = 0
+        """How many groups of its name there were before, in this generation."""
+        self._stream: Stream | None = None
+        self._generation = -1
+        self._keys: set[int] = set()
+        self._finalizer: Any = None
+        """Lets its streams go with it."""
+        self.inner: Any = None
+        self.devices: list[torch.device] = []
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def connect(self, store: dist.Store) -> None:
+        """Replace the inner group; returns when all members have."""
+        old = [self.inner]
+        self.inner = None
+        self._lost = "this process group is not connected."
+        # Its threads may need a moment to end, for which nobody has to wait.
+        threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
+        self.inner = self._groups.native(store, self._my_rank, len(self.members), self._limit)
+        self._lost = ""
+
+    def lose(self, missing: Sequence[int]) -> None:
+        """It cannot be connected any more."""
+        self.inner = None
+        self._lost = (
+            f"this process group (ranks {format_ranks(self.members)}) was made before rank "
+            f"{format_ranks(missing)} was replaced, which does not know it: make it again, on all "
+            f"ranks, with dist.new_group({self.members})."
+        )
+
+    def check_alive(self) -> None:
+        """Raise what there is to raise instead of beginning an operation."""
+        if self._recorder.abort is not None:
+            raise self._recorder.error()
+        if self._lost:
+            raise CollectiveError(self._lost)
+
+    # --- recording --------------------------------------------------------------------------------
+
+    def _own_stream(self) -> Stream:
+        if self._stream is None or self._generation != self._groups.generation:
+            self._stream = self._find_stream(self._title, self.members)
+        return self._stream
+
+    def _pair_stream(self, source: int, target: int, tag: int) -> Stream:
+        """The messages from one rank of the group to another."""
+        for rank in (source, target):
+            self.check_member(rank)
+        ends = (self.members[source], self.members[target])
+        name = f"{self._title} {ends[0]}->{ends[1]}{f' tag {tag}' if tag else ''}"
+        return self._find_stream(name, ends, tag)
+
+    def _find_stream(self, name: str, members: Sequence[int], tag: int = 0) -> Stream:
+        groups, recorder = self._groups, self._recorder
+        if self._generation != groups.generation:
+            self._generation = groups.generation
+            self._stream = None
+            self._keys = set()
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, recorder.drop, recorder.epoch, self._keys)
+            self._finalizer.atexit = False
+        stream = recorder.stream((groups.generation, self.number), name, members, tag=tag)
+        self._keys.add(stream.key)
+        return stream
+
+    def _any_stream(self) -> Stream:
+        """What this rank receives from whoever sends first."""
+        return self._find_stream(f"{self._title} any->{self._recorder.rank}", self.members)
+
+    @contextmanager
+    def recorded(
+        self,
+        key: tuple[Any, ...],
+        *,
+        meets: bool = False,
+        from_any: bool = False,
+        limit: float | None = None,
+    ) -> Iterator[None]:
+        """Record what is no collective of torch's, such as the making of a group.
+
+        Args:
+            key: What it is.
+            meets: It begins only when all members have come.
+            from_any: It is a receive from whoever sends first.
+            limit: Seconds within which they have to come. Default: the group's limit.
+        """
+        if self._lost:
+            raise CollectiveError(self._lost)
+        stream = self._any_stream() if from_any else self._own_stream()
+        at = stream.post(key)
+        try:
+            if meets and self._recorder.check:
+                stream.meet(at, self._seconds if limit is None else limit)
+            self._recorder.block(at)
+            yield
+        except CollectiveMismatchError:
+            stream.refuse(at)
+            raise
+        except BaseException as error:
+            stream.end(at)
+            raise self._recorder.explain(error) from None
+        else:
+            stream.end(at)
+        finally:
+            self._recorder.block(0)
+
+    def sender(self, tag: int) -> int:
+        """A member that has begun to send here and whose message is not taken yet; -1 if none."""
+        for rank in range(len(self.members)):
+            if rank != self._my_rank:
+                stream = self._pair_stream(rank, self._my_rank, tag)
+                if stream.posted_by(self.members[rank]) > stream.count:
+                    return rank
+        return -1
+
+    def _collective(
+        self,
+        call: Callable[[Any], Any],
+        key: tuple[Any, ...],
+        is_async: bool,
+        has_sizes: bool = False,
+    ) -> Any:
+        if self._lost:
+            raise CollectiveError(self._lost)
+        stream = self._stream
+        if stream is None or self._generation != self._groups.generation:
+            stream = self._own_stream()
+        recorder = self._recorder
+        at = stream.post(key)
+        if is_async:
+            return self._issue(call, stream, at, key)
+        try:
+            stream.meet(at, self._seconds)
+            if has_sizes:
+                stream.compare_sizes(at)
+        except CollectiveMismatchError:
+            stream.refuse(at)
+            raise
+        except BaseException:
+            stream.fail(at)
+            raise
+        try:
+            recorder.block(at)
+            work = call(self.inner)
+            if work is not None:
+                await_collective(work, recorder)
+        except BaseException as error:
+            stream.withdraw(at)
+            raise recorder.explain(error) from None
+        finally:
+            recorder.block(0)
+        stream.end(at)
+        return work
+
+    def _issue(
+        self,
+        call: Callable[[Any], Any],
+        stream: Stream,
+        at: int,
+        key: tuple[Any, ...],
+        *,
+        is_message: bool = False,
+    ) -> Any:
+        """Begin an operation without waiting for it."""
+        try:
+            stream.look(at)
+            return IssuedWork(call(self.inner), stream, at, key, is_message=is_message)
+        except BaseException as error:
+            stream.withdraw(at)
+            raise self._recorder.explain(error) from None
+
+    def _message(
+        self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
+    ) -> Any:
+        if self._lost:
+            raise CollectiveError(self._lost)
+        stream = self._pair_stream(source, target, tag)
+        return self._issue(call, stream, stream.post(key), key, is_message=True)
+
+    def _any_source(self, tensors: Any, tag: int) -> Any:
+        self.check_alive()
+        if not self._recorder.check:
+            return self.inner.recv_anysource(tensors, tag)
+        return AnySource(self, tensors, tag)
+
+    # --- what else torch asks of a group ----------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return torch_private.BACKEND
+
+    def name(self) -> str:
+        return "gloo"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, text: str) -> None:
+        self._description = text
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> Any:
+        return self.devices  # none as long as torch is making the group
+
+    def __repr__(self) -> str:
+        return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def method(self: SwappableGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "_end_coalescing",
+    "_get_backend",
+    "_get_sequence_number_for_group",
+    "_set_sequence_number_for_group",
+    "_start_coalescing",
+    "_wait_for_pending_works",
+    "abort",
+    "get_group_store",
+    "set_timeout",
+    "shutdown",
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(SwappableGroup, _name, _passed_on(_name))

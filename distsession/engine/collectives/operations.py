@@ -1,0 +1,283 @@
+"""The operations of a process group, each described so that ranks can compare theirs.
+
+torch calls a group's methods with lists of tensors and an options object. The names of the
+operations in messages are those of torch's functions (``all_reduce``), not of these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    ReduceScatterOptions,
+)
+
+__all__ = ["Collectives", "describe", "size"]
+
+_OPS = {
+    hash(getattr(dist.ReduceOp, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+"""torch (2.13) hashes a reduce op to its number."""
+
+
+class Collectives(dist.ProcessGroup):
+    """Describes every operation and hands it to the group that is derived from it."""
+
+    members: list[int]
+    inner: Any
+    _my_rank: int
+    _limit: timedelta
+
+    def _collective(
+        self,
+        call: Callable[[Any], Any],
+        key: tuple[Any, ...],
+        is_async: bool,
+        has_sizes: bool = False,
+    ) -> Any:
+        raise NotImplementedError
+
+    def _message(
+        self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
+    ) -> Any:
+        raise NotImplementedError
+
+    def recorded(
+        self,
+        key: tuple[Any, ...],
+        *,
+        meets: bool = False,
+        from_any: bool = False,
+        limit: float | None = None,
+    ) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def _any_source(self, tensors: Any, tag: int) -> Any:
+        raise NotImplementedError
+
+    def check_member(self, rank: int) -> None:
+        """Refuse a rank of the group that there is not."""
+        if not 0 <= rank < len(self.members):
+            raise ValueError(
+                f"there is no rank {rank} in this process group of {len(self.members)} ranks."
+            )
+
+    def _root(self, opts: Any) -> str:
+        self.check_member(opts.rootRank)
+        return f"root {self.members[opts.rootRank]}"
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = AllreduceOptions() if opts is None else opts
+        tensor = tensors[0]
+        key = ("all_reduce", tensor.dtype, tensor.shape, _op(opts))
+        return self._collective(lambda g: g.allreduce(tensors, opts), key, _is_async(opts))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        opts = AllreduceCoalescedOptions() if opts is None else opts
+        key = ("all_reduce_coalesced", *_kinds(tensors), _op(opts))
+        return self._collective(
+            lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts)
+        )
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        tensor = tensors[0]
+        key = ("broadcast", tensor.dtype, tensor.shape, self._root(opts))
+        return self._collective(lambda g: g.broadcast(tensors, opts), key, _is_async(opts))
+
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        tensor = tensors[0]
+        key = ("reduce", tensor.dtype, tensor.shape, _op(opts), self._root(opts))
+        return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        key = ("all_gather", inputs[0].dtype, inputs[0].shape)
+        return self._collective(lambda g: g.allgather(outputs, inputs, opts), key, _is_async(opts))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        key = ("all_gather_coalesced", *_kinds(inputs))
+        return self._collective(
+            lambda g: g.allgather_coalesced(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        key = ("all_gather_into_tensor", tensor.dtype, tensor.shape)
+        return self._collective(
+            lambda g: g._allgather_base(output, tensor, opts), key, _is_async(opts)
+        )
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        key = ("all_gather_into_tensor", *_kinds(inputs))
+        return self._collective(
+            lambda g: g.allgather_into_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        key = ("gather", inputs[0].dtype, inputs[0].shape, self._root(opts))
+        return self._collective(lambda g: g.gather(outputs, inputs, opts), key, _is_async(opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        key = ("scatter", outputs[0].dtype, outputs[0].shape, self._root(opts))
+        return self._collective(lambda g: g.scatter(outputs, inputs, opts), key, _is_async(opts))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = ReduceScatterOptions() if opts is None else opts
+        key = ("reduce_scatter", outputs[0].dtype, outputs[0].shape, _op(opts))
+        return self._collective(
+            lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        opts = ReduceScatterOptions() if opts is None else opts
+        key = ("reduce_scatter_tensor", output.dtype, output.shape, _op(opts))
+        return self._collective(
+            lambda g: g._reduce_scatter_base(output, tensor, opts), key, _is_async(opts)
+        )
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = ReduceScatterOptions() if opts is None else opts
+        key = ("reduce_scatter_tensor", *_kinds(outputs), _op(opts))
+        return self._collective(
+            lambda g: g.reduce_scatter_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
+        )
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllToAllOptions() if opts is None else opts
+        send = [tensor.numel() for tensor in inputs]
+        receive = [tensor.numel() for tensor in outputs]
+        key = ("all_to_all", inputs[0].dtype, _sizes(send, receive))
+        call = lambda g: g.alltoall(outputs, inputs, opts)  # noqa: E731
+        return self._collective(call, key, _is_async(opts), has_sizes=True)
+
+    def alltoall_base(
+        self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None
+    ) -> Any:
+        opts = AllToAllOptions() if opts is None else opts
+        size = len(self.members)
+        send_sizes = list(send) or [tensor.shape[0] // size] * size
+        receive_sizes = list(receive) or [output.shape[0] // size] * size
+        key = (
+            "all_to_all_single",
+            tensor.dtype,
+            tensor.shape[1:],
+            _sizes(send_sizes, receive_sizes),
+        )
+        call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
+        return self._collective(call, key, _is_async(opts), has_sizes=True)
+
+    all_to_all_single = alltoall_base
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = BarrierOptions() if opts is None else opts
+        return self._collective(lambda g: g.barrier(opts), ("barrier",), _is_async(opts))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        limit = self._limit if timeout is None else timeout
+        with self.recorded(("monitored_barrier",), meets=True, limit=limit.total_seconds()):
+            return self.inner._get_backend(torch.device("cpu")).monitored_barrier(
+                limit, wait_all_ranks
+            )
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, target: int, tag: int) -> Any:
+        key = ("send", tensors[0].dtype, f"{tensors[0].numel()} elements")
+        return self._message(
+            lambda g: g.send(tensors, target, tag), key, self._my_rank, target, tag
+        )
+
+    def recv(self, tensors: Any, source: int, tag: int) -> Any:
+        key = ("recv", tensors[0].dtype, f"{tensors[0].numel()} elements")
+        return self._message(
+            lambda g: g.recv(tensors, source, tag), key, source, self._my_rank, tag
+        )
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Any:
+        return self._any_source(tensors, tag)
+
+
+def _op(opts: Any) -> str:
+    """The reduce op's name. Comparing torch's own objects would cost over a microsecond."""
+    op = opts.reduceOp
+    return _OPS.get(hash(op)) or str(op)
+
+
+def _is_async(opts: Any) -> bool:
+    """What the caller has asked for; C++ callers, and torch before 2.7, do not say: True."""
+    return bool(getattr(opts, "asyncOp", True))
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    for tensor in tensors:
+        yield tensor.dtype
+        yield tensor.shape
+
+
+def _sizes(send: Sequence[int], receive: Sequence[int]) -> str:
+    return f"send {','.join(map(str, send))} receive {','.join(map(str, receive))}"
+
+
+# --- texts and sizes ------------------------------------------------------------------------------
+
+
+def describe(key: tuple[Any, ...]) -> str:
+    """``all_reduce float32 [4, 2], sum`` from what was called."""
+    name, *parts = key
+    detail = ", ".join(part for part in map(_part, parts) if part)
+    return f"{name} {detail}".replace(", [", " [").strip()
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, torch.dtype):
+        return str(part).removeprefix("torch.")
+    if isinstance(part, torch.Size):
+        return str(list(part))
+    if isinstance(part, (str, int)):
+        return str(part)
+    if part is None:
+        return ""
+    if isinstance(part, tuple):
+        return ", ".join(map(_part, part))
+    return str(part)
+
+
+def size(key: tuple[Any, ...]) -> int:
+    """Bytes that the caller itself puts in, or in which it receives."""
+    total = itemsize = count = 0
+    for part in key[1:]:
+        if isinstance(
+            part, torch.dtype
+        ):  # each tensor is a dtype, and a shape or what stands for it
+            total += itemsize * count
+            itemsize, count = part.itemsize, 1
+        elif isinstance(part, torch.Size):
+            count *= part.numel()
+        elif isinstance(part, str) and part.startswith("send "):
+            count *= sum(int(n) for n in part.split()[1].split(",") if n.isdigit())
+        elif isinstance(part, str) and part.endswith(" elements"):
+            count *= int(part.split()[0])
+    return total + itemsize * count

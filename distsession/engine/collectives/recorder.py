@@ -1,0 +1,817 @@
+"""Writing down every operation before it begins, and comparing it with those of the other ranks.
+
+Each rank posts what it is about to do on the board (see ``board``) and reads what its peers have
+posted as the same operation of the same group. Two ways of comparing:
+
+- *meet*, for a collective that its caller waits for anyway: nothing begins before every rank has
+  posted. A rank that comes alone waits here, in Python, where it can be told to stop; a mismatch is
+  seen by every rank before a byte has been sent, so no tensor is changed.
+- *look*, for what is issued asynchronously, and for sends and receives, where waiting for the
+  others could block a correct program: the rank that comes later sees what the earlier one posted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+from distsession.engine import cause
+from distsession.engine.collectives.operations import describe
+from distsession.engine.failure import is_user_code, short_name
+from distsession.engine.timeline import ENDED, FAILED, FLAGS, Entry, Log
+from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
+from distsession.protocol import board as layout
+from distsession.protocol.board import Board, key_of
+from distsession.protocol.cause import (
+    late_remedy,
+    late_text,
+    mismatch_remedy,
+    mismatch_text,
+    sentence,
+)
+from distsession.protocol.messages import Abort, Called, GivenUp, Mismatch, Operation, Overdue
+
+__all__ = ["Posted", "Recorder", "Stream"]
+
+log = logging.getLogger(__name__)
+
+SPINS = 40
+"""How often a rank yields the processor to others before it sleeps between two looks."""
+FIRST_SLEEP = 2e-5
+LONGEST_SLEEP = 1e-3
+WHY = 0.5
+"""Seconds that a rank whose connection was closed waits to be told why."""
+FOR_THE_OTHERS = 0.05
+"""Seconds that a rank which has seen a mismatch waits for what the rest posts, to name them too."""
+
+NAMES = 1000
+"""How many texts of places are kept before those of old cells are dropped."""
+SIGNATURES = 4096
+"""How many operations that differ are known by their text before all are looked at anew."""
+TAGS = 64
+"""How many streams of messages with a tag are kept though nothing of theirs is under way."""
+TAGS_AT_ONCE = 4
+"""How many of those are looked at whenever one more begins."""
+
+Posted = list[int]
+"""A slot's words, as they were when an operation was posted."""
+
+_FRAMES = range(24)
+"""How far up a place in user code is looked for."""
+_LOST = re.compile("[Cc]losed|reset by peer|[Bb]roken pipe")
+"""In what gloo says of a connection that the peer has given up."""
+_LIMIT = re.compile(r"(\d+) ?ms")
+"""In what gloo says of its time limit."""
+_UNKNOWN = Operation("an operation", "world", (), 0)
+_SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
+
+# Words, as plain names of this module: they are read several times in each operation.
+_HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
+_FINGERPRINT, _SIGNATURE, _PLACE = layout.FINGERPRINT, layout.SIGNATURE, layout.PLACE
+_BEGAN, _STATE, _COUNT = layout.BEGAN, layout.STATE, layout.COUNT
+_SEQUENCE_BITS, _SEQUENCE_MASK = layout.SEQUENCE_BITS, layout.SEQUENCE_MASK
+_LINE_BITS = layout.LINE_BITS
+_HALF = layout.TEXT_WORDS // 2
+_now = time.monotonic_ns
+_ISSUED, _WAITING, _DONE = layout.ISSUED, layout.WAITING, layout.DONE
+
+
+class Recorder:
+    """One rank's hand on the board.
+
+    Args:
+        board: Shared by all ranks of the host.
+        rank: Whose region is written.
+        check: Compare with the other ranks; otherwise only write down.
+    """
+
+    def __init__(self, board: Board, rank: int, *, check: bool = True):
+        self.board = board
+        self.rank = rank
+        self.check = check
+        self.words = board.words
+        self.region = board.regions[rank]
+        self.abort: Abort | None = None
+        self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self.log: Log | None = None
+        """Where every operation is kept for a timeline, while code of the user runs."""
+        self.names: dict[int, str] = {}
+        """Texts of places, by their numbers; unlike the board's, none is overwritten."""
+        self._places: dict[str, int] = {}
+        self._streams: dict[int, Stream] = {}
+        self._tagged: OrderedDict[int, Stream] = OrderedDict()
+        self._counts: dict[int, int] = {}
+        """How many operations streams had begun whose room was given to others."""
+        self._dropped: deque[tuple[int, Iterable[int]]] = deque()
+        self._unneeded: list[Stream] = []
+        """Streams of groups that are gone here; a peer may still be about to look."""
+        self._free: list[int] = []
+        """Where streams were that nobody looks at any more."""
+        self.epoch = 0
+        """Counts the generations that this process has seen; streams of others mean nothing."""
+        self._is_full = False
+        self._lock = threading.RLock()
+        """Held to add texts and streams: a group may be used from several threads."""
+        self._turn_at = 0
+        self._main = threading.main_thread().ident
+        self._blocked = self.region.start + layout.BLOCKED_IN
+        self._debuggers = [region.start + layout.IN_DEBUGGER for region in board.regions]
+        self.fence = threading.Lock()
+        """Taking and releasing it is a memory barrier: one's own post is out before one looks."""
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """A new generation begins; nothing is compared with an earlier one."""
+        request, since = self.words[self.region.start + layout.REQUEST], time.monotonic_ns()
+        self.region.clear()
+        self.signatures.clear()
+        self._places.clear()
+        self.names = {}  # a log that is still read keeps the old one
+        self._streams.clear()
+        self._tagged.clear()
+        self._counts.clear()
+        self._unneeded.clear()
+        self._free.clear()
+        self.epoch += 1
+        self.words[self.region.start + layout.SINCE] = since
+        self.words[self.region.start + layout.REQUEST] = request
+        self.abort = None
+
+    def request(self, number: int) -> None:
+        """This request runs from here on; 0 for none."""
+        start = self.region.start
+        self.words[start + layout.SINCE] = time.monotonic_ns()
+        self.words[start + layout.REQUEST] = number
+
+    def begin_log(self) -> Log:
+        """Every operation is kept from here on, until :attr:`log` is None again."""
+        if len(self.names) > NAMES:  # only those that are cached can still be met
+            known = set(self._places.values())
+            self.names = {n: name for n, name in self.names.items() if n in known}
+        self.log = Log(self.names)
+        return self.log
+
+    def forget_stop(self) -> None:
+        """What the group was given up for concerned an earlier request; it is gone all the same."""
+        abort = self.abort
+        if abort is not None and abort.kind != "failed":
+            text = f"the process group was given up and is not connected: {abort.text}"
+            self.abort = replace(abort, kind="failed", text=text)
+
+    def somebody_is_asked(self) -> bool:
+        """Whether a rank's debugger is open, or waits for input: no time limit counts then."""
+        words = self.words
+        return any(words[at] or words[at + 1] for at in self._debuggers)
+
+    @property
+    def is_main_thread(self) -> bool:
+        return threading.get_ident() == self._main
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the main thread waits in an operation."""
+        return self.words[self._blocked] != 0
+
+    # --- for streams ------------------------------------------------------------------------------
+
+    def stream(
+        self, family: tuple[int, int], name: str, members: Sequence[int], *, tag: int = 0
+    ) -> Stream:
+        """The stream of that name, begun now if it was not before.
+
+        Args:
+            family: The generation of the process group, and how many groups of its name there were
+                in it before.
+            name: Unlike any other's of that family.
+            members: The ranks that take part.
+            tag: Of messages. There may be any number of tags, so their streams are given up again.
+        """
+        key = key_of(*family, name)
+        known = self._streams.get(key)
+        if known is None:
+            with self._lock:
+                known = self._streams[key] = self._begin_stream(key, name, members)
+                if tag:
+                    self._tagged[key] = known
+                    self._give_up_tagged()
+        return known
+
+    def _begin_stream(self, key: int, name: str, members: Sequence[int]) -> Stream:
+        at = self.region.add_stream(key, name, members, self._find_room())
+        if at < 0 and not self._is_full:
+            self._is_full = True
+            log.warning(
+                "rank %d has more than %d groups and tags in use: operations of %r, and of those "
+                "that come after it, are neither compared nor shown",
+                self.rank, layout.STREAMS, name,
+            )  # fmt: skip
+        return Stream(self, key, name, members, at, self._counts.pop(key, 0))
+
+    def drop(self, epoch: int, keys: Iterable[int]) -> None:
+        """A group is gone; called at any moment, in any thread.
+
+        Args:
+            epoch: Of this recorder, when the group was made.
+            keys: Of the group's streams.
+        """
+        self._dropped.append((epoch, keys))
+
+    def _find_room(self) -> int:
+        """Where a stream is that no rank needs any more; -1 if there is none."""
+        while self._dropped:
+            epoch, keys = self._dropped.popleft()
+            for key in list(keys) if epoch == self.epoch else ():
+                stream = self._streams.pop(key, None)
+                self._counts.pop(key, None)
+                self._tagged.pop(key, None)
+                if stream is not None and stream.is_watched:
+                    self._unneeded.append(stream)
+        if self._free:
+            return self._free.pop()
+        for number, stream in enumerate(self._unneeded):
+            if stream.is_settled():
+                del self._unneeded[number]
+                return stream.at
+        return -1
+
+    def _give_up_tagged(self) -> None:
+        """Let go of a tag that was first used long ago, where both ends are done with it."""
+        for key in list(self._tagged)[: min(TAGS_AT_ONCE, len(self._tagged) - TAGS)]:
+            stream = self._tagged[key]
+            if stream.is_watched and stream.is_at_rest():
+                self._counts[key] = stream.count
+                del self._tagged[key], self._streams[key]
+                self.words[stream.at + layout.KEY] = 0
+                self._free.append(stream.at)
+            else:
+                self._tagged.move_to_end(key)
+
+    # --- texts ------------------------------------------------------------------------------------
+
+    def sign(self, key: tuple[Any, ...]) -> tuple[int, int]:
+        """Fingerprint and text of an operation that is seen for the first time."""
+        text = describe(key)
+        compared = _SIZES.sub("", text)
+        if key[0] in ("send", "recv"):  # the two ends of one message
+            compared = compared[4:]
+        with self._lock:
+            if len(self.signatures) >= SIGNATURES:
+                self.signatures.clear()
+            number = self._add_text(text)
+            signed = self.signatures[key] = (key_of(compared), number)
+        return signed
+
+    def _add_text(self, text: str) -> int:
+        with self._lock:
+            if self.region.text_end + layout.LONGEST_TEXT // 8 >= self._turn_at:
+                self._turn()
+            return self.region.add_text(text)
+
+    def _turn(self) -> None:
+        """Write down again what is still needed, before the ring of texts comes round to it.
+
+        This is done once in each half of the ring. So every number that is younger than that is
+        good for another half, and those that are older are in none of the caches and no slot.
+        """
+        region = self.region
+        self.signatures.clear()
+        self._places.clear()
+        again: dict[int, int] = {}
+
+        def anew(number: int) -> int:
+            if number not in again:
+                text = region.text(number)
+                again[number] = region.add_text(text) if text else number
+                if number in self.names:
+                    self.names[again[number]] = self.names[number]
+            return again[number]
+
+        words = self.words
+        for at in list(self._slots_in_use()):
+            words[at + _SIGNATURE] = anew(words[at + _SIGNATURE])
+            words[at + _PLACE] = _moved(words[at + _PLACE], anew)
+        asks = region.start + layout.ASKS_AT
+        words[asks] = _moved(words[asks], anew)
+        self._turn_at = (region.text_end // _HALF + 1) * _HALF
+
+    def _slots_in_use(self) -> Iterator[int]:
+        for stream in [*self._streams.values(), *self._unneeded]:
+            if stream.is_watched:
+                yield from stream.slots_in_use()
+
+    def place(self) -> int:
+        """The innermost line of code that is neither torch's nor ours, as a word."""
+        frame = sys._getframe(3).f_back  # of the group's method
+        places = self._places
+        for _ in _FRAMES:
+            if frame is None:
+                break
+            name = frame.f_code.co_filename
+            number = places.get(name)
+            if number is None:
+                number = places[name] = self._add_place(name) if is_user_code(name) else 0
+            if number:
+                return number << _LINE_BITS | (frame.f_lineno or 0)
+            frame = frame.f_back
+        return 0
+
+    def place_of(self, frame: FrameType | None, lineno: int = 0) -> int:
+        """The innermost line of user code from a frame outwards, as a word; 0 if there is none.
+
+        Args:
+            frame: Where to begin.
+            lineno: Of that frame, if it is not the one that the frame is at.
+        """
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
+            frame, lineno = frame.f_back, 0
+        if frame is None:
+            return 0
+        name = frame.f_code.co_filename
+        number = self._places.get(name)
+        if number is None:
+            number = self._places[name] = self._add_place(name)
+        return number << _LINE_BITS | (lineno or frame.f_lineno or 0)
+
+    def _add_place(self, filename: str) -> int:
+        name = short_name(filename)
+        number = self._add_text(name)
+        self.names[number] = name
+        return number
+
+    def block(self, at: int) -> None:
+        """The main thread waits in this operation from here on; 0 for none."""
+        if threading.get_ident() == self._main:
+            self.words[self._blocked] = at
+
+    def place_again(self, place: int) -> int:
+        """A place that was found before, as a word that can be written down now."""
+        name = self.names.get(place >> _LINE_BITS)
+        number = place >> _LINE_BITS if name is None else self._add_text(name)
+        return number << _LINE_BITS | (place & layout.LINE_MASK)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Why an operation broke off: what the group was given up for, not a closed socket."""
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return error
+        text = str(error)
+        if text.startswith("Detected mismatch between collectives"):  # check="detail"
+            return CollectiveMismatchError(text)
+        is_within = "gloo" in text or "timed out" in text  # otherwise it was refused at the door
+        if not is_within and self.abort is None:
+            return error
+        # A peer may have closed its end of a connection a moment before we are told why.
+        deadline = time.monotonic() + WHY
+        while self.abort is None and _LOST.search(text) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.abort is not None:
+            return self.error().with_traceback(error.__traceback__)
+        self.damage()
+        if _LOST.search(text):
+            operation = self._operation()
+            lost = CollectiveError(
+                f"{_described(operation)} broke off: another rank closed its connection, as one "
+                "does that fails, dies or runs into a time limit within an operation."
+            ).with_traceback(error.__traceback__)
+            return cause.attach(lost, GivenUp(operation))
+        if "imed out" in text:
+            return self._overdue(text).with_traceback(error.__traceback__)
+        return error
+
+    def _overdue(self, text: str) -> CollectiveHangError:
+        """What to raise for a time limit of gloo's."""
+        limit = _LIMIT.search(text)
+        *operations, last = [*self.region.operations(), _UNKNOWN]
+        begun = [region.sequences() for region in self.board.regions]
+        found = Overdue(last, ())
+        for operation in reversed(operations):
+            late = [
+                rank
+                for rank in operation.members
+                if begun[rank].get(operation.group, 0) < operation.sequence
+            ]
+            if late or found.operation is _UNKNOWN:
+                found = Overdue(replace(operation, is_waiting=True), tuple(late))
+            if late:
+                break
+        return _late_error(replace(found, limit=int(limit[1]) / 1000 if limit else 0.0), self.rank)
+
+    def damage(self) -> None:
+        """An operation has failed within the group: gloo closes its connections then."""
+        self.words[self.region.start + layout.IS_DAMAGED] = 1
+
+    def error(self, operation: Operation | None = None) -> BaseException:
+        """What an operation of an aborted generation raises.
+
+        Args:
+            operation: One that is refused; by default what the main thread is in.
+        """
+        abort = self.abort
+        assert abort is not None
+        kinds = {
+            "stop": KeyboardInterrupt,
+            "mismatch": CollectiveMismatchError,
+            "hang": CollectiveHangError,
+        }
+        error = kinds.get(abort.kind, CollectiveError)(abort.text)
+        return cause.attach(error, GivenUp(operation or self._operation()))
+
+    def _operation(self) -> Operation | None:
+        """What this rank is in: what the main thread waits in, if it does."""
+        operations = self.region.operations()
+        return replace(operations[-1], is_waiting=True) if operations else None
+
+
+class Stream:
+    """The operations of one group, or from one rank to another, as this rank issues them."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        key: int,
+        name: str,
+        members: Sequence[int],
+        at: int,
+        count: int = 0,
+    ) -> None:
+        self.recorder = recorder
+        self.name = name
+        self.key = key
+        self.count = count
+        self.members = tuple(members)
+        self.open: dict[int, Entry] = {}
+        """What is logged and has not ended, by where it is posted."""
+        self.is_watched = at >= 0
+        """Whether it has room on the board; otherwise nobody sees it."""
+        self.at = max(at, 0)
+        self._words = recorder.words
+        if not self.is_watched:
+            self._words = memoryview(bytearray(8 * layout.STREAM)).cast("Q")
+        self._words[self.at + _COUNT] = count
+        self._base = self._words[self.at + layout.INCARNATION] << _SEQUENCE_BITS
+        self._others = [rank for rank in members if rank != recorder.rank]
+        is_compared = self.is_watched and recorder.check
+        self._peers = [[rank, -1, 0] for rank in self._others if is_compared]
+        """Ranks to compare with; where the stream of each begins (-1: not found yet), its base."""
+        self._found: list[tuple[int, int]] | None = None if self._peers else []
+        """Where the peers' slots begin, and their bases, once all are found."""
+
+    def post(self, key: tuple[Any, ...]) -> int:
+        """Write an operation down; gives where.
+
+        Raises:
+            CollectiveError: The group has been given up; or what else it was given up for.
+        """
+        recorder = self.recorder
+        if recorder.abort is not None:
+            raise recorder.error(self._refused(key))
+        fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
+        place = recorder.place()
+        self.count = sequence = self.count + 1
+        at = self.at + _HEAD + (sequence % _RING) * _SLOT
+        words = self._words
+        words[at + _FINGERPRINT] = fingerprint
+        words[at + _SIGNATURE] = text
+        words[at + _PLACE] = place
+        words[at + _BEGAN] = began = _now()
+        words[at + _STATE] = _ISSUED
+        words[at] = self._base + sequence
+        words[self.at + _COUNT] = sequence
+        log = recorder.log
+        if log is not None:
+            entry = self.open[at] = [self, sequence, key, place, began, 0, 0, 0]
+            log.count += 1
+            log.append(entry)
+        return at
+
+    def _refused(self, key: tuple[Any, ...]) -> Operation:
+        """An operation that is not to be begun."""
+        recorder = self.recorder
+        name, _, detail = describe(key).partition(" ")
+        place = recorder.region.place(recorder.place())
+        sequence = self.count + 1
+        return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
+
+    def end(self, at: int) -> None:
+        """That operation is over, well or not."""
+        self._words[at + _STATE] = _DONE
+        entry = self.open.pop(at, None)
+        if entry is not None:
+            entry[ENDED] = _now()
+
+    def fail(self, at: int) -> None:
+        """That operation is over, without having been done."""
+        if at in self.open:
+            self.open[at][FLAGS] |= FAILED
+        self.end(at)
+
+    def refuse(self, at: int) -> None:
+        """That operation does not match: it is not begun, and stays for its peers to see."""
+        self.fail(at)
+        self._words[at + _STATE] = layout.REFUSED
+
+    def withdraw(self, at: int) -> None:
+        """That operation failed here alone: to its peers it is one that this rank has not begun."""
+        self.fail(at)
+        if self.recorder.abort is None and self._words[at] == self._base + self.count:
+            self._words[at] = 0
+            self.count -= 1
+            self._words[self.at + _COUNT] = self.count
+
+    # --- operations that are waited for later, when their slots may be others' --------------------
+
+    def posted(self, at: int) -> Posted:
+        """What has just been posted there."""
+        return self._words[at : at + _SLOT].tolist()
+
+    def end_posted(self, at: int, posted: Posted) -> None:
+        """That operation is over; its slot is marked if it is still its own."""
+        if at and self._words[at] == posted[0]:
+            self._words[at + _STATE] = _DONE
+
+    def wait_for(self, at: int, posted: Posted, key: tuple[Any, ...]) -> int:
+        """This thread is about to wait for that operation; gives where that can be seen.
+
+        An operation that has lost its slot to a later one gets the spare slot for that time, if
+        it is the main thread that waits; 0 otherwise.
+        """
+        words = self._words
+        if words[at] == posted[0]:
+            return at
+        if not self.is_watched or not self.recorder.is_main_thread:
+            return 0
+        spare = self.at + _HEAD + _RING * _SLOT
+        fingerprint, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
+        place = self.recorder.place_again(posted[_PLACE])
+        values = (fingerprint, text, place, posted[_BEGAN], _WAITING)
+        for word, value in enumerate(values, spare + 1):
+            words[word] = value
+        words[spare] = posted[0]
+        return spare
+
+    # --- whether its room can be given to another -------------------------------------------------
+
+    def slots_in_use(self) -> Iterator[int]:
+        """Where operations are posted that have not ended."""
+        words, base = self._words, self._base >> _SEQUENCE_BITS
+        first = self.at + _HEAD
+        for at in range(first, first + (_RING + 1) * _SLOT, _SLOT):
+            if words[at + _STATE] < _DONE and words[at] >> _SEQUENCE_BITS == base:
+                yield at
+
+    def is_settled(self) -> bool:
+        """Whether every peer has seen all that this rank has posted, or will never look."""
+        return all(self._has_passed(rank) is not False for rank in self._others)
+
+    def is_at_rest(self) -> bool:
+        """Whether the messages of a pair of ranks have all been sent and received.
+
+        The sender lets go first: it can see that the receiver is done. That the sender has let go
+        is what the receiver sees.
+        """
+        if any(True for _ in self.slots_in_use()):
+            return False
+        source, target = self.members[0], self.members[-1]
+        if self.recorder.rank == source:
+            return self._has_passed(target) is True
+        return self._has_passed(source) is None
+
+    def _has_passed(self, rank: int) -> bool | None:
+        """Whether a peer has done as many operations; None if it has no such stream."""
+        region, words = self.recorder.board.regions[rank], self.recorder.words
+        at = region.find_stream(self.key)
+        incarnation = region.incarnation(at, self.key) if at >= 0 else 0
+        if not incarnation:
+            return None
+        count = words[at + _COUNT]
+        if count < self.count:
+            return False
+        slots = words[at + _HEAD : at + layout.STREAM].tolist()
+        return not any(
+            slots[slot] >> _SEQUENCE_BITS == incarnation
+            and slots[slot] & _SEQUENCE_MASK <= self.count
+            and slots[slot + _STATE] < _DONE
+            for slot in range(0, len(slots), _SLOT)
+        )
+
+    # --- comparing --------------------------------------------------------------------------------
+
+    def look(self, at: int) -> None:
+        """Compare with what the peers have posted by now.
+
+        Raises:
+            CollectiveMismatchError: A peer has posted something else.
+        """
+        with self.recorder.fence:
+            pass
+        sequence, fingerprint = self._words[at] & _SEQUENCE_MASK, self._words[at + _FINGERPRINT]
+        if self._are_all_here(sequence, fingerprint):
+            return
+        for peer in self._peers:
+            self._is_here(peer, sequence, fingerprint, is_async=True)
+
+    def meet(self, at: int, timeout: float | None) -> None:
+        """Wait until all peers have posted the same operation.
+
+        Raises:
+            CollectiveMismatchError: A peer has posted something else.
+            CollectiveHangError: The peers did not come within ``timeout`` seconds.
+        """
+        with self.recorder.fence:
+            pass
+        recorder = self.recorder
+        sequence, fingerprint = self._words[at] & _SEQUENCE_MASK, self._words[at + _FINGERPRINT]
+        if self._are_all_here(sequence, fingerprint):
+            return
+        waiting = [p for p in self._peers if not self._is_here(p, sequence, fingerprint)]
+        if not waiting:
+            return
+        recorder.block(at)
+        self._words[at + _STATE] = _WAITING
+        deadline = None if timeout is None else time.monotonic() + timeout
+        looks, pause = 0, FIRST_SLEEP
+        try:
+            while waiting:
+                if recorder.abort is not None:
+                    raise recorder.error()
+                looks += 1
+                if looks < SPINS:
+                    os.sched_yield()
+                else:
+                    time.sleep(pause)
+                    pause = min(LONGEST_SLEEP, pause * 1.2)
+                    if deadline is not None and recorder.somebody_is_asked():
+                        deadline = time.monotonic() + (timeout or 0.0)
+                    elif deadline is not None and time.monotonic() > deadline:
+                        recorder.damage()
+                        raise self._late(at, [peer[0] for peer in waiting], timeout)
+                waiting = [p for p in waiting if not self._is_here(p, sequence, fingerprint)]
+        finally:
+            recorder.block(0)
+
+    def _are_all_here(self, sequence: int, fingerprint: int) -> bool:
+        """Whether all peers have just posted the same; the short way for what is so most often."""
+        found = self._found
+        if found is None:
+            return False
+        words = self._words
+        slot = (sequence % _RING) * _SLOT
+        for begins, base in found:
+            at = begins + slot
+            if words[at] != base + sequence or words[at + _FINGERPRINT] != fingerprint:
+                return False
+        return True
+
+    def _is_here(
+        self, peer: list[int], sequence: int, fingerprint: int, *, is_async: bool = False
+    ) -> bool:
+        if peer[1] < 0 and not self._find(peer):
+            return False
+        words = self._words
+        at = peer[1] + _HEAD + (sequence % _RING) * _SLOT
+        posted, base = words[at], peer[2]
+        if posted == base + sequence:
+            if words[at + _FINGERPRINT] == fingerprint:
+                return True
+            if words[peer[1] + _COUNT] >= sequence + _RING - 1:  # it is writing a later one there
+                return True
+            slot = self.recorder.board.regions[peer[0]].slot(at)
+            raise self._mismatch(sequence, [self._call(peer[0], slot)], is_async=is_async)
+        if posted >> _SEQUENCE_BITS == base >> _SEQUENCE_BITS:
+            return posted > base + sequence  # it is that far ahead only if it found this one alike
+        if words[peer[1] + layout.INCARNATION] != base >> _SEQUENCE_BITS:
+            peer[1] = -1  # the peer has no such group any more; its room is another's
+            self._found = None
+        return False
+
+    def _find(self, peer: list[int]) -> bool:
+        """Look for a peer's stream; whether it is there."""
+        region = self.recorder.board.regions[peer[0]]
+        begins = region.find_stream(self.key)
+        incarnation = region.incarnation(begins, self.key) if begins >= 0 else 0
+        if not incarnation:
+            return False
+        peer[1:] = begins, incarnation << _SEQUENCE_BITS
+        if all(begins >= 0 for _, begins, _ in self._peers):
+            self._found = [(begins + _HEAD, base) for _, begins, base in self._peers]
+        return True
+
+    def posted_by(self, rank: int) -> int:
+        """How many operations that peer has begun."""
+        region = self.recorder.board.regions[rank]
+        begins = region.find_stream(self.key)
+        count = self.recorder.words[begins + _COUNT] if begins >= 0 else 0
+        return count if begins >= 0 and region.incarnation(begins, self.key) else 0
+
+    # --- sizes that differ from rank to rank ------------------------------------------------------
+
+    def compare_sizes(self, at: int) -> None:
+        """Check what all ranks send in an all_to_all against what each expects from the others.
+
+        Every rank checks all of them, so that none begins what another has refused.
+
+        Raises:
+            CollectiveMismatchError: A rank sends more or less than its peer expects.
+        """
+        sequence = self._words[at] & _SEQUENCE_MASK
+        parts = [_parts(self._signature(rank, sequence)) for rank in self.members]
+        for source, (sent, _) in enumerate(parts):
+            for target, (_, received) in enumerate(parts):
+                if sent and received and sent[target] != received[source]:
+                    raise self._mismatch(sequence)
+
+    # --- words for people -------------------------------------------------------------------------
+
+    def _slot_of(self, rank: int, sequence: int) -> layout.Slot | None:
+        """What a rank has posted as an operation, as long as that is there to be read."""
+        region = self.recorder.board.regions[rank]
+        begins = region.find_stream(self.key)
+        incarnation = region.incarnation(begins, self.key) if begins >= 0 else 0
+        at = begins + _HEAD + (sequence % _RING) * _SLOT
+        expected = incarnation << _SEQUENCE_BITS | sequence
+        words = self.recorder.words
+        if not incarnation or words[at] != expected:
+            return None
+        slot = region.slot(at)
+        return slot if words[at] == expected else None
+
+    def _signature(self, rank: int, sequence: int) -> str:
+        slot = self._slot_of(rank, sequence)
+        return "" if slot is None else slot.signature
+
+    def _call(self, rank: int, slot: layout.Slot) -> Called:
+        name, _, detail = slot.signature.partition(" ")
+        return Called(rank, name, detail, slot.place)
+
+    def _mismatch(
+        self, sequence: int, calls: Sequence[Called] = (), *, is_async: bool = False
+    ) -> CollectiveMismatchError:
+        """What to raise.
+
+        Args:
+            sequence: Of the operation.
+            calls: What has been seen already; its rank may withdraw it at any moment.
+            is_async: Nobody waits for the others here.
+        """
+        deadline = time.monotonic() + FOR_THE_OTHERS
+        seen = {call.rank: call for call in calls}
+        while True:
+            for rank in self.members:
+                slot = self._slot_of(rank, sequence)
+                if slot is not None:
+                    seen[rank] = self._call(rank, slot)
+            if len(seen) == len(self.members) or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+        calls = tuple(seen[rank] for rank in sorted(seen))
+        mismatch = Mismatch(self.name, sequence, calls, is_async)
+        text = f"{sentence(mismatch_text(mismatch))} {mismatch_remedy(mismatch)}"
+        return cause.attach(CollectiveMismatchError(text), mismatch)
+
+    def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
+        call = self._call(self.recorder.rank, self.recorder.region.slot(at))
+        sequence = self._words[at] & _SEQUENCE_MASK
+        operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
+        return _late_error(Overdue(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+
+
+def _late_error(overdue: Overdue, rank: int) -> CollectiveHangError:
+    text = f"{sentence(late_text(overdue, (rank,), {}))} {late_remedy()}"
+    return cause.attach(CollectiveHangError(text), overdue)
+
+
+def _described(operation: Operation | None) -> str:
+    if operation is None:
+        return "an operation"
+    place = f" at {operation.place}" if operation.place else ""
+    return _readable(f"{operation.name} {operation.detail}".strip()) + place
+
+
+@lru_cache(256)
+def _parts(signature: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How much a rank sends to each member and expects from each; empty where it does not say."""
+    found = _SIZES.search(signature)
+    if found is None:
+        return (), ()
+    sent, received = (tuple(int(n) for n in part.split(",") if n) for part in found.groups())
+    return sent, received
+
+
+def _readable(signature: str) -> str:
+    name, _, detail = signature.partition(" ")
+    return f"{name} ({detail})" if detail else name
+
+
+def _moved(place: int, anew: Callable[[int], int]) -> int:
+    """A place whose text has been written down again."""
+    return anew(place >> _LINE_BITS) << _LINE_BITS | (place & layout.LINE_MASK)

@@ -1,0 +1,218 @@
+"""Everything that we touch of torch.distributed without its being public.
+
+One function for each liberty taken, so that a new torch that breaks one is mended here.
+``tests/integration/test_torch_internals.py`` fails when torch (2.13) changes one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from distsession.engine.collectives import abort
+
+__all__ = [
+    "BACKEND",
+    "abort_groups",
+    "data_parallel_modules",
+    "every_group_is_made_by",
+    "groups_of_torch",
+    "make_native_group",
+    "refresh_data_parallel",
+    "set_group_count",
+    "set_store",
+]
+
+BACKEND = "distsession"
+"""Name under which torch knows our process groups; ``get_backend()`` still says ``gloo``."""
+
+LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+"""With it, members connect to each other only when they first need to."""
+
+Maker = Callable[..., Any]
+
+_is_native = False
+
+
+def every_group_is_made_by(
+    make: Callable[[Any], Any],
+    agree: Callable[[Sequence[int] | None], None],
+    name: Callable[[Sequence[int]], str],
+) -> None:
+    """Let this function make every gloo group of this process, whoever asks for it.
+
+    torch lets a registered backend return a ``ProcessGroup`` of its own, which then stands for the
+    group everywhere; but only under the backend's own name. ``_new_process_group_helper``, through
+    which every group is made, is told that name where it is asked for gloo, and the world's tables
+    are told gloo again, so that ``new_group()`` and ``monitored_barrier()`` go on as ever.
+
+    From 2.15 on, torch attaches a hook of its flight recorder to a group that it has just made,
+    which needs a backend registered in C++ and fails on ours. It is left out where the group has no
+    devices yet, so a group gets them last. Nothing is lost: the gloo group inside records itself.
+
+    Args:
+        make: Gets torch's ``_DistributedBackendOptions``. What it returns says in ``devices`` which
+            it is for; that is set here.
+        agree: Called on every rank before a new group is made that all ranks have to make; gets
+            its members, or None for all.
+        name: Names a group that its members make alone, from its members.
+    """
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(
+        BACKEND, lambda options, _: make(options), extended_api=True, devices=["cpu", "cuda"]
+    )
+    native = c10d._new_process_group_helper
+    signature = inspect.signature(native)
+
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        asked = dist.Backend(str(bound.arguments["backend"]))
+        if not _is_gloo(asked) or _is_native:
+            return native(*args, **kwargs)
+        bound.arguments["backend"] = dist.Backend(BACKEND)
+        group, store = native(*bound.args, **bound.kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            group.devices = [torch.device("cpu"), torch.device("cuda")]  # type: ignore[attr-defined]
+        if group in c10d._world.pg_map:
+            c10d._world.pg_map[group] = (asked, store)
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
+        return group, store
+
+    c10d._new_process_group_helper = helper
+    new_group = c10d._new_group_with_tag
+    group_signature = inspect.signature(new_group)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        asked = group_signature.bind(*args, **kwargs).arguments
+        is_local = asked.get("use_local_synchronization") or asked.get("pg_tag")
+        if not is_local and not _is_native:
+            agree(asked.get("ranks"))
+        return new_group(*args, **kwargs)
+
+    c10d._new_group_with_tag = checked
+    hashed = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
+
+
+@contextlib.contextmanager
+def groups_of_torch() -> Iterator[None]:
+    """Let torch make its own gloo groups for a while."""
+    global _is_native
+    before, _is_native = _is_native, True
+    try:
+        yield
+    finally:
+        _is_native = before
+
+
+def _is_gloo(backend: str) -> bool:
+    if backend == "undefined":
+        return not torch.accelerator.is_available()
+    return backend in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo")
+
+
+def make_native_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    detail: bool = False,
+    connect_timeout: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """A gloo group of torch's own that is in none of the world's tables.
+
+    Args:
+        store: With a prefix of its own.
+        rank: Within the group.
+        size: Of the group.
+        timeout: Of each operation.
+        detail: Compare collectives through the group itself, as ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+        connect_timeout: Of connecting it; by default as of each operation.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    cpu = dist.PrefixStore("cpu/", store)
+    limit = min(timeout, connect_timeout or timeout)
+    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
+    if limit != timeout:
+        backend._set_default_timeout(timeout)
+    if os.environ.get(LAZY_INIT, "0") == "0":
+        _close_listener(cpu, rank)
+    backend._set_sequence_number_for_group()
+    if detail:
+        backend = c10d._create_process_group_wrapper(
+            wrapped_pg=backend,
+            store_prefix="detail",
+            store=cpu,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    nan_check = getattr(c10d, "NanCheckHook", None)  # from torch 2.14 on
+    if nan_check is not None and os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
+        nan_check.attach(group)  # to the outer group, torch attaches one in vain
+    return group
+
+
+def _close_listener(store: dist.Store, rank: int) -> None:
+    """Close the port of a group that is connected: no member has to connect to it any more."""
+    key = f"0/{rank}"  # of the group's only context; the value begins with the device's address
+    if store.check([key]):
+        abort.close_gloo_listener(store.get(key))
+
+
+def set_store(group: Any, store: dist.Store) -> None:
+    """Let new groups that descend from this one meet through another store."""
+    backend, _ = c10d._world.pg_map[group]
+    c10d._world.pg_map[group] = (backend, store)
+
+
+def set_group_count(count: int) -> None:
+    """From where torch numbers new groups; their names, and so their stores, must agree."""
+    c10d._world.group_count = count
+
+
+def abort_groups() -> None:
+    """Abort the communicators of all groups, where their backends can (NCCL)."""
+    c10d._abort_process_group()
+
+
+def data_parallel_modules() -> Iterator[torch.nn.parallel.DistributedDataParallel]:
+    """All that there are in this process."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), kind) and "reducer" in candidate.__dict__:
+            yield candidate
+
+
+def refresh_data_parallel(module: Any) -> None:
+    """Give a DistributedDataParallel a new reducer, as unpickling it does.
+
+    A collective that was given up leaves the old one in the midst of a bucket; one in a rank that
+    has been replaced has its buckets in another order. Nothing is sent, no parameter changes.
+    """
+    hooks = list(getattr(module, "_comm_hooks", ()))
+    del module.logger, module.reducer  # the old one takes its autograd hooks along
+    parameters, sparse = module._build_params_for_reducer()
+    names = module._build_debug_param_to_name_mapping(parameters)
+    module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+    if module.static_graph:
+        module.reducer._set_static_graph()
+        module.logger._set_static_graph()
+    module._comm_hooks = []
+    for hook, state in hooks:
+        module.register_comm_hook(state, hook)

@@ -1,0 +1,186 @@
+"""Handles of operations that have been issued and not yet waited for."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from distsession.engine.collectives.operations import describe
+from distsession.engine.collectives.recorder import Recorder, Stream
+from distsession.engine.timeline import FAILED, FLAGS, IS_ASYNC, IS_FUTURE, begin_wait, end
+from distsession.errors import CollectiveError
+
+__all__ = ["AnySource", "IssuedWork", "await_collective"]
+
+STEP = timedelta(seconds=0.3)
+"""How long a wait within torch lasts before it is seen whether the group has been given up: gloo
+(torch 2.13) now and then loses an operation that is under way when its connections are shut."""
+FIRST_PAUSE = 2e-5
+LONGEST_PAUSE = 2e-3
+"""Seconds between two looks at whether somebody has begun to send."""
+
+
+class IssuedWork(dist.Work):
+    """A handle that marks its rank as waiting while it waits."""
+
+    def __init__(
+        self,
+        inner: Any,
+        stream: Stream,
+        at: int,
+        key: tuple[Any, ...],
+        *,
+        is_message: bool = False,
+    ):
+        super().__init__()
+        self._is_message = is_message
+        self._inner = inner
+        self._stream = stream
+        self._at = at
+        self._key = key
+        self._posted = stream.posted(at)
+        self._epoch = stream.recorder.epoch
+        self._entry = stream.open.pop(at, None)  # its slot may be another's before it ends
+        if self._entry is not None:
+            self._entry[FLAGS] |= IS_ASYNC
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        recorder, entry = self._stream.recorder, self._entry
+        if recorder.epoch != self._epoch and not self._has_succeeded():
+            raise CollectiveError(  # what gloo would say is that a connection was closed
+                f"{describe(self._key)} was issued before the process group was connected anew, "
+                "and is gone: issue it again."
+            )
+        at = self._stream.wait_for(self._at, self._posted, self._key)
+        recorder.block(at)
+        if entry is not None:
+            begin_wait(entry, is_over=bool(self._inner.is_completed()))
+        try:
+            if args or kwargs or self._is_message:  # a message's wait must not end too early
+                return bool(self._inner.wait(*args, **kwargs))
+            return await_collective(self._inner, recorder)
+        except RuntimeError as error:
+            if entry is not None:
+                entry[FLAGS] |= FAILED
+            raise recorder.explain(error) from None
+        finally:
+            recorder.block(0)
+            self._stream.end_posted(at, self._posted)
+            self._end()
+
+    def _has_succeeded(self) -> bool:
+        return bool(self._inner.is_completed() and self._inner.is_success())
+
+    def _end(self) -> None:
+        self._stream.end_posted(self._at, self._posted)
+        if self._entry is not None:
+            end(self._entry)
+
+    def is_completed(self) -> bool:
+        done = bool(self._inner.is_completed())
+        if done:
+            self._end()
+        return done
+
+    def get_future(self) -> Any:
+        future, entry = self._inner.get_future(), self._entry
+        if entry is not None:  # C++ waits for the future, as in a backward, and does not say when
+            entry[FLAGS] |= IS_FUTURE
+            future.add_done_callback(lambda _: end(entry))
+        return future
+
+    def get_future_result(self) -> Any:
+        return self._inner.get_future_result()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> Any:
+        return self._inner.synchronize()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def is_success(self) -> Any:
+        return self._inner.is_success()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def await_collective(work: Any, recorder: Recorder) -> bool:
+    """Wait for a collective, for as long as its group is not given up."""
+    epoch = recorder.epoch
+    while True:
+        was_given_up = recorder.abort is not None
+        try:
+            return bool(work.wait(STEP))
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error):
+                raise
+            if recorder.epoch != epoch:  # in a thread that nobody waited for
+                raise CollectiveError(
+                    "the process group was connected anew, and this operation is gone."
+                ) from None
+            if was_given_up:
+                raise recorder.error() from None
+
+
+class _Receiver(Protocol):
+    """What is needed of a group."""
+
+    def sender(self, tag: int) -> int: ...
+    def recv(self, tensors: Any, source: int, tag: int) -> Any: ...
+    def recorded(self, key: tuple[Any, ...], *, from_any: bool) -> Any: ...
+    def check_alive(self) -> None: ...
+
+
+class AnySource(dist.Work):
+    """Receive from whoever sends first.
+
+    Waiting for it within gloo cannot be ended by anything, so the sender is awaited on the board
+    and the message then received from that rank.
+    """
+
+    def __init__(self, group: _Receiver, tensors: list[torch.Tensor], tag: int):
+        super().__init__()
+        self._group = group
+        self._tensors = tensors
+        self._tag = tag
+        self._source = -1
+        self._work: Any = None
+
+    def _find(self) -> bool:
+        if self._work is None:
+            self._source = self._group.sender(self._tag)
+            if self._source >= 0:
+                self._work = self._group.recv(self._tensors, self._source, self._tag)
+        return self._work is not None
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        tag = f"tag {self._tag}" if self._tag else ""
+        with self._group.recorded(("recv", "any source", tag), from_any=True):
+            pause = FIRST_PAUSE
+            while not self._find():
+                self._group.check_alive()
+                time.sleep(pause)
+                pause = min(LONGEST_PAUSE, pause * 1.2)
+        return bool(self._work.wait(*args, **kwargs))
+
+    def is_completed(self) -> bool:
+        return self._find() and bool(self._work.is_completed())
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    source_rank = _source_rank

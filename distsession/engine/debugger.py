@@ -1,0 +1,333 @@
+"""Python's debugger on a rank.
+
+``pdb`` itself, told four things: that it asks through ``Asker``, that a cell is a file, where the
+user's code begins and ends, and that it ends with the cell. Its prompt is a message to the kernel,
+so nothing here waits for a terminal.
+"""
+
+from __future__ import annotations
+
+import bdb
+import io
+import os
+import pdb
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from distsession.engine import failure
+from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.stdin import Asker, NobodyAnswers
+from distsession.errors import CollectiveError
+from distsession.protocol import board as layout
+
+__all__ = ["Debugger", "DebuggerQuit"]
+
+_OWN_MODULES = "distsession.engine.*"
+"""The debugger steps over these: they are how user code is called, and what it calls in torch."""
+
+
+_NAMES_OF_PDB = ("__return__", "__exception__", "__pdb_convenience_variables")
+
+
+class DebuggerQuit(KeyboardInterrupt):
+    """``q`` was typed. No ``except Exception`` of the user's code may keep it from the end."""
+
+
+class Debugger:
+    """The debugger of a rank's main thread. It is open from its first prompt until it lets go.
+
+    Args:
+        asker: Asks for commands.
+        recorder: Shows others where the debugger stands.
+        stream: What it prints goes there.
+        namespace: Of the user, where pdb leaves names of its own.
+    """
+
+    def __init__(self, asker: Asker, recorder: Recorder, stream: Any, namespace: dict[str, Any]):
+        self.asker = asker
+        self.stream = stream
+        self._namespace = namespace
+        self._recorder = recorder
+        self._pdb: _RankPdb | None = None
+        self._failed: BaseException | None = None
+        self._is_refused = False
+        self._hook = sys.breakpointhook
+
+    def install(self, on_interrupt: Callable[[int, FrameType | None], None]) -> None:
+        """Let ``breakpoint()`` and ``pdb.set_trace()`` open this debugger.
+
+        Args:
+            on_interrupt: The handler of SIGINT, which other debuggers may not replace.
+        """
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            wanted = os.environ.get("PYTHONBREAKPOINT") or "pdb.set_trace"
+            if wanted != "pdb.set_trace":
+                return sys.__breakpointhook__(*args, **kwargs)
+            return self.set_trace(sys._getframe(1), **kwargs)
+
+        def set_trace(**kwargs: Any) -> None:
+            self.set_trace(sys._getframe(1), **kwargs)
+
+        def post_mortem(t: Any = None) -> None:
+            found = t if t is not None else sys.exc_info()[1]
+            if isinstance(found, BaseException):
+                found = found.__traceback__
+            if found is None:
+                raise ValueError("there is no traceback to look at.")
+            self._look(found)
+
+        def interrupt(_: pdb.Pdb, number: int, frame: FrameType | None) -> None:
+            on_interrupt(number, frame)
+
+        self._hook = sys.breakpointhook = hook
+        pdb.set_trace = set_trace
+        pdb.post_mortem = post_mortem
+        pdb.Pdb.sigint_handler = interrupt  # type: ignore[method-assign,assignment]
+
+    # --- around each request ----------------------------------------------------------------------
+
+    def begin(self, *, steps: bool = False, forgets: bool = True) -> None:
+        """A request begins.
+
+        Args:
+            steps: Stop at its first line.
+            forgets: Let go of the error of the one before.
+        """
+        self._is_refused = False
+        # What ipyparallel's engine imports between two requests sets a hook of its own (debugpy).
+        sys.breakpointhook = self._hook
+        if forgets:
+            self.forget()
+        if steps:
+            self._pdb = _RankPdb(self)
+            self._pdb.begin()
+
+    def end(self) -> None:
+        """A request has ended, and with it the debugger, its breakpoints and its frames."""
+        self._hook = sys.breakpointhook
+        if self._pdb is None:
+            return
+        sys.settrace(None)
+        self._pdb.clear_all_breaks()
+        self._pdb = None
+        self._clean()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            frame.f_trace = None
+            frame = frame.f_back
+
+    def __enter__(self) -> None:
+        """User code begins: go on stepping."""
+        if self._pdb is not None and self._pdb.is_active:
+            sys.settrace(self._pdb.trace_dispatch)
+
+    def __exit__(self, *_: object) -> None:
+        """User code has ended, so that nobody steps into what comes after it."""
+        if self._pdb is not None:
+            sys.settrace(None)
+
+    # --- breakpoint() -----------------------------------------------------------------------------
+
+    def set_trace(self, frame: FrameType, *, header: str | None = None, **_: Any) -> None:
+        """Stop in this frame."""
+        obstacle = self.asker.obstacle
+        if obstacle and not self._is_refused:
+            place = f"{failure.short_name(frame.f_code.co_filename)} line {frame.f_lineno}"
+            self.stream.write(f"breakpoint() at {place} is passed over: {obstacle}.\n")
+        if obstacle or self._is_refused:
+            return
+        if self._pdb is None:
+            self._pdb = _RankPdb(self)
+        if header is not None:
+            self._pdb.message(header)
+        self._pdb.stop_in(frame)
+
+    def refuse(self) -> None:
+        """There is nobody who could answer: pass over what is still to come of this request."""
+        self._is_refused = True
+
+    # --- post mortem ------------------------------------------------------------------------------
+
+    def keep(self, error: BaseException) -> bool:
+        """Keep what a cell failed with, and so its frames and variables; False if it is no cause.
+
+        What was stopped, or freed from a wait for a rank that failed, is none.
+        """
+        is_freed = isinstance(error, CollectiveError) and self._recorder.abort is not None
+        if is_freed or isinstance(error, (KeyboardInterrupt, bdb.BdbQuit)):
+            return False
+        self._failed = error
+        return True
+
+    def forget(self) -> None:
+        """Let go of the error that was kept."""
+        if self._failed is not None:
+            failure.forget_frames(self._failed)
+            self._failed = None
+
+    def post_mortem(self) -> str:
+        """Open the debugger where the error was raised; gives why that cannot be."""
+        error = self._failed
+        if error is None or error.__traceback__ is None:
+            return (
+                "keeps no error: only that of the last cell or call is kept, on the ranks where it "
+                "was raised, until the next one begins"
+            )
+        last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1:]
+        self.stream.write("".join(f"{line}\n" for line in last))
+        self._look(error.__traceback__)
+        return ""
+
+    def _look(self, trace: TracebackType) -> None:
+        if obstacle := self.asker.obstacle:
+            raise NobodyAnswers(f"{obstacle}.")
+        debugger = _RankPdb(self)
+        debugger.reset()
+        try:
+            debugger.interaction(None, trace)
+        finally:
+            self._clean()
+
+    def _clean(self) -> None:
+        self._say_open(False)
+        for name in _NAMES_OF_PDB:
+            self._namespace.pop(name, None)
+
+    # --- for the debugger -------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, at: FrameType, lineno: int) -> Iterator[None]:
+        """Its prompts stand here meanwhile."""
+        before, self.asker.place = self.asker.place, self._recorder.place_of(at, lineno)
+        self._say_open(True)
+        try:
+            yield
+        finally:
+            self.asker.place = before
+
+    def _say_open(self, is_open: bool) -> None:
+        self._recorder.words[self._recorder.region.start + layout.IN_DEBUGGER] = is_open
+
+    def released(self) -> None:
+        """It lets the code run."""
+        self._say_open(False)
+
+
+class _RankPdb(pdb.Pdb):
+    def __init__(self, debugger: Debugger):
+        super().__init__(completekey=None, skip=[_OWN_MODULES], nosigint=True)  # type: ignore[arg-type]
+        self.stdout = debugger.stream
+        self.stdin = _Lines(debugger.asker)  # type: ignore[assignment]
+        self._debugger = debugger
+        self._lets_go = True
+        self._quits = False
+        self._has_stopped = False
+
+    # --- from where to where ----------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it wants to see what runs: it steps, or has breakpoints."""
+        return not self._lets_go or bool(self.breaks)
+
+    def begin(self) -> None:
+        """Stop at the first line that runs."""
+        self._lets_go, self._has_stopped = False, True
+        self.reset()
+
+    def stop_in(self, frame: FrameType) -> None:
+        """Stop in this frame, which has called ``breakpoint()``."""
+        self._lets_go = self._has_stopped = False
+        self.set_trace(frame)
+
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[Any, int]:
+        """The frames of the user's code, without those by which we called it."""
+        stack, at = super().get_stack(f, t)
+        own = [failure.is_own(frame) for frame, _ in stack]
+        start = own.index(True) if True in own[:at] else 0  # before it, the start of the process
+        while start < at and own[start]:
+            start += 1
+        return stack[start:], at - start
+
+    def user_call(self, frame: FrameType, argument_list: None) -> None:
+        """A cell's own frame is no function that has been called."""
+        if not _is_cell(frame.f_code):
+            super().user_call(frame, argument_list)
+
+    def user_return(self, frame: FrameType, return_value: Any) -> None:
+        """A cell's last expression runs after the rest of it, in a frame of its own."""
+        if not (_is_cell(frame.f_code) and self._has_stopped):
+            super().user_return(frame, return_value)
+
+    def canonic(self, filename: str) -> str:
+        """The name of a cell is no path."""
+        return filename if filename.startswith("In[") else super().canonic(filename)
+
+    # --- the prompt -------------------------------------------------------------------------------
+
+    def interaction(self, frame: FrameType | None, traceback: Any) -> None:
+        """Take commands until one lets the code go on."""
+        self._has_stopped = True
+        self._lets_go = frame is None
+        at, lineno = _end_of(frame, traceback)
+        try:
+            with self._debugger.opened(at, lineno):
+                super().interaction(frame, traceback)
+        finally:
+            if self._lets_go or self._quits:
+                self._debugger.released()
+        if self._quits and frame is not None:
+            raise DebuggerQuit("q was typed in the debugger.")
+
+    def _cmdloop(self) -> None:
+        """Without pdb's own handling of KeyboardInterrupt: here it is Stop, which ends the cell."""
+        self.cmdloop()
+
+    def set_continue(self) -> None:
+        self._lets_go = True
+        super().set_continue()
+
+    def set_quit(self) -> None:
+        self._quits = True
+        super().set_quit()
+
+    def do_EOF(self, arg: str) -> bool | None:
+        """The end of the input, or nobody there."""
+        why = self._debugger.asker.why
+        if why:
+            self.message(f"The debugger is passed over: {why}")
+            self._debugger.refuse()
+            return self.do_continue("")
+        return super().do_EOF(arg)
+
+
+class _Lines(io.TextIOBase):
+    """What a debugger within the debugger (its command ``debug``) reads from."""
+
+    def __init__(self, asker: Asker):
+        self._asker = asker
+
+    def readline(self, _size: int | None = -1, /) -> str:  # type: ignore[override]
+        try:
+            return f"{self._asker.ask('')}\n"
+        except EOFError:
+            return ""
+
+
+def _is_cell(code: CodeType) -> bool:
+    return code.co_name == "<module>" and code.co_filename.startswith("In[")
+
+
+def _end_of(frame: FrameType | None, trace: TracebackType | None) -> tuple[FrameType, int]:
+    """Where a debugger opens: in the frame, or at the end of a traceback."""
+    if frame is not None:
+        return frame, 0
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame, trace.tb_lineno

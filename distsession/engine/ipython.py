@@ -1,0 +1,255 @@
+"""The IPython kernel of a rank, and its registration with ipyparallel.
+
+Everything that leans on ipyparallel's and ipykernel's inside is here. ``tests/integration/
+test_ipyparallel.py`` fails when a release changes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import json
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ipykernel.compiler import XCachingCompiler
+from ipykernel.displayhook import ZMQDisplayHook
+from ipykernel.iostream import OutStream
+from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
+from ipyparallel.engine import app as engine_app
+from ipyparallel.engine.kernel import IPythonParallelKernel
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import ExecutionInfo
+from traitlets.config import Config
+
+from distsession.engine.capture import Capture, streams_set
+from distsession.protocol.messages import ClearOutput, ControllerInfo, Display
+
+__all__ = ["ShellFront", "make_shell", "register"]
+
+log = logging.getLogger(__name__)
+_ipyparallel_log = log.getChild("ipyparallel")
+_ipyparallel_log.setLevel(logging.CRITICAL + 1)  # what fails is told to the kernel, by an error
+_ipyparallel_log.addHandler(logging.NullHandler())  # its engine takes it that there is one
+
+DESCRIPTORS = 36
+"""How many a registration takes (ipyparallel 9.2). Without them zmq ends the whole process."""
+
+
+class _Publisher(ZMQDisplayPublisher):
+    """Displays of our requests go with their output; those of ``%%px`` go ipyparallel's way."""
+
+    capture: Capture | None = None
+    rank = 0
+    request = 0
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not self.request or self.capture is None:
+            if self.pub_socket is not None:
+                super().publish(data, metadata, transient=transient, update=update, **kwargs)
+            return
+        display_id = str((transient or {}).get("display_id", ""))
+        self.capture.show(
+            Display(self.rank, self.request, data, metadata or {}, display_id, update)
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        if self.request and self.capture is not None:
+            self.capture.show(ClearOutput(self.rank, self.request, wait))
+        elif self.pub_socket is not None:
+            super().clear_output(wait)
+
+
+class EngineShell(ZMQInteractiveShell):
+    """The shell of a rank. It exists before ipyparallel's kernel does, which then adopts it."""
+
+    def ask_exit(self) -> None:
+        raise UsageError(
+            "exit and quit would end the rank's process: use session.restart() or session.close()."
+        )
+
+    def enable_gui(self, gui: Any = None) -> None:
+        if gui not in (None, "inline"):
+            raise UsageError(f"there is no {gui} window on a rank: use %matplotlib inline.")
+
+
+class ShellFront:
+    """Cells with magics and rich display."""
+
+    def __init__(self, shell: EngineShell, publisher: _Publisher):
+        self._shell = shell
+        self._publisher = publisher
+
+    def request(self, number: int) -> None:
+        """Displays belong to this request from here on; 0 means to ``%%px``."""
+        self._publisher.request = number
+
+    def transform(self, source: str) -> str:
+        return str(self._shell.transform_cell(source))
+
+    def before(self, source: str) -> None:
+        info = ExecutionInfo(source, False, True, True, None)
+        self._shell.events.trigger("pre_execute")
+        self._shell.events.trigger("pre_run_cell", info)
+
+    def after(self) -> None:
+        self._shell.events.trigger("post_execute")
+
+    def render(self, value: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        data, metadata = self._shell.display_formatter.format(value)
+        return (data, metadata) if data else None
+
+
+def make_shell(namespace: dict[str, Any], capture: Capture, rank: int) -> ShellFront:
+    """Make the shell whose ``user_ns`` is the rank's namespace."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    config.InteractiveShell.display_page = True  # obj? is shown like other output
+    # IPython puts its own names (In, Out, exit, ...) into the dictionary it is given.
+    shell: EngineShell = EngineShell.instance(
+        user_ns=namespace,
+        compiler_class=XCachingCompiler,
+        config=config,
+        display_pub_class=_Publisher,
+    )
+    atexit.unregister(shell.atexit_operations)  # a full garbage collection, for a history we lack
+    publisher = shell.display_pub
+    assert isinstance(publisher, _Publisher)
+    publisher.capture = capture
+    publisher.rank = rank
+    return ShellFront(shell, publisher)
+
+
+# --- ipyparallel ----------------------------------------------------------------------------------
+
+
+class _Kernel(IPythonParallelKernel):
+    """ipyparallel's kernel, with its output streams set only while it works."""
+
+    shell_class = EngineShell  # adopts the one that make_shell made
+    px_streams: tuple[Any, Any] | None = None
+
+    def set_parent(self, ident: Any, parent: Any, channel: str = "shell") -> None:
+        super().set_parent(ident, parent, channel)
+        for stream in self.px_streams or ():
+            stream.set_parent(parent)
+
+    @contextlib.contextmanager
+    def _px(self) -> Iterator[None]:
+        process = os.getpid()
+        try:
+            if self.px_streams is None:
+                yield
+                return
+            with streams_set(*self.px_streams):
+                try:
+                    yield
+                finally:
+                    # The client forgets a request once it is idle, with whatever still comes.
+                    for stream in self.px_streams:
+                        stream.flush()
+        finally:
+            if os.getpid() != process:  # a fork that has come to the end of what it was to run
+                os._exit(0)
+
+    async def do_execute(self, *args: Any, **kwargs: Any) -> Any:
+        with self._px():
+            return await super().do_execute(*args, **kwargs)
+
+    def do_apply(self, *args: Any, **kwargs: Any) -> Any:
+        with self._px():
+            return super().do_apply(*args, **kwargs)
+
+
+class _Engine(engine_app.IPEngine):
+    """ipyparallel's engine without what it does to a process of its own."""
+
+    def init_signal(self) -> None:
+        pass  # signals are the rank's own affair
+
+    def init_crash_handler(self) -> None:
+        pass  # exceptions of a rank are reported to the session
+
+    def exit(self, exit_status: int = 0) -> None:
+        problem = sys.exception()  # which ipyparallel handles by ending the process
+        raise problem or RuntimeError(f"ipyparallel's engine wanted to end with {exit_status}")
+
+    def abort(self) -> None:
+        """Registration took too long; the rank itself goes on without ipyparallel."""
+        raise TimeoutError(f"the controller did not answer within {self.timeout:g} s")
+
+    def redirect_output(self, iopub_socket: Any) -> None:
+        kernel = self.kernel
+        assert isinstance(kernel, _Kernel)
+        # watchfd: descriptors 1 and 2 are our log files and stay so.
+        kernel.px_streams = tuple(
+            OutStream(self.session, iopub_socket, name, watchfd=False)
+            for name in ("stdout", "stderr")
+        )
+        for stream, name in zip(kernel.px_streams or (), ("stdout", "stderr"), strict=True):
+            stream.topic = f"engine.{self.id}.{name}".encode("ascii")
+        hook = sys.displayhook = ZMQDisplayHook(self.session, iopub_socket)
+        hook.topic = f"engine.{self.id}.execute_result".encode("ascii")
+
+
+@contextlib.contextmanager
+def _no_signing_warning() -> Iterator[None]:
+    """CurveZMQ stands in for message signatures; jupyter_client warns of their absence."""
+    traitlets_log = logging.getLogger("traitlets")
+    level = traitlets_log.level
+    traitlets_log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        traitlets_log.setLevel(level)
+
+
+def _check_room() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + DESCRIPTORS > limit:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def register(
+    info: ControllerInfo, rank: int, namespace: dict[str, Any], report: Callable[[int], None]
+) -> None:
+    """Become an engine of ipyparallel's controller; the engine's id is the rank where it is free.
+
+    Args:
+        info: Where the controller is, and its keys.
+        rank: The id to ask for. The controller silently gives another if that is taken.
+        namespace: The user namespace that ``%%px`` is to share.
+        report: Called with the id that the controller gave.
+    """
+    _check_room()
+    engine_app.Kernel = _Kernel
+    config = Config()
+    config.ProfileDir.location = info.profile_dir
+    config.IPEngine.enable_nanny = False
+    config.IPEngine.max_heartbeat_misses = 0  # a controller's end must not end the rank
+    config.IPEngine.timeout = 30.0
+    engine = _Engine(config=config, user_ns=namespace, id=rank, log=_ipyparallel_log)
+    engine.connection_info_env = json.dumps(info.connection)
+    own_path, own_cwd = list(sys.path), os.getcwd()
+    try:
+        with _no_signing_warning():
+            engine.initialize(argv=[])
+            await engine.register()
+    finally:
+        sys.path[:] = own_path
+        os.chdir(own_cwd)
+    report(engine.id)

@@ -1,0 +1,206 @@
+"""Joining and leaving the process group of a generation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distsession.distributed.environ import rank_environment
+from distsession.distributed.seeding import seed_everything
+from distsession.engine import host_info, store, store_server
+from distsession.engine.collectives import torch_private
+from distsession.engine.collectives.group import Groups
+from distsession.errors import CollectiveError
+from distsession.protocol.messages import StartRanks
+from distsession.ranks import RankInfo
+
+__all__ = ["Place", "abort", "join", "leave", "prepare", "rank_info"]
+
+
+GIVEN_UP = "given up"
+"""Key in a generation's part of the store: somebody waited for all others, and does no longer."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank belongs."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    nodes: int
+    backend: str
+    timeout: float | None
+    device: torch.device
+    store_port: int
+    session: str
+    store_path: str = ""
+
+
+def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
+    """Set up threads, random numbers, environment and device; no CUDA context comes before that.
+
+    A forked child inherits its parent's generators, so an unseeded rank gets fresh entropy.
+    """
+    local_rank = rank % len(start.devices)  # all nodes have as many
+    device = torch.device(start.devices[local_rank])
+    place = Place(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=start.world_size,
+        local_world_size=len(start.devices),
+        node_rank=start.node,
+        nodes=start.nodes,
+        backend=start.backend,
+        timeout=start.timeout,
+        device=device,
+        store_port=store_port,
+        store_path=store_server.socket_path(start.folder),
+        session=os.path.basename(start.folder),
+    )
+    os.environ.clear()
+    os.environ.update(start.environ)
+    os.environ.update(
+        rank_environment(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=place.world_size,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            address="127.0.0.1",
+            port=store_port,
+            threads=start.threads,
+            run_id=place.session,
+        )
+    )
+    # All ranks are on this machine: without these, gloo and NCCL open ports on its network.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
+    # Both would end the process when a communicator is aborted, which is how a wait is ended.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    os.environ.pop("JPY_SESSION_NAME", None)  # ipykernel would put it into the user's namespace
+    sys.path[:] = start.sys_path
+    os.chdir(start.cwd)
+
+    torch.set_num_threads(start.threads)
+    if start.seed is None:
+        seed_everything(int.from_bytes(os.urandom(7), "big"))
+    else:
+        seed_everything(start.seed + (rank if start.seed_per_rank else 0))
+    if device.type == "cuda":
+        assert not torch.cuda._is_in_bad_fork(), "CUDA was initialised before the fork"
+        torch.cuda.set_device(device)
+    return place
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0] if names else "lo")
+
+
+def join(
+    place: Place,
+    generation: int,
+    groups: Groups | None = None,
+    *,
+    alone: bool = True,
+    timeout: float | None = None,
+) -> None:
+    """Join the process group of a generation; returns when all ranks have.
+
+    Each generation has its own prefix in the store, so nothing of an earlier one is found there.
+
+    Args:
+        place: Of this rank.
+        generation: Of the process group.
+        groups: What keeps groups alive over generations; None where the backend cannot.
+        alone: Every rank of the world is new, so there are no groups to agree on.
+        timeout: Seconds that each step of connecting it may take; by default as any operation.
+    """
+    part = f"generation{generation}"
+    meeting: dist.Store
+    if groups is not None:
+        client = store.session_store(place.store_path)
+        client.renew()
+        meeting = store.Part(part, client)
+        groups.prepare(meeting, generation, timeout)
+        if not alone:
+            _meet(meeting, place.world_size, timeout)
+    else:
+        meeting = dist.PrefixStore(part, store.connect_tcp(place.store_port))
+    if groups is not None and groups.has_world:
+        groups.reconnect(meeting)
+    else:
+        leave()
+        dist.init_process_group(
+            place.backend,
+            store=meeting,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=None if place.timeout is None else timedelta(seconds=place.timeout),
+            device_id=place.device if place.device.type == "cuda" else None,
+        )
+    if groups is not None:
+        groups.agree(meeting, alone=alone)
+        if place.rank == 0:  # all have come, so nobody needs what is left of earlier ones
+            client.keep("generation", f"{part}/")
+
+
+def _meet(meeting: dist.Store, world_size: int, timeout: float | None) -> None:
+    """Wait for all ranks here, where one can be told to stop, rather than within gloo."""
+    count = meeting.add("arrived", 1)
+    if meeting.check([GIVEN_UP]):
+        raise CollectiveError("connecting the process group was given up before it began here.")
+    if count == world_size:
+        meeting.set("all have arrived", "")
+    limit = store.DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
+    try:
+        meeting.wait(["all have arrived"], limit)
+    except BaseException:
+        # Who comes later, having been stopped, must not look for this rank within gloo.
+        with contextlib.suppress(Exception):
+            meeting.set(GIVEN_UP, "")
+        raise
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Give the group of a backend that can do so up (NCCL); from any thread."""
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            torch_private.abort_groups()
+
+
+def rank_info(place: Place, generation: int) -> RankInfo:
+    """The facts of this rank."""
+    return RankInfo(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        nodes=place.nodes,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        backend=place.backend,
+        device=host_info.device_info(place.device),
+        generation=generation,
+        torch_version=str(torch.__version__),
+        python_version=".".join(map(str, sys.version_info[:3])),
+    )

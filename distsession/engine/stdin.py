@@ -1,0 +1,110 @@
+"""A line of input for code on a rank, from whoever sits at the notebook.
+
+The question goes the way of the output, after all text before it; the answer comes to the control
+thread. The main thread waits for it in Python, where Stop reaches it. Python's ``input`` is
+replaced rather than ``sys.stdin``, for it knows the prompt. Debuggers ask by it, too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import getpass
+import os
+import queue
+import sys
+import threading
+from typing import Any
+
+from distsession.engine.capture import Capture
+from distsession.engine.collectives.recorder import Recorder
+from distsession.protocol import board as layout
+from distsession.protocol.messages import AskInput, InputReply
+
+__all__ = ["Asker", "NobodyAnswers"]
+
+
+class NobodyAnswers(EOFError):
+    """There is nobody who could be asked; the message says why."""
+
+
+class Asker:
+    """Asks the kernel, on behalf of the main thread.
+
+    Args:
+        rank: Of this process.
+        capture: Sends the questions.
+        recorder: Shows others that this rank waits for an answer.
+    """
+
+    def __init__(self, rank: int, capture: Capture, recorder: Recorder):
+        self._rank = rank
+        self._capture = capture
+        self._recorder = recorder
+        self._answers: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
+        self._number = 0
+        self._process = os.getpid()
+        self.request = 0
+        """The request that runs; 0 for none."""
+        self.place = 0
+        """Where the debugger stands, as a word of the board; 0 where none is open."""
+        self.why = ""
+        """Why the last question could not be asked."""
+
+    def install(self) -> None:
+        """Let ``input()`` and ``getpass()`` ask."""
+
+        def ask(prompt: object = "", /) -> str:
+            return self.ask(str(prompt))
+
+        def ask_secretly(prompt: str = "Password: ", stream: Any = None) -> str:
+            return self.ask(prompt, secret=True)
+
+        ask.__name__ = ask.__qualname__ = "input"
+        builtins.input = ask
+        getpass.getpass = ask_secretly
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing can be asked from here; empty if it can."""
+        if os.getpid() != self._process:
+            return "a process that was forked from a rank cannot ask"
+        if threading.current_thread() is not threading.main_thread():
+            return "only a rank's main thread can ask"
+        if not self.request:
+            return "a rank can ask only in cells and functions that the session runs"
+        return ""
+
+    def ask(self, prompt: str, *, secret: bool = False) -> str:
+        """A line of input, without its end.
+
+        Raises:
+            NobodyAnswers: There is nobody who could be asked.
+            EOFError: The input is at its end, or the run was stopped.
+        """
+        self.why = ""
+        if why := self.obstacle:
+            raise NobodyAnswers(f"{why}.")
+        abort = self._recorder.abort
+        if abort is not None and abort.interrupt == self.request:
+            raise EOFError("the run was stopped.")
+        self._number += 1
+        words, start = self._recorder.words, self._recorder.region.start
+        words[start + layout.ASKS_AT] = self.place or self._recorder.place_of(sys._getframe(1))
+        words[start + layout.ASKS] = 1
+        try:
+            self._capture.show(AskInput(self._rank, self.request, self._number, prompt, secret))
+            reply = self._answers.get()
+            while reply.number != self._number:  # to a question that a Stop has ended
+                reply = self._answers.get()
+        finally:
+            words[start + layout.ASKS] = 0
+        self.why = reply.why
+        if reply.why:
+            raise NobodyAnswers(reply.why)
+        if reply.text is None:
+            raise EOFError("the input is at its end.")
+        return reply.text
+
+    def answer(self, reply: InputReply) -> None:
+        """From the control thread: somebody has answered."""
+        self._answers.put(reply)

@@ -1,0 +1,241 @@
+"""What ran on the ranks, written as a script, and a check that the script does the same."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distsession.engine.script import run_script
+from distsession.errors import DistsessionError, ExportError
+from distsession.export import templates
+from distsession.export.calls import call_to_python
+from distsession.export.history import Call, Cell, Entry
+from distsession.export.translate import Plain, indented, to_python
+from distsession.ranks import ranks_text
+from distsession.view import Silent
+
+if TYPE_CHECKING:
+    from distsession.session import Session
+
+__all__ = ["check_script", "parse_cells", "write_script"]
+
+Selection = Iterable[int | str]
+
+
+def write_script(
+    session: Session,
+    path: str | os.PathLike[str],
+    cells: Selection | None = None,
+    *,
+    slurm: bool = False,
+) -> Path:
+    """Write what ran as a script; see :meth:`~distsession.session.Session.export`."""
+    target = Path(path)
+    if target.suffix != ".py":
+        raise ExportError(f"a script's name ends in .py, which {str(path)!r} does not.")
+    for file in (target, target.with_suffix(".sbatch"))[: 1 + slurm]:
+        _check_free(file)
+    text = script_text(session, target.name, cells)
+    target.write_text(text, "utf-8")
+    if slurm:
+        target.with_suffix(".sbatch").write_text(_batch_text(session, target.name), "utf-8")
+    return target
+
+
+def _check_free(path: Path) -> None:
+    """Write over nothing but what an earlier export wrote."""
+    try:
+        begin = path.read_text("utf-8")[:400]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        begin = ""
+    if templates.MARK not in begin:
+        raise ExportError(
+            f"{path} is there already and was not written by an export: remove it, or give "
+            "another name."
+        )
+
+
+def script_text(session: Session, name: str, cells: Selection | None = None) -> str:
+    """The text of the script.
+
+    Raises:
+        ExportError: Nothing ran, or something that ran cannot be written.
+    """
+    history = session.history
+    entries = history.entries
+    if history.forgotten and cells is None:
+        raise ExportError(
+            f"too much has run on the ranks: the first {history.forgotten} cells and calls are "
+            "forgotten. Name those that the script needs with cells=[...]."
+        )
+    chosen = entries if cells is None else _choose(entries, list(cells))
+    if not chosen:
+        raise ExportError("nothing has run on the ranks that could be written.")
+    imports: set[str] = set()
+    problems: list[str] = []
+    sections = []
+    for number, entry in enumerate(chosen, 1):
+        plain = _section(entry, number)
+        problems += [f"{entry.name}: {problem}" for problem in plain.problems]
+        if not plain.problems:
+            code = _on_ranks(plain.code, entry.ranks, session.world_size)
+            sections.append(f"# %% {_heading(entry)}\n{code}".rstrip())
+            imports |= plain.imports
+    if problems:
+        lines = "\n".join(f"  {problem}." for problem in dict.fromkeys(problems))
+        raise ExportError(
+            f"this cannot be written as part of a script:\n{lines}\n"
+            "Run it in another way, or name what the script is to have with cells=[...]."
+        )
+    left = [entry.name for entry in entries if not any(entry is other for other in chosen)]
+    head = templates.head(
+        name,
+        session.world_size,
+        backend=session.options.backend,
+        on_gpu=session.infos[0].device.device.startswith("cuda"),
+        timeout=session.options.timeout,
+        seed=session.options.seed,
+        seed_per_rank=session.options.seed_per_rank,
+        threads=session.options.threads,
+        imports=sorted(imports),
+        left_out=list(dict.fromkeys(left)),
+    )
+    return "\n\n\n".join([head, *sections, templates.TAIL])
+
+
+def _batch_text(session: Session, name: str) -> str:
+    return templates.batch(
+        name,
+        session.world_size,
+        on_gpu=session.infos[0].device.device.startswith("cuda"),
+        threads=max(info.device.threads for info in session.infos),
+    )
+
+
+# --- which ----------------------------------------------------------------------------------------
+
+
+def parse_cells(text: str) -> list[int | str]:
+    """``3-5,8,train`` as a selection."""
+    chosen: list[int | str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if dash and first.strip().isdigit() and last.strip().isdigit():
+            chosen += range(int(first), int(last) + 1)
+        else:
+            chosen.append(int(part) if part.isdigit() else part)
+    return chosen
+
+
+def _choose(entries: Sequence[Entry], cells: list[int | str]) -> list[Entry]:
+    wanted = {f"In[{cell}]" if isinstance(cell, int) else cell for cell in cells}
+    chosen = [entry for entry in entries if wanted & _names(entry)]
+    known = set[str]().union(*(_names(entry) for entry in chosen))
+    missing = [cell for cell in sorted(wanted) if cell not in known]
+    if missing:
+        there = ", ".join(dict.fromkeys(entry.name for entry in entries)) or "nothing"
+        raise ExportError(
+            f"{', '.join(missing)} did not run on the ranks, or failed. What ran: {there}."
+        )
+    return chosen
+
+
+def _names(entry: Entry) -> set[str]:
+    inner = re.fullmatch(r"session\.run\((.*)\)", entry.name)
+    return {entry.name, inner[1]} if inner else {entry.name}
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def _heading(entry: Entry) -> str:
+    if isinstance(entry, Cell):
+        first = entry.source.partition("\n")[0]
+        if first.startswith("# %%distributed") and first.strip() != "# %%distributed":
+            return f"{entry.name} ({first[2:].strip()})"
+    return entry.name
+
+
+def _section(entry: Entry, number: int) -> Plain:
+    if entry.problem:
+        return Plain("", problems=[f"it cannot be written, since {entry.problem}"])
+    if isinstance(entry, Cell):
+        return to_python(entry.source)
+    assert isinstance(entry, Call)
+    return call_to_python(entry, number)
+
+
+def _on_ranks(code: str, ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size:
+        return code
+    which = f"== {ranks[0]}" if len(ranks) == 1 else f"in {tuple(ranks)}"
+    body = indented(code)
+    if not ast.parse(code).body:
+        body += "\n    pass"
+    return f"if rank {which}:\n{body}"
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+
+def check_script(
+    session: Session, path: str | os.PathLike[str], names: Sequence[str], tolerance: float = 0.0
+) -> dict[str, float]:
+    """Run a script and compare variables; see :meth:`Session.check_export`."""
+    names = [names] if isinstance(names, str) else list(names)
+    wrong = [name for name in names if not name.isidentifier()]
+    if wrong or not names:
+        raise ExportError(f"names of variables are needed, such as ['loss'], not {wrong}.")
+    script = os.path.abspath(path)
+    if not os.path.isfile(script):
+        raise ExportError(f"there is no script {path}: session.export(...) writes one.")
+    module = "__import__('distsession.engine.export_check', fromlist=['compare'])"
+    with tempfile.TemporaryDirectory(prefix="distsession-") as folder:
+        kept = _ask(session, f"{module}.keep(globals(), {names!r}, {folder!r})")
+        missing = [name for name in names if not any(name in there for there in kept.values())]
+        if missing:
+            raise ExportError(f"no rank of the session has {', '.join(missing)}.")
+        options = replace(session.options, ranks=session.world_size, launcher="local")
+        given = {name: value for name, value in vars(options).items() if value is not None}
+        try:
+            with type(session)(output=Silent, **given) as other:
+                other.run(run_script, script, [str(path)])
+                found = _ask(other, f"{module}.compare({names!r}, {folder!r})")
+        except DistsessionError as error:
+            raise ExportError(f"{path} does not run through: {error}") from error
+    return _verdict(names, found, tolerance, str(path), session.options.seed is None)
+
+
+def _ask(session: Session, expression: str) -> Any:
+    """The value of an expression on all ranks, which is no part of what ran there."""
+    return session[:]._execute(expression, fetch=True, expression=True, record=False)
+
+
+def _verdict(
+    names: Sequence[str], found: Any, tolerance: float, path: str, is_unseeded: bool
+) -> dict[str, float]:
+    result, problems = {}, []
+    for name in names:
+        by_rank = {rank: each[name] for rank, each in found.items() if name in each}
+        result[name] = max((gap for gap, _ in by_rank.values()), default=0.0)
+        texts: dict[str, list[int]] = {}
+        for rank, (gap, text) in by_rank.items():
+            if gap > tolerance:
+                texts.setdefault(text, []).append(rank)
+        problems += [f"{name}, {ranks_text(ranks)}: {text}" for text, ranks in texts.items()]
+    if problems:
+        hint = (
+            "\nThe session was started without a seed, so random numbers differ: seed them in a "
+            "cell, or start it with seed=0." * is_unseeded
+        )
+        lines = "\n".join(f"  {problem}." for problem in problems)
+        raise ExportError(f"{path} gives other results than the session:\n{lines}{hint}")
+    return result

@@ -1,4 +1,0 @@
-"""From cells to scripts, and scripts as jobs.
-
-Runs in: both.
-"""

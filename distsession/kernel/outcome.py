@@ -1,0 +1,333 @@
+"""From the answers of the ranks to a result or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from distsession.cluster.base import Pending
+from distsession.display import render
+from distsession.errors import (
+    CollectiveError,
+    CollectiveHangError,
+    CollectiveMismatchError,
+    EngineDiedError,
+    RemoteError,
+    RunError,
+)
+from distsession.protocol import serialize
+from distsession.protocol.cause import (
+    late_remedy,
+    late_text,
+    merged,
+    mismatch_remedy,
+    mismatch_text,
+    sentence,
+)
+from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
+from distsession.protocol.messages import ErrorInfo, GivenUp, Mismatch, Operation, Overdue, Reason
+from distsession.ranks import RankInfo, ranks_text
+from distsession.results import RankResults
+
+__all__ = [
+    "Failure",
+    "Failures",
+    "collect",
+    "hang_error",
+    "mended_text",
+    "own_causes",
+    "run_error",
+]
+
+_NEWLINE = "\n"
+_COLLECTIVE = ("CollectiveError", "CollectiveHangError", "CollectiveMismatchError")
+
+APART_S = 0.5
+"""Seconds by which one failure must precede another to be taken for the earlier one: two that come
+of the same may reach the kernel in either order."""
+AN_OPERATION, OTHERS = "an operation", "others"
+MOST_WAITS = 3
+"""In how many different operations ranks are said to have suffered; others are only counted."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed.
+
+    Attributes:
+        error: Its exception, where that could be rebuilt.
+        info: What it reported of it.
+        reason: Why an operation broke off, if one did.
+        at: When that was heard of.
+    """
+
+    error: BaseException
+    info: ErrorInfo
+    reason: Reason | None = None
+    at: float = 0.0
+
+
+Failures = dict[int, Failure]
+"""By rank."""
+
+
+def collect(
+    pending: Pending, duration: float, *, load: bool = True
+) -> tuple[RankResults[Any], Failures]:
+    """Sort the answers to a request into values and failures.
+
+    Args:
+        pending: Whose ranks have all answered or died.
+        duration: Seconds since the call.
+        load: Rebuild the values; otherwise they stay in ``pending``.
+    """
+    values: dict[int, Any] = {}
+    failed: Failures = {}
+    for rank, (reply, payload) in pending.replies.items():
+        at = pending.times[rank]
+        if reply.error is not None:
+            error = _rebuild(reply.error, payload)
+            failed[rank] = Failure(error, reply.error, reply.reason, at)
+        elif not payload or not load:
+            values[rank] = None
+        else:
+            try:
+                values[rank] = serialize.load(payload)
+            except Exception as error:
+                refused = RemoteError(
+                    "SerializationError",
+                    f"the result of rank {rank} cannot be rebuilt in the notebook: "
+                    f"{type(error).__name__}: {error}",
+                )
+                info = ErrorInfo("SerializationError", refused.evalue)
+                failed[rank] = Failure(refused, info, at=at)
+    for rank, death in pending.deaths.items():
+        info = ErrorInfo("EngineDiedError", str(death))
+        failed[rank] = Failure(death, info, at=pending.times[rank])
+    durations = {rank: reply.duration for rank, (reply, _) in pending.replies.items()}
+    return RankResults(values, duration=duration, durations=durations), failed
+
+
+def run_error(
+    failed: Failures,
+    results: RankResults[Any],
+    infos: Sequence[RankInfo],
+    waited: Mapping[int, str] | None = None,
+    problem: str = "",
+    places: Mapping[int, str] | None = None,
+) -> RunError:
+    """One error for all ranks that failed, the cause first.
+
+    Args:
+        failed: What failed.
+        results: The values of the others.
+        infos: Of all ranks.
+        waited: What ranks were seen to wait in when the process group was given up.
+        problem: What prevents the process group from being connected anew.
+        places: Where ranks were that others had waited for in vain.
+    """
+    waited = waited or {}
+    where = {
+        info.rank: f"{info.host}, {info.device.device}" for info in infos if info.rank in failed
+    }
+    for rank, failure in failed.items():
+        failure.error.add_note(_note(rank, where.get(rank, ""), failure.info))
+    kinds = _kinds(failed, waited)
+    grade = kinds[0].grade
+    causes = [kind for kind in kinds if kind.grade == grade]
+    suffered = sorted(rank for kind in kinds[len(causes) :] for rank in kind.ranks)
+    summary = _line(causes[0], failed, {}, places or {})
+    if others := sorted(rank for kind in causes[1:] for rank in kind.ranks):
+        summary += f" (and on {ranks_text(others)})"
+    details = "\n\n".join(_block(kind, failed, where, places or {}) for kind in causes)
+    if suffered:
+        freed = any(isinstance(failed[r].reason, GivenUp) or r in waited for r in suffered)
+        text = f"{_suffered_text(suffered, failed, waited)}{mended_text(problem) if freed else ''}"
+        summary, details = f"{sentence(summary)} {text}", f"{details.rstrip()}\n\n{text}"
+    by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
+    by_rank |= {rank: failed[rank].error for rank in suffered}
+    return RunError(summary, by_rank=by_rank, results=results, details=details)
+
+
+# --- whose fault it is ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Ranks that failed alike; ``grade`` is 0 for what may be the cause of what has others."""
+
+    ranks: tuple[int, ...]
+    grade: int
+
+
+def own_causes(failed: Failures, waited: Mapping[int, str]) -> list[int]:
+    """The ranks that failed by themselves, rather than for another's sake."""
+    return sorted(rank for rank in failed if _grade(rank, failed[rank], waited) == 0)
+
+
+def _grade(rank: int, failure: Failure, waited: Mapping[int, str]) -> int:
+    """0: it failed by itself. 1: it may have. 2: it only suffered."""
+    if isinstance(failure.reason, GivenUp):
+        return 1 if failure.reason.had_own else 2
+    is_told = failure.info.ename == "CollectiveError"  # it is raised for another's sake
+    return int(failure.reason is None and (rank in waited or is_told))
+
+
+def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
+    """Those that failed alike together; the cause first, and last those that only suffered.
+
+    Of several causes the earliest comes first; of those at about the same time a death, and then
+    that of the lowest rank.
+    """
+    alike: dict[object, list[int]] = {}
+    for rank in sorted(failed):
+        failure = failed[rank]
+        grade = _grade(rank, failure, waited)
+        match failure.reason:
+            case (
+                Mismatch(group=group, sequence=sequence)
+                | Overdue(operation=Operation(group=group, sequence=sequence))
+            ):
+                what: object = type(failure.reason), group, sequence
+            case _:
+                what = failure.info
+        alike.setdefault((grade, what), []).append(rank)
+    kinds = [
+        _Kind(tuple(ranks), _grade(ranks[0], failed[ranks[0]], waited)) for ranks in alike.values()
+    ]
+    began = {kind: min(failed[rank].at for rank in kind.ranks) for kind in kinds}
+    times = sorted(began.values())
+    later = [at for before, at in pairwise(times) if at - before > APART_S]
+
+    def order(kind: _Kind) -> tuple[int, int, bool, int]:
+        is_death = isinstance(failed[kind.ranks[0]].error, EngineDiedError)
+        lateness = sum(at <= began[kind] for at in later)
+        return kind.grade, lateness, not is_death, kind.ranks[0]
+
+    return sorted(kinds, key=order)
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _line(
+    kind: _Kind, failed: Failures, where: Mapping[int, str], places: Mapping[int, str]
+) -> str:
+    """Who, what, where and why, in one line."""
+    failure = failed[kind.ranks[0]]
+    match failure.reason:
+        case Mismatch():
+            return f"CollectiveMismatchError: {mismatch_text(_mismatch(kind, failed))}"
+        case Overdue():
+            return f"CollectiveHangError: {late_text(failure.reason, kind.ranks, places)}"
+        case _ if isinstance(failure.error, EngineDiedError):
+            return f"EngineDiedError: {failure.info.evalue.partition(_NEWLINE)[0]}"
+        case GivenUp() if failure.info.ename in _COLLECTIVE:  # its text says who
+            return f"{failure.info.ename}: {failure.info.evalue}"
+    return render.error_line(kind.ranks, failure.info, where)
+
+
+def _block(
+    kind: _Kind, failed: Failures, where: Mapping[int, str], places: Mapping[int, str]
+) -> str:
+    """That line, what to do, and the tracebacks."""
+    infos = {rank: failed[rank].info for rank in kind.ranks}
+    line = _line(kind, failed, where, places)
+    match failed[kind.ranks[0]].reason:
+        case Mismatch():
+            remedy = mismatch_remedy(_mismatch(kind, failed))
+        case Overdue():
+            remedy = late_remedy()
+        case _ if isinstance(failed[kind.ranks[0]].error, EngineDiedError):
+            return render.remote_traceback(infos[kind.ranks[0]])  # it says who, and has no frames
+        case _:
+            return f"{line}\n\n{render.remote_traceback(infos[kind.ranks[0]])}"
+    # What each rank's own exception says is in the line, so where it stands is enough.
+    stands = {
+        rank: render.remote_traceback(info, message=info.ename not in _COLLECTIVE).strip()
+        for rank, info in infos.items()
+    }
+    folded = [(ranks, text) for ranks, text in render.fold(stands) if text][:MOST_WAITS]
+    blocks = [f"{render.rank_label(ranks)}\n{text}" for ranks, text in folded]
+    return "\n\n".join([f"{sentence(line)}\n{remedy}", *blocks])
+
+
+def _mismatch(kind: _Kind, failed: Failures) -> Mismatch:
+    """What the ranks have seen of it, put together."""
+    reasons = [failed[rank].reason for rank in kind.ranks]
+    return merged(reason for reason in reasons if isinstance(reason, Mismatch))
+
+
+def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, str]) -> str:
+    """One line for all ranks that failed only for another's sake."""
+    there: dict[str, list[int]] = {}
+    later: dict[str, list[int]] = {}
+    told: dict[str, list[int]] = {}
+    for rank in ranks:
+        reason, info = failed[rank].reason, failed[rank].info
+        operation = reason.operation if isinstance(reason, GivenUp) else None
+        if reason is None and rank not in waited:
+            line = f"{info.ename}: {info.evalue.partition(_NEWLINE)[0]}"
+            told.setdefault(line.rstrip("."), []).append(rank)
+        elif operation is not None and not operation.is_waiting:
+            later.setdefault(describe_operation(operation), []).append(rank)
+        else:
+            what = waited.get(rank) or (
+                describe_operation(operation) if operation else AN_OPERATION
+            )
+            there.setdefault(what, []).append(rank)
+    parts = []
+    for what, who in _most(there):
+        were = "was" if len(who) == 1 else "were"
+        parts.append(f"{ranks_text(who)} waited in {what} and {were} freed")
+    for what, who in _most(later):
+        came = "it" if len(parts) == 1 and what in there else what
+        parts.append(f"{ranks_text(who)} came to {came} later")
+    parts += [f"{ranks_text(who)} raised {what}" for what, who in _most(told)]
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _most(by_operation: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    """The operations with their ranks; many of them together."""
+    found = list(by_operation.items())
+    if len(found) <= MOST_WAITS:
+        return found
+    rest = sorted(rank for _, ranks in found[MOST_WAITS - 1 :] for rank in ranks)
+    return [*found[: MOST_WAITS - 1], (OTHERS, rest)]
+
+
+def mended_text(problem: str) -> str:
+    """How the process group is after a run for which it had to be given up."""
+    if problem:
+        return f" {sentence(f'The process group is not connected: {problem}')}"
+    return " The process group is connected anew, and all variables are kept."
+
+
+def hang_error(
+    verdict: Verdict, problem: str, failed: Failures, waited: Mapping[int, str]
+) -> CollectiveError:
+    """The error of a run whose ranks could never have come free by themselves."""
+    kind = CollectiveMismatchError if verdict.kind is Kind.ORDER else CollectiveHangError
+    causes = [each for each in _kinds(failed, waited) if each.grade == 0]
+    also = "".join(f" {sentence(_line(each, failed, {}, {}))}" for each in causes)
+    return kind(f"{verdict.sentence} The waiting ranks were freed.{also}{mended_text(problem)}")
+
+
+def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:
+    """The user's own exception where it can be rebuilt here, else one that stands for it."""
+    if payload:
+        try:
+            rebuilt = serialize.load(payload)
+            if isinstance(rebuilt, BaseException):
+                str(rebuilt)
+                return rebuilt
+        except Exception:
+            pass  # its class is not known here, or its __init__ or __str__ fails
+    return RemoteError(error.ename, error.evalue, render.remote_traceback(error))
+
+
+def _note(rank: int, where: str, error: ErrorInfo) -> str:
+    return ", ".join(part for part in (f"on rank {rank}", where, render.error_place(error)) if part)

@@ -1,0 +1,233 @@
+"""What a session is and what its ranks do, gathered without disturbing them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import fields
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from distsession.display.panel import HISTORY, Gauge, Line, Overview
+from distsession.display.render import ASKING, config_rows
+from distsession.errors import SessionStateError
+from distsession.options import SessionOptions
+from distsession.protocol.messages import Gauges, RankReport, RankUse
+from distsession.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from distsession.session import Session
+
+__all__ = ["Observer"]
+
+LONG = 1.0
+"""Seconds that a rank has to run until it is asked for the line that it is at."""
+BRIEFLY = 0.1
+"""Seconds between two readings where there is no earlier one to compare with."""
+PATIENCE = 0.3
+"""Seconds that the agent has to answer; what it said last is shown then."""
+OLD = 3.0
+"""Seconds after which what the agent said last is not shown any more."""
+SAME = 1.0
+"""Two estimates of when a state began that differ by less mean the same moment."""
+
+
+class Observer:
+    """Looks at one session, now and then.
+
+    Args:
+        session: Which.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._before: dict[int, tuple[int, float, float]] = {}
+        self._percent: dict[int, int] = {}
+        self._history: dict[int, deque[int]] = {}
+        self._began: dict[int, tuple[object, float]] = {}
+
+    def look(self) -> Overview:
+        """How everything is now."""
+        session = self._session
+        if not session.is_open:
+            raise SessionStateError("this session is closed.")
+        if not session.infos:
+            raise SessionStateError("the ranks of this session are being started.")
+        gauges = self._read()
+        if gauges is not None and not self._percent:
+            time.sleep(BRIEFLY)
+            gauges = self._read()
+        oldest = time.monotonic() - OLD
+        known = () if gauges is None else gauges.uses
+        uses = {use.rank: use for use in known if use.at > oldest}
+        infos, reports = session.infos, self._reports()
+        return Overview(
+            status=session.status(),
+            facts=_facts(session),
+            options=_options(session),
+            lines=tuple(
+                self._line(info, reports[info.rank], uses.get(info.rank)) for info in infos
+            ),
+        )
+
+    # --- what the ranks do ------------------------------------------------------------------------
+
+    def _reports(self) -> dict[int, RankReport]:
+        """As far as the shared memory says; only who computes for long is asked where."""
+        recovery = self._session.recovery
+        reports = recovery.reports(ask=False)
+        wanted = [rank for rank, report in reports.items() if _is_worth_asking(report)]
+        return reports if not wanted else recovery.reports(wanted, ask=True)
+
+    def _line(self, info: RankInfo, report: RankReport, use: RankUse | None) -> Line:
+        kind, state, key = _state(report)
+        seconds = report.seconds
+        if key[0] == "waiting":
+            seconds = report.operations[-1].seconds
+        shown, history = self._gauges(info, use if kind != "dead" else None)
+        return Line(
+            rank=info.rank,
+            host=info.host,
+            pid=info.pid,
+            device=f"{info.device.device} ({info.device.name})",
+            kind=kind,
+            state=state,
+            since=self._since(info.rank, (info.pid, *key), seconds),
+            gauges=shown,
+            history=history,
+            node_rank=info.node_rank,
+            local_rank=info.local_rank,
+            threads=info.device.threads,
+        )
+
+    def _since(self, rank: int, key: object, seconds: float) -> str:
+        """When a state began, the same at each look while it lasts; nothing if nobody saw it."""
+        before, known = self._began.get(rank, (None, 0.0))
+        began = time.time() - seconds if seconds or before is not None else 0.0
+        if before == key and (not seconds or abs(known - began) < SAME):
+            began = known
+        self._began[rank] = (key, began)
+        return time.strftime("%H:%M:%S", time.localtime(began)) if began else ""
+
+    # --- what they use ----------------------------------------------------------------------------
+
+    def _read(self) -> Gauges | None:
+        try:
+            gauges = self._session.recovery.launcher.gauges(PATIENCE)
+        except SessionStateError:  # the agent is gone, as the status says
+            return None
+        for use in () if gauges is None else gauges.uses:
+            pid, at, seconds = self._before.get(use.rank, (0, 0.0, 0.0))
+            self._before[use.rank] = (use.pid, use.at, use.cpu_seconds)
+            history = self._history.setdefault(use.rank, deque(maxlen=HISTORY))
+            if pid != use.pid:
+                history.clear()
+                self._percent.pop(use.rank, None)
+            elif use.at > at:
+                percent = round(100 * (use.cpu_seconds - seconds) / (use.at - at))
+                self._percent[use.rank] = percent
+                history.append(percent if use.gpu_memory < 0 else use.gpu_percent)
+        return gauges
+
+    def _gauges(
+        self, info: RankInfo, use: RankUse | None
+    ) -> tuple[tuple[Gauge, ...], tuple[int, ...]]:
+        if use is None or use.pid != info.pid:
+            return (), ()
+        history = tuple(self._history[info.rank])
+        if use.gpu_memory >= 0:
+            memory = Gauge(
+                "GPU memory",
+                f"{_size(use.gpu_memory)} of {_size(use.gpu_total)}",
+                use.gpu_memory / max(1, use.gpu_total),
+            )
+            if use.gpu_percent < 0:
+                return (memory,), ()
+            return (Gauge("GPU", f"{use.gpu_percent} %", use.gpu_percent / 100), memory), history
+        total = info.device.memory_bytes if info.device.device == "cpu" else 0
+        resident = Gauge("memory", _size(use.rss), use.rss / total if total else None)
+        percent = self._percent.get(info.rank)
+        if percent is None:
+            return (resident,), ()
+        threads = max(1, info.device.threads)
+        busy = Gauge("CPU", f"{percent} %", percent / 100 / threads)
+        return (busy, resident), tuple(round(percent / threads) for percent in history)
+
+
+def _is_worth_asking(report: RankReport) -> bool:
+    blocked = report.operations and report.operations[-1].is_waiting
+    return report.state == "running" and report.seconds > LONG and not blocked
+
+
+_HALTED = {
+    "stopped": "stopped by SIGSTOP",
+    "debugged": "held by a debugger",
+    "silent": "running, not answering",
+}
+
+
+def _state(report: RankReport) -> tuple[str, str, tuple[object, ...]]:
+    """Kind and words of a state, and what stays the same while it lasts."""
+    outcome = report.outcome.strip().partition("\n")[0]
+    if report.state == "dead":
+        return "dead", f"dead ({outcome})" if outcome else "dead", ("dead",)
+    if report.state in _HALTED:
+        return "halted", _HALTED[report.state], (report.state, report.request)
+    if report.state in ASKING:
+        place = f" at {report.place}" if report.place else ""
+        return "waiting", f"{ASKING[report.state]}{place}", (report.state, report.place)
+    if report.state == "idle":
+        return "idle", f"idle ({outcome})" if outcome else "idle", ("idle",)
+    operation = report.operations[-1] if report.operations else None
+    if operation is not None and operation.is_waiting:
+        place = f" at {operation.place}" if operation.place else ""
+        key = ("waiting", operation.group, operation.sequence)
+        return "waiting", f"waiting in {operation.name}{place}", key
+    return "running", f"running {report.place}".rstrip(), ("running", report.request)
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def _facts(session: Session) -> tuple[tuple[str, str], ...]:
+    facts = [
+        ("session", session.name),
+        ("launcher", session.options.launcher),
+        *config_rows(session.infos),
+    ]
+    with contextlib.suppress(metadata.PackageNotFoundError):  # it runs from a checkout
+        facts.append(("distsession", metadata.version("distsession")))
+    return tuple(facts)
+
+
+def _options(session: Session) -> tuple[tuple[str, str, str], ...]:
+    first = session.infos[0]
+    found = {  # what a start makes of an option that is left open
+        "ranks": session.world_size,
+        "backend": first.backend,
+        "threads": first.device.threads,
+    }
+    rows = []
+    for option in fields(SessionOptions):
+        value = getattr(session.options, option.name)
+        if value is None:
+            value = found.get(option.name)
+        rows.append((option.name, _value(value), session.option_sources[option.name]))
+    return tuple(rows)
+
+
+def _value(value: Any) -> str:
+    if value is None or value == ():
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _size(amount: int) -> str:
+    if amount < 2**30:
+        return f"{amount / 2**20:.0f} MiB"
+    return f"{amount / 2**30:.1f} GiB"

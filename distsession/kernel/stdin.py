@@ -1,0 +1,178 @@
+"""What ranks ask of whoever sits at the notebook: input, and commands for their debuggers.
+
+There is one box to type in, and several ranks may ask at once. The lowest comes first, and one
+whose debugger is open keeps the box until it lets its code go on.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from distsession.cluster.base import NOBODY, Pending
+from distsession.protocol.messages import AskInput, InputReply
+
+if TYPE_CHECKING:
+    from distsession.protocol.board import Board
+
+__all__ = ["Questions"]
+
+SETTLE = 0.1
+"""Seconds after a first question in which others may come, for the lowest rank to be asked first.
+Ranks reach a breakpoint together, but for some milliseconds."""
+BLOCKED = 0.3
+"""Seconds in an operation after which a rank whose debugger is open gives its turn to those that
+ask, too: it may wait for one of them."""
+WATCH = 0.1
+"""Seconds between two looks at whether a rank still waits for its answer."""
+
+NO_PLACE = "the output of this run has no place to ask in."
+NO_INPUT = "this front end takes no input."
+
+
+class Questions:
+    """The questions of one run, answered in the thread that waits for it.
+
+    Args:
+        pending: The run.
+        board: Says whose debugger is open.
+        ask: Asks somebody, given a prompt and whether the answer is secret. None where nobody can
+            be asked, for this run is not waited for in the main thread.
+        obstacle: Why nobody can be asked.
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        board: Board | None,
+        ask: Callable[[str, bool], str] | None,
+        obstacle: str = NOBODY,
+    ):
+        self._pending = pending
+        self._board = board
+        self._ask = ask
+        self._obstacle = obstacle
+        self._waiting: dict[int, AskInput] = {}
+        self._first_at = 0.0
+        self._turn: int | None = None
+        self._looked_at = time.monotonic()
+
+    def put(self, question: AskInput) -> None:
+        """A rank asks."""
+        if self._ask is None:
+            self._pending.refuse(question, self._obstacle)
+            return
+        if not self._waiting:
+            self._first_at = time.monotonic()
+        self._waiting[question.rank] = question
+        if question.rank == self._turn:
+            self.look()
+
+    def look(self) -> None:
+        """Called now and then: ask whose turn it is."""
+        self._count()
+        for gone in self._waiting.keys() - set(self._pending.missing):
+            del self._waiting[gone]  # it has died meanwhile
+        while (rank := self._next()) is not None:
+            self._turn = rank
+            self._put_to_person(self._waiting.pop(rank))
+            self._count()
+
+    def _count(self) -> None:
+        """Time in which a debugger is open does not count for the run's time limit."""
+        now = time.monotonic()
+        is_open = self._board is not None and any(
+            region.is_in_debugger or region.is_asking for region in self._board.regions
+        )
+        if is_open:
+            self._pending.paused += now - self._looked_at
+        self._looked_at = now
+
+    def _next(self) -> int | None:
+        if not self._waiting or self._pending.stopped:
+            return None
+        if self._turn in self._waiting:
+            return self._turn
+        if self._turn is not None and self._keeps_turn(self._turn):
+            return None
+        if time.monotonic() - self._first_at < SETTLE:
+            return None
+        return min(self._waiting)
+
+    def _keeps_turn(self, rank: int) -> bool:
+        if self._board is None or rank not in self._pending.missing:
+            return False
+        region = self._board.regions[rank]
+        if not region.is_in_debugger:
+            return False
+        return all(operation.seconds < BLOCKED for operation in region.operations())
+
+    def _put_to_person(self, question: AskInput) -> None:
+        rank = question.rank
+        assert self._ask is not None
+        box = _Box(lambda: rank not in self._pending.missing or bool(self._pending.stopped))
+        try:
+            with box:
+                text: str | None = self._ask(f"[rank {rank}] {question.prompt}", question.secret)
+        except _Gone:
+            return
+        except EOFError:
+            text = None
+        except NotImplementedError:  # Jupyter's, where nobody sits in front of the kernel
+            self._ask, self._obstacle = None, NO_INPUT
+            for waiting in (question, *self._waiting.values()):
+                self._pending.refuse(waiting, NO_INPUT)
+            self._waiting.clear()
+            return
+        finally:
+            box.closed.set()
+        self._pending.answer(rank, InputReply(question.number, text))
+
+
+class _Gone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class _Box:
+    """Around a question that is put in the main thread; ends it when nobody waits for the answer.
+
+    Nothing but a signal gets a thread out of reading. One that comes before it reads does not, so
+    it is sent until the box is closed.
+
+    Args:
+        is_over: Whether nobody waits any more.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]):
+        self._is_over = is_over
+        self._lock = threading.Lock()
+        self.closed = threading.Event()
+        self._ended = False
+
+    def __enter__(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+
+        def watch() -> None:
+            while not self.closed.wait(WATCH):
+                with self._lock:
+                    if self._is_over() and not self.closed.is_set():
+                        self._ended = True
+                        signal.pthread_kill(main, signal.SIGINT)
+
+        threading.Thread(target=watch, name="distsession-question", daemon=True).start()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            self.closed.set()
+            with self._lock:
+                pass  # no signal is sent from here on
+            time.sleep(0)
+        except KeyboardInterrupt:
+            if not self._ended:
+                raise
+        if self._ended:
+            raise _Gone

@@ -1,0 +1,358 @@
+"""Push, pull, scatter and gather: what is asked of the ranks, in which order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from distsession.errors import (
+    DistsessionError,
+    OptionsError,
+    RunError,
+    SerializationError,
+    SessionStateError,
+)
+from distsession.protocol import serialize
+from distsession.protocol.messages import (
+    AssignRequest,
+    FillRequest,
+    PieceRequest,
+    PullRequest,
+    PushRequest,
+    ShardsRequest,
+)
+from distsession.protocol.shared_memory import Segment, map_private, map_shared
+from distsession.ranks import ranks_text
+from distsession.results import RankResults
+
+if TYPE_CHECKING:
+    from distsession.view import RankView
+
+__all__ = ["Progress", "gather", "prepare", "pull", "push", "push_frames", "scatter"]
+
+SHOW_AFTER = 1.0
+"""Seconds that a transfer takes before it is shown."""
+SHOW_EVERY = 0.2
+BAR = 24
+PIECE_MIN, PIECE_MAX = 1 << 20, 16 << 20
+"""Bytes of a piece of what a rank of another host gathers; in between a sixteenth of the whole."""
+
+
+def prepare() -> None:
+    """Have this process pickle tensors without copying them."""
+
+    def make() -> serialize.Reducer:
+        from distsession.engine.tensors import Tensors
+
+        return Tensors()
+
+    serialize.use_reducer(make)
+
+
+class Progress:
+    """Shows how far a transfer is, once it takes long.
+
+    Args:
+        show: Takes a line that replaces the one before.
+        verb: What is done: ``"sending"`` or ``"bringing"``.
+    """
+
+    def __init__(self, show: Callable[[str], None], verb: str):
+        self._show = show
+        self._verb = verb
+        self._began = time.monotonic()
+        self._shown = 0.0
+        self._ranks: dict[int | None, tuple[int, int]] = {}
+
+    def __call__(self, done: int, total: int, rank: int | None = None) -> None:
+        self._ranks[rank] = done, total
+        now = time.monotonic()
+        if now - self._began < SHOW_AFTER or now - self._shown < SHOW_EVERY:
+            return
+        self._shown = now
+        self._show(self.text(now - self._began))
+
+    def text(self, seconds: float) -> str:
+        """``sending [######----] 512 of 1024 MB, 850 MB/s``, with the slowest rank if known."""
+        done = sum(done for done, _ in self._ranks.values())
+        total = max(1, sum(total for _, total in self._ranks.values()))
+        filled = BAR * done // total
+        bar = "#" * filled + "-" * (BAR - filled)
+        text = (
+            f"{self._verb} [{bar}] {done / 1e6:.0f} of {total / 1e6:.0f} MB, "
+            f"{done / 1e6 / max(seconds, 1e-3):.0f} MB/s"
+        )
+        behind = [rank for rank, (d, t) in self._ranks.items() if rank is not None and d < t]
+        return f"{text}, waiting for {ranks_text(sorted(behind))}" if behind else text
+
+
+# --- push -----------------------------------------------------------------------------------------
+
+
+def push(view: RankView, values: Mapping[str, Any]) -> None:
+    """Give every rank of the view these variables; all of them, or where that fails none."""
+    _check_names(values)
+    if values:
+        push_frames(view, _dump(dict(values)))
+
+
+def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise OptionsError(
+                f"push() sets variables, and {name!r} is no name of one. A part of something that "
+                'the ranks have is set in a cell: push(w=...), then execute("model.weight = w").'
+            )
+
+
+def _dump(values: dict[str, Any]) -> serialize.Frames:
+    try:
+        return serialize.dump_value(values, what="what is pushed")
+    except SerializationError:
+        for name, value in values.items():  # which of them is it?
+            serialize.dump_value(value, what=name, path=name)
+        raise
+
+
+def push_frames(view: RankView, payload: Any) -> None:
+    """Push a pickled dict, the same for all ranks, or for each rank its own."""
+    with view.pushing:
+        try:
+            view.ask(PushRequest, payload, verb="sending")
+        except BaseException:
+            with suppress(DistsessionError):  # ranks that hold it already can let it go
+                view.post(lambda number: AssignRequest(number, False))
+            raise
+        view.ask(lambda number: AssignRequest(number, True), [], steady=True)
+
+
+# --- pull -----------------------------------------------------------------------------------------
+
+
+def pull(view: RankView, names: Sequence[str]) -> RankResults[Any]:
+    """Bring the values of names from every rank of the view."""
+    for name in names:
+        if not isinstance(name, str):
+            raise OptionsError(f'pull() takes names, such as pull("x"), not {name!r}.')
+    if not names:
+        raise OptionsError('pull() takes at least one name, such as pull("x").')
+    try:
+        results = view.ask(lambda number: PullRequest(number, tuple(names)), [], verb="bringing")
+    except RunError as error:
+        error.results = _values(names, error.results)
+        raise
+    return _values(names, results)
+
+
+def _values(names: Sequence[str], results: Mapping[int, Any]) -> RankResults[Any]:
+    """What the ranks answered; of a single name its values alone."""
+    assert isinstance(results, RankResults)
+    if len(names) > 1:
+        return results
+    return RankResults(
+        {rank: values[names[0]] for rank, values in results.items()},
+        duration=results.duration,
+        durations=results.durations,
+    )
+
+
+# --- scatter --------------------------------------------------------------------------------------
+
+
+def scatter(view: RankView, name: str, value: Any, dim: int, sizes: Sequence[int] | None) -> None:
+    """Split a value over the ranks of the view."""
+    _check_names([name])
+    ends = _ends(_length(name, value, dim), len(view), dim, sizes)
+    begins = [0, *ends[:-1]]
+
+    def payload_of(begin: int, end: int) -> Callable[[], serialize.Frames]:
+        # Made only when it is this rank's turn: of what has to be copied there is one part a time.
+        return lambda: _dump({name: _part(value, dim, begin, end)})
+
+    push_frames(
+        view,
+        {
+            rank: payload_of(begin, end)
+            for rank, begin, end in zip(view.ranks, begins, ends, strict=True)
+        },
+    )
+
+
+def _length(name: str, value: Any, dim: int) -> int:
+    if isinstance(value, (list, tuple, range)):
+        if dim != 0:
+            raise OptionsError(f"a {type(value).__name__} has dimension 0 alone, not dim={dim}.")
+        return len(value)
+    shape = getattr(value, "shape", None)
+    if shape is None or not _is_array(value):
+        raise OptionsError(
+            f"scatter({name!r}, ...) splits a tensor, a numpy array, a list or a tuple, not a "
+            f"{type(value).__name__}: push() gives it to every rank whole."
+        )
+    if not -len(shape) <= dim < len(shape):
+        raise OptionsError(
+            f"scatter({name!r}, ..., dim={dim}): it has {len(shape)} dimensions, "
+            f"of shape {list(shape)}."
+        )
+    return int(shape[dim])
+
+
+def _is_array(value: Any) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (torch is not None and isinstance(value, torch.Tensor)) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    )
+
+
+def _ends(length: int, ranks: int, dim: int, sizes: Sequence[int] | None) -> list[int]:
+    """Where the part of each rank ends; the first ones are larger by one if it does not come out
+    even, as with ``torch.tensor_split``.
+    """
+    if sizes is None:
+        each, more = divmod(length, ranks)
+        sizes = [each + (number < more) for number in range(ranks)]
+    elif len(sizes) != ranks or sum(sizes) != length or min(sizes, default=0) < 0:
+        raise OptionsError(
+            f"sizes={list(sizes)} gives {sum(sizes)} to {len(sizes)} ranks, and there are {ranks} "
+            f"ranks and {length} along dim={dim}."
+        )
+    return [sum(sizes[: number + 1]) for number in range(ranks)]
+
+
+def _part(value: Any, dim: int, begin: int, end: int) -> Any:
+    if not hasattr(value, "shape"):
+        return value[begin:end]
+    dim = dim % len(value.shape)
+    return value[(slice(None),) * dim + (slice(begin, end),)]
+
+
+# --- gather ---------------------------------------------------------------------------------------
+
+
+def gather(view: RankView, name: str, dim: int) -> Any:
+    """Put the parts that ranks hold together in one piece of memory, written by the ranks."""
+    shards = view.ask(lambda number: ShardsRequest(number, name), [])
+    kinds = {rank: shard.kind for rank, shard in shards.items()}
+    if len(set(kinds.values())) > 1:
+        raise SessionStateError(f"gather({name!r}): the ranks hold different things: {kinds}.")
+    kind = next(iter(kinds.values()))
+    if kind == "list":
+        return [item for part in pull(view, [name]).values() for item in part]
+    if kind not in ("tensor", "array", "sharded"):
+        raise SessionStateError(
+            f"gather({name!r}) joins tensors, numpy arrays or lists, not what the ranks hold (a "
+            f"{kind}): pull({name!r}) brings what each of them has."
+        )
+    dtypes = {rank: str(shard.dtype) for rank, shard in shards.items()}
+    if len(set(dtypes.values())) > 1:
+        raise SessionStateError(f"gather({name!r}): the dtypes differ: {dtypes}.")
+    first = next(iter(shards.values()))
+    if kind == "sharded":
+        shape = _whole_of_shards(name, shards)
+        at: dict[int, tuple[int, ...]] = {}
+    else:
+        shape, at = _whole_of_parts(name, {r: s.shape for r, s in shards.items()}, dim)
+    with Segment([math.prod(shape) * first.dtype.itemsize]) as whole:
+        found = view.ask(
+            lambda number: FillRequest(number, name, shape, at), whole, verb="bringing"
+        )
+        apart = {rank: part for rank, part in found.items() if part is not None}
+        if apart:
+            (memory,) = map_shared(whole.descriptor, whole.sizes)
+            _bring_parts(view, apart, _over(memory, kind, first.dtype, shape))
+            del memory
+        (memory,) = map_private(whole.descriptor, whole.sizes)
+    return _over(memory, kind, first.dtype, shape)
+
+
+def _over(memory: Any, kind: str, dtype: Any, shape: Sequence[int]) -> Any:
+    """A tensor or array over some memory."""
+    if kind == "array":
+        import numpy
+
+        return numpy.frombuffer(memory, dtype).reshape(shape)
+    from distsession.engine.tensors import over
+
+    return over(memory, dtype, shape)
+
+
+def _bring_parts(view: RankView, parts: Mapping[int, Any], whole: Any) -> None:
+    """Bring what ranks of other hosts have put aside, in pieces: the whole is all that is here.
+
+    Args:
+        view: With these ranks.
+        parts: Where the part of each belongs.
+        whole: A tensor or array over the memory of all of it.
+    """
+    size = whole.dtype.itemsize
+    limit = min(PIECE_MAX, max(PIECE_MIN, whole.nbytes // 16)) // size
+    apart = view.part(list(parts))
+    try:
+        for rank, part in parts.items():
+            for begin, shape in _pieces(part.shape, limit):
+                piece = view.part([rank]).ask(partial(PieceRequest, begin=begin, shape=shape), [])
+                window = tuple(
+                    slice(at + b, at + b + n)
+                    for at, b, n in zip(part.at, begin, shape, strict=True)
+                )
+                whole[window] = piece[rank]
+    finally:
+        with suppress(DistsessionError):
+            apart.post(lambda number: PieceRequest(number, None))
+
+
+def _pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a shape into blocks of a limited number of elements: where each begins, and its shape."""
+    cut = 0
+    while cut < len(shape) - 1 and math.prod(shape[cut + 1 :]) > limit:
+        cut += 1
+    if 0 in shape:
+        return
+    step = max(1, limit // math.prod(shape[cut + 1 :])) if shape else 1
+    for outer in itertools.product(*map(range, shape[:cut])):
+        for at in range(0, shape[cut], step) if shape else [0]:
+            begin = (*outer, at, *(0,) * (len(shape) - cut - 1))[: len(shape)]
+            rows = (min(step, shape[cut] - at),) if shape else ()
+            yield begin, (*(1,) * cut, *rows, *shape[cut + 1 :])
+
+
+def _whole_of_shards(name: str, shards: Mapping[int, Any]) -> tuple[int, ...]:
+    shape: tuple[int, ...] = next(iter(shards.values())).shape
+    held = sum(shard.elements for shard in shards.values())
+    if held != math.prod(shape):
+        raise SessionStateError(
+            f"gather({name!r}): {ranks_text(list(shards))} hold {held:,} of its "
+            f"{math.prod(shape):,} elements: ask all ranks of its mesh."
+        )
+    return shape
+
+
+def _whole_of_parts(
+    name: str, shapes: Mapping[int, tuple[int, ...]], dim: int
+) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """The shape of the whole, and where each rank's part begins in it."""
+    first = next(iter(shapes.values()))
+    if not -len(first) <= dim < len(first):
+        raise OptionsError(
+            f"gather({name!r}, dim={dim}): on {ranks_text(list(shapes)[:1])} it has {len(first)} "
+            f"dimensions. pull({name!r}) brings what each rank has."
+        )
+    dim = dim % len(first)
+    rests = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes.values()}
+    if len(rests) > 1:
+        listed = ", ".join(f"rank {rank}: {list(shape)}" for rank, shape in shapes.items())
+        raise SessionStateError(
+            f"gather({name!r}, dim={dim}): only the sizes along dim {dim} may differ ({listed})."
+        )
+    at: dict[int, tuple[int, ...]] = {}
+    length = 0
+    for rank, shape in shapes.items():
+        at[rank] = (*(0,) * dim, length, *(0,) * (len(first) - dim - 1))
+        length += shape[dim]
+    return (*first[:dim], length, *first[dim + 1 :]), at

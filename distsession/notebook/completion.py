@@ -1,0 +1,218 @@
+"""Completion and inspection in cells for the ranks, by what the ranks have.
+
+The ranks are asked for a moment only. Where none answers in time, IPython answers from the
+notebook's own names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.completer import SimpleCompletion, context_matcher
+from IPython.utils.tokenutil import token_at_cursor
+
+from distsession.display import render
+from distsession.errors import DistsessionError
+from distsession.notebook.autopx import is_plain
+from distsession.protocol.messages import LookReply
+from distsession.ranks import parse_ranks
+from distsession.session import Session, current_session
+
+__all__ = ["Part", "Sight", "part_for_ranks"]
+
+PATIENCE = 0.3
+"""Seconds that ranks have to answer."""
+ASKED = 4
+"""How many ranks are asked for completions."""
+
+_LINE = re.compile(r"^\s*(?:\w+\s*=\s*)?%distributed\s+(?:--diff\s+)?")
+_MAGIC = re.compile(r"^\s*%{1,2}distributed\b")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a cell that is for the ranks, up to the cursor.
+
+    Attributes:
+        code: The part.
+        cursor: Where the cursor is in it.
+        line: What stands behind the magic.
+    """
+
+    code: str
+    cursor: int
+    line: str = ""
+
+
+def part_for_ranks(cell: str, cursor: int, is_plain_for_ranks: bool = False) -> Part | None:
+    """Which part of a cell is for the ranks, if the cursor is in it."""
+    if cell.lstrip().startswith("%%distributed"):
+        start = len(cell) - len(cell.lstrip())
+        first, newline, body = cell[start:].partition("\n")
+        start += len(first) + len(newline)
+        if not newline or cursor < start:
+            return None
+        return Part(body, cursor - start, first.removeprefix("%%distributed"))
+    begin = cell.rfind("\n", 0, cursor) + 1
+    end = cell.find("\n", cursor)
+    line = cell[begin : len(cell) if end < 0 else end]
+    magic = _LINE.match(line)
+    if magic is not None:
+        begin += magic.end()
+        code = line[magic.end() :]
+        return Part(code, cursor - begin) if cursor >= begin else None
+    if is_plain_for_ranks and is_plain(cell):
+        return Part(cell, cursor)
+    return None
+
+
+class Sight:
+    """Hooks into a shell's completer and its kernel's inspection.
+
+    Args:
+        shell: Of the notebook.
+        parsers: Of the magics' first lines, by name with its percent signs.
+        is_automatic: Whether plain cells go to the ranks.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        parsers: Mapping[str, Callable[[], argparse.ArgumentParser]],
+        is_automatic: Callable[[], bool],
+    ):
+        self._shell = shell
+        self._parsers = parsers
+        self._is_automatic = is_automatic
+        self._inspect: Any = None
+
+        @context_matcher(priority=1000, identifier="distsession.ranks")  # type: ignore[untyped-decorator]
+        def matcher(context: Any) -> Any:
+            return self._matches(context)
+
+        self._matcher = matcher
+
+    def register(self) -> None:
+        """Hook in."""
+        self._shell.Completer.custom_matchers.append(self._matcher)
+        kernel = getattr(self._shell, "kernel", None)
+        if kernel is not None:
+            self._inspect = kernel.do_inspect
+            kernel.do_inspect = self._do_inspect
+
+    def unregister(self) -> None:
+        """Take the hooks away."""
+        matchers = self._shell.Completer.custom_matchers
+        if self._matcher in matchers:
+            matchers.remove(self._matcher)
+        kernel = getattr(self._shell, "kernel", None)
+        if kernel is not None and vars(kernel).get("do_inspect") == self._do_inspect:
+            del kernel.do_inspect
+
+    # --- completion -------------------------------------------------------------------------------
+
+    def _matches(self, context: Any) -> Any:
+        nothing: dict[str, Any] = {"completions": []}
+        lines = context.full_text.split("\n")
+        before = sum(len(line) + 1 for line in lines[: context.cursor_line])
+        line = lines[context.cursor_line][: context.cursor_position]
+        if context.cursor_line == 0 or line.lstrip().startswith("%session"):
+            found = self._flags(line)
+            if found:
+                return found
+        cursor = before + context.cursor_position
+        part = part_for_ranks(context.full_text, cursor, self._is_automatic())
+        if part is None or _is_for_ipython(part.code[: part.cursor]):
+            return nothing
+        code = part.code[: part.cursor]
+        answers = ask(code, part.line, inspect=False)
+        matches = {text: kind for answer in answers.values() for text, kind in answer.matches}
+        if not matches:
+            return nothing
+        start = next(answer.start for answer in answers.values() if answer.matches)
+        return {
+            "completions": [
+                SimpleCompletion(text=text, type=kind) for text, kind in matches.items()
+            ],
+            "matched_fragment": code[start:],
+            "suppress": True,
+        }
+
+    def _flags(self, line: str) -> Any:
+        """What may follow in a magic's own line."""
+        name, space, rest = line.lstrip().partition(" ")
+        make = self._parsers.get(name)
+        if make is None or not space:
+            return None
+        word = rest[rest.rfind(" ") + 1 :]
+        words = _words(make(), rest[: len(rest) - len(word)].split())
+        completions = [
+            SimpleCompletion(text=each, type="magic") for each in words if each.startswith(word)
+        ]
+        return {"completions": completions, "matched_fragment": word, "suppress": True}
+
+    # --- inspection -------------------------------------------------------------------------------
+
+    def _do_inspect(self, code: str, cursor_pos: int, *args: Any, **kwargs: Any) -> Any:
+        text = self._inspected(code, cursor_pos)
+        if not text:
+            return self._inspect(code, cursor_pos, *args, **kwargs)
+        return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
+
+    def _inspected(self, code: str, cursor: int) -> str:
+        try:
+            part = part_for_ranks(code, cursor, self._is_automatic())
+            name = token_at_cursor(part.code, part.cursor) if part is not None else ""
+        except Exception:  # of a tokenizer that does not like the code
+            return ""
+        if part is None or not name or name.startswith("%"):
+            return ""
+        answers = ask(name, part.line, inspect=True)
+        return render.fold_text(
+            {rank: answer.text for rank, answer in answers.items() if answer.text}
+        )
+
+
+def ask(code: str, line: str, *, inspect: bool) -> dict[int, LookReply]:
+    """Ask ranks about code that a magic with this line would send to them."""
+    try:
+        session = current_session()
+        ranks = _ranks(session, line)
+        launcher = session.recovery.launcher
+        dead = launcher.dead_ranks()
+        living = [rank for rank in ranks if rank not in dead]
+        return launcher.look(living[:ASKED], code, inspect, PATIENCE)
+    except DistsessionError:
+        return {}
+
+
+def _ranks(session: Session, line: str) -> Sequence[int]:
+    first = (line.split() or [""])[0]
+    try:
+        return parse_ranks(first, session.world_size) if first[:1].isdigit() else session.ranks
+    except DistsessionError:
+        return session.ranks
+
+
+def _is_for_ipython(code: str) -> bool:
+    """Whether the line is a magic, a shell command or an import, which the notebook completes."""
+    line = code[code.rfind("\n") + 1 :].lstrip()
+    return line.startswith(("%", "!", "import ", "from "))
+
+
+def _words(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
+    """Commands and flags that a line may go on with."""
+    words: list[str] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            if given and given[0] in action.choices:
+                return _words(action.choices[given[0]], given[1:])
+            words += action.choices
+        elif action.choices and not action.option_strings:
+            words += [str(choice) for choice in action.choices]
+        words += [text for text in action.option_strings if text.startswith("--")]
+    return [word for word in words if word not in given]

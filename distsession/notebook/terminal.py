@@ -1,0 +1,170 @@
+"""The ranks' output in a terminal, and what they write between runs.
+
+Text is put together into lines, each marked with its rank, so that ranks which write at the same
+time do not tear each other's lines. A line that is not finished (a progress bar) is held back; the
+terminal's last line is used for those of all ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distsession.cluster.base import OutputMessage
+from distsession.display.render import Bundle, fold_bundles, rank_label, without_times
+from distsession.notebook import stdin
+from distsession.notebook.lines import Lines
+from distsession.protocol.messages import Display, RankReport, Text
+
+__all__ = ["Printer"]
+
+LIVE_INTERVAL = 0.1
+"""Seconds between two updates of the line of unfinished lines."""
+BATCH = 1 << 16
+"""Characters that are written in one piece."""
+
+
+class Printer:
+    """Writes one run's output to ``sys.stdout`` and ``sys.stderr``."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[int, str], Lines] = {}
+        self._batch: list[str] = []
+        self._batch_size = 0
+        self._batch_stream = "stdout"
+        self._flushed = time.monotonic()
+        self._live = _LiveLine()
+        self._notice = _Notice()
+        self.is_file = not sys.stderr.isatty()
+
+    def write(self, message: OutputMessage) -> None:
+        """Take one piece of output of one rank."""
+        if isinstance(message, Text):
+            lines = self._lines.setdefault((message.rank, message.stream), Lines())
+            prefix = f"[{message.rank}] "
+            text = "".join(f"{prefix}{line}\n" for line, _ in lines.feed(message.text))
+            if text:
+                self._put(message.stream, text)
+            self._update_live()
+        elif isinstance(message, Display):
+            self._flush()
+            self._put("stdout", _plain([message.rank], message.data) + "\n")
+
+    def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
+        """Nothing is shown of what ranks do."""
+
+    def show(self, shown: dict[int, Bundle]) -> None:
+        """Show the last value of a cell, ranks that show the same folded into one."""
+        self._finish_lines()
+        for ranks, (data, _) in fold_bundles(shown):
+            self._put("stdout", _plain(list(ranks), data) + "\n")
+        self._flush()
+
+    def notify(self, text: str) -> None:
+        """Show a line about the run that replaces the one before; it does not stay."""
+        self._flush()
+        self._notice.show(text)
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        self._finish_lines()
+        self._notice.show("")
+
+    def ask(self, prompt: str, secret: bool) -> str:
+        """Have somebody answer a rank, below all that has been put out so far."""
+        self._finish_lines()
+        self._notice.show("")
+        return stdin.ask(prompt, secret)
+
+    # --- text -------------------------------------------------------------------------------------
+
+    def _put(self, stream: str, text: str) -> None:
+        if stream != self._batch_stream:
+            self._flush()
+            self._batch_stream = stream
+        self._batch.append(text)
+        self._batch_size += len(text)
+        now = time.monotonic()
+        if self._batch_size > BATCH or now - self._flushed > 0.02:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        if self._batch:
+            self._live.make_way()
+            target = getattr(sys, self._batch_stream)
+            target.write("".join(self._batch))
+            target.flush()
+            self._batch.clear()
+            self._batch_size = 0
+
+    def _finish_lines(self) -> None:
+        for (rank, stream), lines in sorted(self._lines.items()):
+            rest = lines.finish()
+            if rest:
+                self._put(stream, f"[{rank}] {rest}\n")
+        self._flush()
+        self._live.show({})
+
+    def _update_live(self) -> None:
+        if self._live.is_due:
+            partial = {
+                rank: lines.partial
+                for (rank, _), lines in sorted(self._lines.items())
+                if lines.partial
+            }
+            if partial:
+                self._flush()
+            self._live.show(partial)
+
+
+class _LiveLine:
+    """The lines that ranks redraw, side by side in a terminal's last line."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._is_shown = False
+        self._shown_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return self._is_terminal and time.monotonic() - self._shown_at > LIVE_INTERVAL
+
+    def make_way(self) -> None:
+        """Other text is about to be written."""
+        if self._is_shown:
+            self._is_shown = False
+            sys.stdout.write("\r\x1b[K")
+
+    def show(self, partial: dict[int, str]) -> None:
+        """Show the beginnings of what is unfinished, as far as the line reaches."""
+        self.make_way()
+        if partial and self._is_terminal:
+            self._shown_at = time.monotonic()
+            share = max(12, (shutil.get_terminal_size().columns - 1) // len(partial))
+            text = "".join(f"[{rank}] {line}"[: share - 1] + " " for rank, line in partial.items())
+            sys.stdout.write(text[: shutil.get_terminal_size().columns - 1])
+            sys.stdout.flush()
+            self._is_shown = True
+
+
+class _Notice:
+    """A line about the run, written as it changes."""
+
+    def __init__(self) -> None:
+        self._written = ""
+
+    def show(self, text: str) -> None:
+        lasting = without_times(text)
+        if text and lasting != self._written:
+            self._written = lasting
+            sys.stderr.write(f"distsession: {text}\n")
+            sys.stderr.flush()
+
+
+def _plain(ranks: list[int], data: dict[str, Any]) -> str:
+    text = str(data.get("text/plain", f"<{', '.join(data)}>"))
+    return f"{rank_label(ranks)}{chr(10) if chr(10) in text else ' '}{text}"

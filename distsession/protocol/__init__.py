@@ -1,0 +1,1 @@
+"""What kernel, agents and ranks say to each other."""

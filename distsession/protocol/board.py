@@ -1,0 +1,397 @@
+"""What every rank is doing, in memory that all processes of a session on one host share.
+
+A rank writes its own region and reads those of its peers; the kernel reads all of them, also while
+a rank is blocked in C code and can answer nothing. A region holds a header, streams and texts. A
+*stream* is one ordered series of operations: the collectives of a process group, or the messages
+from one rank to another. Its head says whose it is; it keeps the last operations in a ring of
+slots. Whatever else is longer than a word (what was called, places in the code) is a text in a ring
+of bytes and referred to by its number, which is where it begins.
+
+A session lives long, so everything here is used again, and who reads must see that it was. A
+stream's room is given to another stream only when no peer still needs it, and then has another
+*incarnation*, which is a part of each slot's sequence word. A text's number is never given twice:
+one that lies too far back has been overwritten. Its rank writes texts that are still needed again
+before that (see ``Recorder``).
+
+Everything else is a 64-bit word, stored and loaded whole. A slot's sequence is written last, so who
+reads the one that it expects also reads what belongs to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from distsession.protocol.messages import Operation
+
+__all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
+
+HEADER = 16
+STREAMS = 4096
+RING = 64
+SLOT = 6
+MAX_RANKS = 1024
+MEMBER_WORDS = MAX_RANKS // 64
+NAME_WORDS = 24
+STREAM_HEAD = 4 + MEMBER_WORDS + NAME_WORDS
+STREAM = STREAM_HEAD + (RING + 1) * SLOT
+"""One slot more than the ring has: for an operation that is waited for after its slot was given to
+another."""
+TEXT_WORDS = 1 << 18
+LONGEST_TEXT = 8192
+"""Bytes; whatever is longer is cut."""
+REGION = HEADER + STREAMS * STREAM + TEXT_WORDS
+"""Words of one rank's region, 16 MB; only what is used of it takes memory."""
+
+# Words of a header.
+STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
+IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
+INCARNATIONS = 11
+# Words of a stream's head; the members are bits, the name is text.
+KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
+NAME = MEMBERS + MEMBER_WORDS
+# Words of a slot.
+SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
+# States of an operation.
+ISSUED, WAITING, DONE, REFUSED = 1, 2, 3, 4  # what is over is not below DONE
+
+SEQUENCE_BITS = 40
+"""Of a slot's sequence word; the incarnation of its stream has the rest."""
+SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
+LINE_BITS = 24
+"""Of the word that stands for a place in the code; the text's number has the rest."""
+LINE_MASK = (1 << LINE_BITS) - 1
+
+OVERWRITTEN = "an operation that is no longer on record"
+
+
+class Slot(NamedTuple):
+    """One operation, as its rank wrote it down."""
+
+    fingerprint: int
+    signature: str
+    place: str
+    began: int
+    state: int
+
+
+class Head(NamedTuple):
+    """Whose a stream is."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+def file_size(world_size: int) -> int:
+    """Bytes of a board."""
+    return REGION * world_size * 8
+
+
+def make_file() -> int:
+    """A descriptor of memory for a board; it has no name, so nothing of it can stay behind."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("distsession-board")
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="distsession-board-")
+        os.unlink(path)
+    return descriptor
+
+
+def key_of(*parts: object) -> int:
+    """A number that stands for a stream."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+class Board:
+    """The memory of all ranks of a host.
+
+    Raises:
+        ValueError: There are more ranks than a stream's head has room for.
+    """
+
+    def __init__(self, descriptor: int, world_size: int):
+        if world_size > MAX_RANKS:
+            raise ValueError(f"a session has at most {MAX_RANKS} ranks on a host, not {world_size}")
+        self._map = mmap.mmap(descriptor, file_size(world_size))
+        self.words = memoryview(self._map).cast("Q")
+        self.regions = [Region(self, rank) for rank in range(world_size)]
+
+    @property
+    def bytes(self) -> mmap.mmap:
+        return self._map
+
+    def close(self) -> None:
+        self.words.release()
+        self._map.close()
+
+
+class Region:
+    """One rank's part of a board."""
+
+    def __init__(self, board: Board, rank: int):
+        self.rank = rank
+        self._board = board
+        self._words = board.words
+        self.start = rank * REGION
+        self._first = self.start + HEADER
+        self._texts = self._first + STREAMS * STREAM
+        self._heads: dict[int, tuple[int, Head]] = {}
+
+    # --- writing, by its own rank -----------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget everything: a process or a generation begins.
+
+        The counts of incarnations and of texts go on, so that nobody takes what comes for what was.
+        """
+        for word in range(HEADER):
+            if word not in (TEXT_END, INCARNATIONS):
+                self._words[self.start + word] = 0
+
+    @property
+    def text_end(self) -> int:
+        """The number of the text that comes next."""
+        return self._words[self.start + TEXT_END] or 1
+
+    def add_text(self, text: str) -> int:
+        """Write a text down; gives its number, from 1. The oldest ones are overwritten in turn."""
+        data = text.encode()
+        if len(data) > LONGEST_TEXT:
+            data = data[: LONGEST_TEXT - 3].decode("utf-8", "ignore").encode() + b"..."
+        length = 1 + (len(data) + 7) // 8
+        number = self.text_end
+        room = TEXT_WORDS - number % TEXT_WORDS
+        if length > room:  # in one piece
+            number += room
+        # First this: from here on nobody believes in what stands there.
+        self._words[self.start + TEXT_END] = number + length
+        at = self._texts + number % TEXT_WORDS
+        self._words[at] = len(data)
+        self._board.bytes[(at + 1) * 8 : (at + 1) * 8 + len(data)] = data
+        return number
+
+    def add_stream(self, key: int, name: str, members: Sequence[int], at: int = -1) -> int:
+        """Begin a stream; gives the index of its first word, or -1 where there is no room.
+
+        Args:
+            key: Of the stream.
+            name: For people.
+            members: The ranks that take part.
+            at: Where a stream was that nobody needs any more. Default: where none has been.
+        """
+        words = self._words
+        count = words[self.start + STREAM_COUNT]
+        is_new = at < 0
+        if is_new and count >= STREAMS:
+            return -1
+        if is_new:
+            at = self._first + count * STREAM
+        words[at + KEY] = 0
+        words[self.start + INCARNATIONS] = words[at + INCARNATION] = (
+            words[self.start + INCARNATIONS] + 1
+        )
+        words[at + COUNT] = 0
+        bits = sum(1 << rank for rank in set(members))
+        for word in range(MEMBER_WORDS):
+            words[at + MEMBERS + word] = bits >> (64 * word) & (1 << 64) - 1
+        data = _shortened(name, NAME_WORDS * 8)
+        self._board.bytes[(at + NAME) * 8 : (at + NAME) * 8 + len(data)] = data
+        words[at + NAME_BYTES] = len(data)
+        words[at + KEY] = key
+        if is_new:
+            words[self.start + STREAM_COUNT] = count + 1
+        return at
+
+    def ask_nothing(self) -> None:
+        """Its rank has died, so it is in no debugger and waits for no input; the kernel says so."""
+        for word in (IN_DEBUGGER, ASKS):
+            self._words[self.start + word] = 0
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def text(self, number: int) -> str | None:
+        """The text of that number; None where it has been overwritten, empty for number 0."""
+        if not number:
+            return ""
+        if not self._has_text(number):
+            return None
+        at = self._texts + number % TEXT_WORDS
+        length = self._words[at]
+        begin = (at + 1) * 8
+        data = self._board.bytes[begin : begin + min(length, LONGEST_TEXT)]
+        return data.decode("utf-8", "replace") if self._has_text(number) else None
+
+    def _has_text(self, number: int) -> bool:
+        end = self._words[self.start + TEXT_END]
+        return 0 < number < end <= number + TEXT_WORDS
+
+    def find_stream(self, key: int) -> int:
+        """The index of a stream's first word; -1 if this rank has not begun it."""
+        first = self._first
+        end = first + min(STREAMS, self._words[self.start + STREAM_COUNT]) * STREAM
+        keys = self._words[first + KEY : end : STREAM].tolist()
+        return first + keys.index(key) * STREAM if key in keys else -1
+
+    def incarnation(self, at: int, key: int) -> int:
+        """Of the stream that begins at this word; 0 if it is not, or no longer, that of the key."""
+        number = self._words[at + INCARNATION]
+        return number if self._words[at + KEY] == key else 0
+
+    def slot(self, at: int) -> Slot:
+        """What is written in the slot that begins at this word."""
+        words = self._words
+        while True:
+            sequence = words[at + SEQUENCE]
+            signature = self.text(words[at + SIGNATURE])
+            slot = Slot(
+                words[at + FINGERPRINT],
+                OVERWRITTEN if signature is None else signature,
+                self.place(words[at + PLACE]),
+                words[at + BEGAN],
+                words[at + STATE],
+            )
+            if signature is not None or words[at + SEQUENCE] == sequence:
+                return slot
+
+    def place(self, word: int) -> str:
+        """``In[3] line 4``, from a text's number and a line in one word."""
+        name = self.text(word >> LINE_BITS)
+        return f"{name} line {word & LINE_MASK}" if name else ""
+
+    @property
+    def request(self) -> int:
+        """The request that runs; 0 if none."""
+        return self._words[self.start + REQUEST]
+
+    @property
+    def seconds(self) -> float:
+        """Since when it runs, or is idle."""
+        since = self._words[self.start + SINCE]
+        return max(0.0, (time.monotonic_ns() - since) / 1e9) if since else 0.0
+
+    @property
+    def transfer(self) -> tuple[int, int]:
+        """Bytes written of a large result, and of how many; zeros where there is none."""
+        return self._words[self.start + WRITTEN], self._words[self.start + TO_WRITE]
+
+    @property
+    def is_in_debugger(self) -> bool:
+        """Whether its debugger is open, also while it runs what it was told to."""
+        return self._words[self.start + IN_DEBUGGER] != 0
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether its main thread waits for somebody to type something."""
+        return self._words[self.start + ASKS] != 0
+
+    @property
+    def asks_at(self) -> str:
+        """The line of user code at which it waits for that."""
+        return self.place(self._words[self.start + ASKS_AT])
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether an operation has failed within the group, which is of no use then."""
+        return self._words[self.start + IS_DAMAGED] != 0
+
+    def _streams(self) -> Iterator[tuple[int, Head]]:
+        for number in range(min(STREAMS, self._words[self.start + STREAM_COUNT])):
+            at = self._first + number * STREAM
+            head = self._head(at)
+            if head is not None:
+                yield at, head
+
+    def _head(self, at: int) -> Head | None:
+        """Whose the stream is; None while it is being given to another."""
+        words = self._words
+        key = words[at + KEY]
+        incarnation = self.incarnation(at, key) if key else 0
+        if not incarnation:
+            return None
+        known = self._heads.get(at)
+        if known is not None and known[0] == incarnation:
+            return known[1]
+        begin = (at + NAME) * 8
+        name = self._board.bytes[begin : begin + min(words[at + NAME_BYTES], NAME_WORDS * 8)]
+        bits = words[at + MEMBERS : at + MEMBERS + MEMBER_WORDS].tolist()
+        members = tuple(r for r in range(MAX_RANKS) if bits[r // 64] >> (r % 64) & 1)
+        head = Head(name.decode("utf-8", "replace"), members)
+        if self.incarnation(at, key) != incarnation:
+            return None
+        self._heads[at] = incarnation, head
+        return head
+
+    def sequences(self) -> dict[str, int]:
+        """For each stream, how many operations have been begun."""
+        found = [
+            (self._words[at + INCARNATION], head.name, self._words[at + COUNT])
+            for at, head in self._streams()
+        ]
+        # A group that was made again may bear the name of one that is gone: the later one counts.
+        return {name: count for _, name, count in sorted(found)}
+
+    def refused(self) -> tuple[tuple[str, int], ...]:
+        """Operations that this rank has posted and not begun, as they do not match: group, number.
+
+        They stay to be seen, so that the peers refuse them as well; nobody may count on them.
+        """
+        found = []
+        for at, head in self._streams():
+            states = self._words[at + STREAM_HEAD + STATE : at + STREAM : SLOT].tolist()
+            if REFUSED in states:
+                incarnation = self._words[at + INCARNATION]
+                posted = self._words[at + STREAM_HEAD + SEQUENCE : at + STREAM : SLOT].tolist()
+                found += [
+                    (head.name, word & SEQUENCE_MASK)
+                    for word, state in zip(posted, states, strict=True)
+                    if state == REFUSED and word >> SEQUENCE_BITS == incarnation
+                ]
+        return tuple(found)
+
+    def operations(self) -> tuple[Operation, ...]:
+        """What has been begun and not ended, the one that the main thread is blocked in last."""
+        words, now = self._words, time.monotonic_ns()
+        blocked = words[self.start + BLOCKED_IN]
+        found: list[tuple[bool, int, Operation]] = []
+        for at, head in self._streams():
+            incarnation = words[at + INCARNATION]
+            slots = words[at + STREAM_HEAD : at + STREAM].tolist()
+            for offset in range(0, len(slots), SLOT):
+                posted = slots[offset]
+                if slots[offset + STATE] >= DONE or posted >> SEQUENCE_BITS != incarnation:
+                    continue
+                word = at + STREAM_HEAD + offset
+                slot = self.slot(word)
+                if words[word] != posted:  # it has ended meanwhile
+                    continue
+                title, _, detail = slot.signature.partition(" ")
+                if slot.signature == OVERWRITTEN:
+                    title, detail = OVERWRITTEN, ""
+                operation = Operation(
+                    name=title,
+                    group=head.name,
+                    members=head.members,
+                    sequence=posted & SEQUENCE_MASK,
+                    detail=detail,
+                    place=slot.place,
+                    seconds=max(0.0, (now - slot.began) / 1e9),
+                    is_waiting=blocked == word,
+                    in_thread=blocked != word and slots[offset + STATE] == WAITING,
+                )
+                found.append((operation.is_waiting, slot.began, operation))
+        return tuple(operation for _, _, operation in sorted(found, key=lambda f: f[:2]))
+
+
+def _shortened(name: str, limit: int) -> bytes:
+    """A name as bytes; one that is too long is cut, and told from others by a part of its hash."""
+    data = name.encode()
+    if len(data) <= limit:
+        return data
+    mark = f"...{key_of(name):x}".encode()
+    return data[: limit - len(mark)].decode("utf-8", "ignore").encode() + mark

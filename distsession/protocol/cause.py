@@ -1,0 +1,234 @@
+"""Why an operation broke off, in words: who called what, and who did not come.
+
+Pure functions of what ranks called. The odd ones out are named first: what fewer ranks did than
+others is more likely what went wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from distsession.protocol.messages import Called, Mismatch, Overdue
+from distsession.ranks import ranks_text
+
+__all__ = ["late_remedy", "late_text", "merged", "mismatch_remedy", "mismatch_text", "sentence"]
+
+MOST_SIDES = 4
+"""How many different calls are told; with more, the rest are counted."""
+WORLD = "world"
+
+_SIZES = re.compile(r"(?:, )?send ([\d,]*) receive ([\d,]*)$")
+_COMMA = re.compile(r", (?![^\[]*\])")
+"""A comma that is not within a shape."""
+_PAIR = re.compile(r"(.*) (\d+)->(\d+)(?: tag \d+)?$")
+
+
+def sentence(text: str) -> str:
+    """The text, with a full stop where it does not end a sentence yet."""
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?", ":")) else f"{text}."
+
+
+def merged(parts: Iterable[Mismatch]) -> Mismatch:
+    """What several ranks have seen of the same operation, together; there is at least one."""
+    first, *others = parts
+    is_async = any(part.is_async for part in (first, *others))
+    posted = {post.rank: post for part in (first, *others) for post in part.calls}
+    together = tuple(posted[rank] for rank in sorted(posted))
+    return Mismatch(first.group, first.sequence, together, is_async)
+
+
+# --- a mismatch -----------------------------------------------------------------------------------
+
+
+def mismatch_text(mismatch: Mismatch) -> str:
+    """Who called what: ``rank 2 called all_reduce with max, ranks 0-1 with sum, at In[4] line 3``.
+
+    The odd ranks out come first, and of what else is equal nothing is said.
+    """
+    if text := _sizes_text(mismatch):
+        return text
+    sides = _sides(mismatch.calls)
+    places = {side.place for side in sides}
+    names = {side.name for side in sides}
+    common = next(iter(places)) if len(places) == 1 else ""
+    if len(names) == 1:
+        details = _differing([side.detail for side in sides])
+    else:
+        details = [side.detail for side in sides]
+    parts = []
+    for number, (side, detail) in enumerate(zip(sides, details, strict=True)):
+        if len(names) > 1:
+            what = f"called {side.name}{_within(mismatch.group, side.name)}"
+            what += f" ({detail})" if detail else ""
+        elif number == 0:
+            what = f"called {side.name}{_within(mismatch.group, side.name)} with {detail}"
+        else:
+            what = f"with {detail}"
+        at = f" at {side.place}" if side.place and not common else ""
+        parts.append(f"{ranks_text(side.ranks)} {what}{at}")
+    if len(parts) > MOST_SIDES:
+        rest = sorted(rank for side in sides[MOST_SIDES:] for rank in side.ranks)
+        parts[MOST_SIDES:] = [f"{ranks_text(rest)} something else again"]
+    return f"{', '.join(parts)}{f', at {common}' if common else ''}"
+
+
+def mismatch_remedy(mismatch: Mismatch) -> str:
+    """What has become of it, and what to do."""
+    pair = _PAIR.match(mismatch.group)
+    what = f"message {mismatch.sequence}" if pair else f"operation {mismatch.sequence}"
+    of = f"from rank {pair[2]} to rank {pair[3]}" if pair else f"of {_titled(mismatch.group)}"
+    begun = "It was not begun, and no tensor of it was changed"
+    if mismatch.is_async:
+        begun = "It was not begun where that was seen; elsewhere its tensors may have changed"
+    return f"This is {what} {of}. {begun}. Make the calls agree."
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Ranks that called the same."""
+
+    ranks: tuple[int, ...]
+    name: str
+    detail: str
+    place: str
+
+
+def _sides(posted: Sequence[Called]) -> list[_Side]:
+    """Those that called the same together; first those that are fewer, then by rank."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for post in sorted(posted, key=lambda post: post.rank):
+        key = (post.name, post.detail)
+        ranks.setdefault(key, []).append(post.rank)
+        if post.place:
+            places.setdefault(key, {})[post.place] = None
+    sides = [
+        _Side(tuple(who), *key, _either(list(places.get(key, ())))) for key, who in ranks.items()
+    ]
+    return sorted(sides, key=lambda side: (len(side.ranks), side.ranks))
+
+
+def _either(places: Sequence[str]) -> str:
+    """``In[3] line 4 and line 6``: a file is named once."""
+    text = last = ""
+    for place in places[:3]:
+        name, _, line = place.rpartition(" line ")
+        text += f"{' and ' if text else ''}{f'line {line}' if text and name == last else place}"
+        last = name
+    return f"{text} and elsewhere" if len(places) > 3 else text
+
+
+def _differing(details: Sequence[str]) -> list[str]:
+    """Of each detail the parts in which any two differ."""
+    parts = [_COMMA.split(detail) for detail in details]
+    if len(details) == 1 or len({len(each) for each in parts}) != 1:
+        return [detail or "nothing" for detail in details]
+    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    return [", ".join(p for p, d in zip(each, differ, strict=True) if d) for each in parts]
+
+
+def _sizes_text(mismatch: Mismatch) -> str:
+    """For an all_to_all: whose sizes do not fit to those of its peers; empty if that is not it."""
+    posted = {post.rank: post for post in mismatch.calls}
+    sizes: dict[int, tuple[list[int], list[int]]] = {}
+    rest = set()
+    for rank, post in posted.items():
+        found = _SIZES.search(post.detail)
+        if found is None:
+            return ""
+        send, receive = ([int(n) for n in part.split(",") if n] for part in found.groups())
+        sizes[rank] = send, receive
+        rest.add((post.name, post.detail[: found.start()]))
+    ranks = sorted(sizes)
+    world = {len(part) for both in sizes.values() for part in both if part}
+    if len(rest) != 1 or world != {len(ranks)}:
+        return ""
+    wrong = [
+        (source, target, sizes[source][0][n], sizes[target][1][m])
+        for m, source in enumerate(ranks)
+        for n, target in enumerate(ranks)
+        if sizes[source][0] and sizes[target][1] and sizes[source][0][n] != sizes[target][1][m]
+    ]
+    if not wrong:
+        return ""
+    # Whoever is part of most of what does not fit; of both ends of one message the sender.
+    count = {r: sum(r in (a, b) for a, b, _, _ in wrong) for r in ranks}
+    odd = max(ranks, key=lambda rank: (count[rank], -rank))
+    name = posted[odd].name
+    own = [(a, b, s, e) for a, b, s, e in wrong if odd in (a, b)]
+    told = [
+        f"to send {s} to rank {b}, which expects {e}"
+        if a == odd and b != odd
+        else f"to receive {e} from rank {a}, which sends {s}"
+        for a, b, s, e in own[:2]
+    ]
+    more = f" (and {len(own) - 2} more)" if len(own) > 2 else ""
+    at = f", at {posted[odd].place}" if posted[odd].place else ""
+    within = _within(mismatch.group, name)
+    return f"rank {odd} called {name}{within} {' and '.join(told)}{more}{at}"
+
+
+# --- a time limit ---------------------------------------------------------------------------------
+
+
+def late_text(overdue: Overdue, waiting: Sequence[int], places: Mapping[int, str]) -> str:
+    """Who did not come, to what, and where they were meanwhile.
+
+    Args:
+        overdue: As told by the ranks that waited.
+        waiting: These ranks.
+        places: Where ranks were when it was told, as far as that is known.
+    """
+    operation = overdue.operation
+    name = f"{operation.name}{_within(operation.group, operation.name)}"
+    detail = f" ({operation.detail})" if operation.detail else ""
+    limit = f" within {overdue.limit:g} s" if overdue.limit else " in time"
+    at = f" at {operation.place}" if operation.place else ""
+    pair = _PAIR.match(operation.group)
+    if overdue.missing and pair is not None:
+        verb = f"send to rank {pair[3]}" if operation.name == "recv" else "receive it"
+        who = f"{ranks_text(overdue.missing)} did not {verb}{limit}"
+        text = f"{who}; {ranks_text(waiting)} waited in {name}{detail}{at}"
+    elif overdue.missing:
+        who = f"{ranks_text(overdue.missing)} did not come to {name}{detail}{limit}"
+        text = f"{who}, in which {ranks_text(waiting)} waited{at}"
+    else:
+        text = f"{ranks_text(waiting)} waited in {name}{detail}{at}, which did not end{limit}"
+    where: dict[str, list[int]] = {}
+    for rank in overdue.missing:
+        if places.get(rank):
+            where.setdefault(places[rank], []).append(rank)
+    told = [
+        f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} at {place}"
+        for place, ranks in where.items()
+    ]
+    return f"{text}; {', '.join(told)}" if told else text
+
+
+def late_remedy() -> str:
+    """What to do about that."""
+    return (
+        "That is the time limit of this process group (the option timeout, or what the call or "
+        "the group was given): where a rank only needs longer, give it more."
+    )
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def _within(group: str, name: str) -> str:
+    """To be said behind an operation's name: of which group it is, or to whom a message goes."""
+    pair = _PAIR.match(group)
+    if pair is not None:
+        ends = {"send": f" to rank {pair[3]}", "recv": f" from rank {pair[2]}"}
+        within, group = ends.get(name, ""), pair[1]
+    else:
+        within = ""
+    return within if group == WORLD else f"{within} of {group}"
+
+
+def _titled(group: str) -> str:
+    return "the default group" if group == WORLD else group

@@ -1,0 +1,386 @@
+"""From what every rank says of itself to a verdict: who waits for whom, and why.
+
+Pure functions of the ranks' reports. A rank is *blocked* while its main thread waits in a
+collective, send or receive. That operation *misses* each of its members that has not begun it
+(operations of one group are matched by their number), and each that died or is halted inside it.
+A missing rank that computes, is halted or has been given nothing yet can still come, and so can
+one that is blocked in an operation that can itself complete. One that has died or has ended its
+part cannot. A rank that waits for a key of the store misses all others, any of which may set it:
+nobody can only if all have died or ended their part and nothing more can be asked of them. What
+follows from these rules is certain, so a verdict of deadlock is too.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from distsession.protocol.cause import sentence
+from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.ranks import format_ranks
+
+__all__ = ["NO_PART", "Kind", "Verdict", "describe_operation", "diagnose", "is_any_source"]
+
+WORLD = "world"
+ANY_SOURCE = "any source"
+NO_PART = "no part in this run"
+"""The outcome of a rank that nothing was asked of, in a run beside which nothing else can be."""
+LONGEST_REASON = 200
+
+
+class Kind(enum.StrEnum):
+    """What the ranks' reports amount to.
+
+    Attributes:
+        NOTHING: No rank waits for one that is missing.
+        WAIT: Some ranks wait for others, all of which can still come.
+        DEADLOCK: Some ranks wait for others that have died or have ended their part.
+        ORDER: Some ranks wait for one another, each in an operation that the other has not begun.
+    """
+
+    NOTHING = "nothing"
+    WAIT = "wait"
+    DEADLOCK = "deadlock"
+    ORDER = "order"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who waits for whom.
+
+    Attributes:
+        sentence: The verdict for people; more than one sentence where ranks wait in different
+            operations.
+        waiting: Ranks that wait for missing ones; of a deadlock those that never come free.
+        missing: Ranks that the waiting ones miss. One may itself be waiting, for yet another.
+        failed: Some missing rank has died or failed, so its own error is the cause.
+    """
+
+    kind: Kind
+    sentence: str
+    waiting: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    failed: bool = False
+
+
+def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
+    """Say who waits for whom, from the report of each rank.
+
+    Members of an operation that have no report are taken to be where they should be.
+
+    Args:
+        reports: Of all ranks.
+        is_sole: The kernel waits for this run alone: nothing else will be asked of the ranks.
+    """
+    found = _Findings(reports, is_sole)
+    if found.stuck:
+        never = {m for rank in found.stuck for m in found.missing[rank] if found.is_gone(m)}
+        missing = _union(found.missing[rank] for rank in found.stuck)
+        failed = any(_has_failed(reports[rank]) for rank in never)
+        kind = Kind.DEADLOCK if never else Kind.ORDER
+        parts = found.waits(found.stuck) if never else [found.circle(), found.why_circle()]
+        parts += ["no wait can help"] if never else []
+        parts += found.waits(found.late)
+        return Verdict(kind, _sentences(parts), _sorted(found.stuck), missing, failed)
+    if found.late:
+        missing = _union(found.missing[rank] for rank in found.late)
+        sentence = _sentences(found.waits(found.late, timed=True))
+        return Verdict(Kind.WAIT, sentence, _sorted(found.late), missing)
+    return Verdict(Kind.NOTHING, _sentences(found.nothing()))
+
+
+def describe_operation(operation: Operation) -> str:
+    """The operation and its place: ``"all_reduce #5 (float32 [4, 2], sum) at In[3] line 4"``.
+
+    Its group is named too, unless that is all ranks.
+    """
+    group = _group_name(operation.group)
+    if _is_store_wait(operation):
+        key = "key" if operation.detail.count("'") <= 2 else "keys"
+        at = f" at {operation.place}" if operation.place else ""
+        return f"a wait for the {key} {operation.detail} of the store{at}"
+    return (
+        f"{operation.name} #{operation.sequence}"
+        + (f" of {group}" if group not in ("", WORLD) else "")
+        + (f" ({operation.detail})" if operation.detail else "")
+        + (f" at {operation.place}" if operation.place else "")
+    )
+
+
+IN_DIFFERENT_ORDERS = "the ranks issue their operations in different orders"
+NO_SENDER = "no rank is left that could send something"
+
+
+# --- who misses whom ------------------------------------------------------------------------------
+
+
+class _Findings:
+    """What follows from the reports.
+
+    Attributes:
+        blocked: The operation that each blocked rank waits in.
+        missing: The ranks that each blocked rank misses.
+        stuck: Blocked ranks that can never come free.
+        late: Blocked ranks that miss some rank, and can still come free.
+    """
+
+    def __init__(self, reports: Mapping[int, RankReport], is_sole: bool):
+        self.reports = reports
+        self._is_sole = is_sole
+        self.blocked = {
+            rank: report.operations[-1]
+            for rank, report in self.reports.items()
+            if report.state == "running" and report.operations and report.operations[-1].is_waiting
+        }
+        self.missing = {rank: self._missing(rank) for rank in self.blocked}
+        self.stuck = self._stuck()
+        self.late = {rank for rank in self.blocked if self.missing[rank]} - self.stuck
+
+    def _missing(self, rank: int) -> frozenset[int]:
+        operation = self.blocked[rank]
+        if _is_store_wait(operation):
+            return frozenset(self.reports.keys() - {rank})
+        members = set(operation.members) & self.reports.keys()
+        if is_any_source(operation):
+            senders = members - {rank}
+            if any(_has_sent(self.reports[s], self.reports[rank], operation) for s in senders):
+                return frozenset()
+            return frozenset(senders)
+        return frozenset(m for m in members if not _takes_part(self.reports[m], operation))
+
+    def _stuck(self) -> set[int]:
+        """Start with all blocked ranks, and set free each one whose missing ranks can all come."""
+        stuck = set(self.blocked)
+        while True:
+            free = {rank for rank in stuck if self._comes_free(rank, stuck)}
+            if not free:
+                return stuck
+            stuck -= free
+
+    def _comes_free(self, rank: int, stuck: set[int]) -> bool:
+        """Whether the ranks that this one misses can still come, while some others cannot."""
+        missing = self.missing[rank]
+        if is_any_source(self.blocked[rank]):  # who sends first is enough
+            return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
+        if not _is_store_wait(self.blocked[rank]):
+            return not any(m in stuck or self.is_gone(m) for m in missing)
+        if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:
+            return True
+        is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
+        return not is_last or not all(self.is_gone(m) for m in missing)
+
+    def is_gone(self, rank: int) -> bool:
+        """The rank begins no further operation of this run."""
+        report = self.reports[rank]
+        return report.state == "dead" or (report.state == "idle" and bool(report.outcome))
+
+    # --- in words ---------------------------------------------------------------------------------
+
+    def waits(self, ranks: Iterable[int], timed: bool = False) -> list[str]:
+        """For each operation that some ranks wait in, for whom; the gravest reason first."""
+        parts = []
+        for together, operation in self._together(ranks):
+            reasons = self._reasons(_union(self.missing[rank] for rank in together))
+            seconds = max(self.blocked[rank].seconds for rank in together)
+            since = f" (for {seconds:.0f} s)" if timed and seconds >= 1 else ""
+            wait = _agree(together, "waits", "wait")
+            described = describe_operation(operation)
+            missing = "; ".join(f"{_name(late)}, which {does}" for _, late, does in reasons)
+            if is_any_source(operation):
+                missing = f"a message from {missing}"
+            text = f"{_name(together)} {wait} in {described}{since} for {missing}"
+            if _is_store_wait(operation):
+                does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
+                described = described.removeprefix("a wait for ")
+                text = (
+                    f"{_name(together)} {wait} for {described}{since}, which no rank has set: "
+                    f"{does_what}"
+                )
+            parts.append((min(grade for grade, _, _ in reasons), together, text))
+        return [text for _, _, text in sorted(parts)]
+
+    def circle(self) -> str:
+        """The stuck ranks, all of which wait for one another."""
+        sides = self._together(self.stuck)
+        texts = [f"{_name(ranks)} in {describe_operation(op)}" for ranks, op in sides]
+        first, operation = sides[0]
+        wait = _agree(first, "waits", "wait")
+        texts[0] = f"{_name(first)} {wait} in {describe_operation(operation)}"
+        other = "the other" if len(sides) == 2 else "another of them"
+        return f"{', '.join(texts)}: each waits for {other}"
+
+    def why_circle(self) -> str:
+        is_any = any(is_any_source(self.blocked[rank]) for rank in self.stuck)
+        return NO_SENDER if is_any else IN_DIFFERENT_ORDERS
+
+    def nothing(self) -> list[str]:
+        """What the ranks do when none waits for a missing one."""
+        if not self.reports:
+            return ["no rank has reported"]
+        done = [f"{_name(ranks)} {does}" for _, ranks, does in self._reasons(self.reports, False)]
+        at_rest = all(report.state in ("idle", "dead") for report in self.reports.values())
+        head = "nothing runs" if at_rest else "no rank waits for a missing one"
+        return [f"{head}: {'; '.join(done)}", *self._mismatches()]
+
+    def _mismatches(self) -> list[str]:
+        """Operations that cannot work together, though none of their members is missing."""
+        names: dict[tuple[str, int], set[str]] = {}
+        for op in self.blocked.values():
+            if not _is_pair(op.group):
+                names.setdefault((op.group, op.sequence), set()).add(op.name)
+        return [
+            f"as operation #{sequence} of {group} the ranks call {' and '.join(sorted(called))}, "
+            "which do not match"
+            for (group, sequence), called in sorted(names.items())
+            if len(called) > 1
+        ]
+
+    def _together(self, ranks: Iterable[int]) -> list[tuple[tuple[int, ...], Operation]]:
+        """Put ranks that are blocked in the same operation at the same place together."""
+        groups: dict[tuple[str, int, str, str], list[int]] = {}
+        for rank in sorted(ranks):
+            op = self.blocked[rank]
+            groups.setdefault((op.group, op.sequence, op.name, op.place), []).append(rank)
+        folded = []
+        for together in groups.values():
+            details = dict.fromkeys(self.blocked[rank].detail for rank in together)
+            detail = " or ".join(text for text in details if text)
+            folded.append((tuple(together), replace(self.blocked[together[0]], detail=detail)))
+        return folded
+
+    def _reasons(
+        self, ranks: Iterable[int], as_missing: bool = True
+    ) -> list[tuple[int, tuple[int, ...], str]]:
+        """What each rank does, as grade and verb; those that do the same together."""
+        folded: dict[tuple[int, str, str], list[int]] = {}
+        for rank in sorted(ranks):
+            folded.setdefault(self._does(rank, as_missing), []).append(rank)
+        return sorted(
+            (grade, tuple(same), _agree(same, one, many))
+            for (grade, one, many), same in folded.items()
+        )
+
+    def _does(self, rank: int, as_missing: bool) -> tuple[int, str, str]:
+        """What a rank does: how grave that is, and the verb for one rank and for several."""
+        report = self.reports[rank]
+        outcome = _shorten(report.outcome)
+        if rank in self.blocked:
+            described = describe_operation(self.blocked[rank])
+            if self.missing[rank]:
+                return 4, "waits elsewhere", "wait elsewhere"
+            return 5, f"is in {described}", f"are in {described}"
+        if report.state == "dead":
+            died = f"died ({outcome})" if outcome else "died"
+            return 0, died, died
+        if report.state == "idle":
+            return _idle(outcome, as_missing)
+        one, many = (report.place,) * 2 if report.place else ("its code", "their code")
+        states = {
+            "running": (7, f"runs {one}", f"run {many}"),
+            "stopped": (
+                6,
+                "is stopped (SIGSTOP): kill -CONT lets it go on",
+                "are stopped (SIGSTOP): kill -CONT lets them go on",
+            ),
+            "debugged": (6, "is held by a debugger", "are held by a debugger"),
+            "debugging": (6, *_at("is in the debugger", "are in the debugger", report.place)),
+            "asking": (6, *_at("waits for input", "wait for input", report.place)),
+            "silent": (
+                6,
+                "does not answer: it computes in C code that holds the interpreter's lock",
+                "do not answer: they compute in C code that holds the interpreter's lock",
+            ),
+        }
+        return states.get(report.state, (6, f"is {report.state}", f"are {report.state}"))
+
+
+def _at(one: str, many: str, place: str) -> tuple[str, str]:
+    at = f" at {place}" if place else ""
+    return f"{one}{at}", f"{many}{at}"
+
+
+def _takes_part(report: RankReport, operation: Operation) -> bool:
+    """Whether a rank has begun an operation, and was not halted in it."""
+    key = (operation.group, operation.sequence)
+    inside = any((op.group, op.sequence) == key for op in report.operations)
+    if inside:
+        return report.state not in ("dead", "stopped", "debugged")
+    return key not in report.refused and report.sequences.get(key[0], 0) >= key[1]
+
+
+def is_any_source(operation: Operation) -> bool:
+    """A receive that takes what comes first, whoever sends it."""
+    return operation.name == "recv" and operation.detail.startswith(ANY_SOURCE)
+
+
+def _has_sent(sender: RankReport, receiver: RankReport, operation: Operation) -> bool:
+    """Whether a message of that rank's is on its way."""
+    tag = operation.detail.removeprefix(ANY_SOURCE).lstrip(",")
+    pair = f"{operation.group.replace(' any->', f' {sender.rank}->')}{tag}"
+    return sender.sequences.get(pair, 0) > receiver.sequences.get(pair, 0)
+
+
+def _has_failed(report: RankReport) -> bool:
+    return report.state == "dead" or report.outcome.startswith("failed")
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _idle(outcome: str, as_missing: bool) -> tuple[int, str, str]:
+    if not outcome:
+        none = ": nothing runs on it" if as_missing else ""
+        return 8, f"is idle{none}", f"are idle{none and ': nothing runs on them'}"
+    if outcome.startswith("failed"):
+        error = outcome.removeprefix("failed").lstrip(": ")
+        failed = f"failed ({error})" if error else "failed"
+        return 1, failed, failed
+    if outcome == NO_PART:
+        return 3, "has no part in this run", "have no part in this run"
+    how = "" if outcome == "finished" else f" ({outcome})"
+    verb = "ended" if how else "finished"
+    without = " without it" if as_missing else ""
+    return 2, f"{verb} its part{without}{how}", f"{verb} their part{without}{how}"
+
+
+def _name(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"{_agree(ranks, 'rank', 'ranks')} {format_ranks(ranks)}"
+
+
+def _agree(ranks: Iterable[int], one: str, many: str) -> str:
+    return one if len(list(ranks)) == 1 else many
+
+
+def _is_store_wait(operation: Operation) -> bool:
+    return operation.name in (STORE_WAIT, LIMITED_STORE_WAIT)
+
+
+def _is_pair(group: str) -> bool:
+    return "->" in group
+
+
+def _group_name(group: str) -> str:
+    """The group that a pair of ranks belongs to: ``"world 0->1"`` is of ``"world"``."""
+    return group.rpartition(" ")[0] if _is_pair(group) else group
+
+
+def _shorten(text: str) -> str:
+    """The first line, if that is not too long."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+
+
+def _sentences(parts: Iterable[str]) -> str:
+    """End each part with a period, and begin all but the first with a capital."""
+    first, *others = parts
+    return " ".join(sentence(text) for text in [first, *(o[:1].upper() + o[1:] for o in others)])
+
+
+def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))
+
+
+def _union(sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    return _sorted({rank for ranks in sets for rank in ranks})

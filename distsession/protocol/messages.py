@@ -1,0 +1,876 @@
+"""The messages between kernel, agent and ranks.
+
+Every message is a frozen dataclass. On the wire it is a frame of a short magic and the pickled
+dataclass and, for some, the frames of a payload (see ``serialize``); a small one is in the first.
+All sockets are in a folder that only the session's user can open, so a frame that arrives comes
+from one of our own processes; one that cannot be read is a fault, never a reason to end a process:
+``decode`` raises ``MalformedMessage`` and the reader drops it, counts it and logs it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distsession.ranks import HostInfo, RankInfo
+
+__all__ = [
+    "LIMITED_STORE_WAIT",
+    "STORE_WAIT",
+    "Abort",
+    "AgentFailed",
+    "AgentHere",
+    "AgentReady",
+    "AskGauges",
+    "AskInput",
+    "AskLook",
+    "AskStack",
+    "AssignRequest",
+    "CallRequest",
+    "Called",
+    "CellRequest",
+    "ClearOutput",
+    "ControllerInfo",
+    "DebugRequest",
+    "Display",
+    "EngineRegistered",
+    "ErrorInfo",
+    "FillRequest",
+    "FrameInfo",
+    "Gauges",
+    "GivenUp",
+    "InputReply",
+    "LookReply",
+    "MalformedMessage",
+    "Mismatch",
+    "Operation",
+    "OutputEnd",
+    "Overdue",
+    "PartsRequest",
+    "PieceRequest",
+    "PrepareAgent",
+    "PullRequest",
+    "PushRequest",
+    "RankExited",
+    "RankFailed",
+    "RankReady",
+    "RankReport",
+    "RankUse",
+    "Reason",
+    "RejoinRequest",
+    "Reply",
+    "Request",
+    "ShardsRequest",
+    "Shared",
+    "StackReply",
+    "StartRanks",
+    "StopRanks",
+    "StoreEnded",
+    "StoreReady",
+    "SummaryRequest",
+    "Text",
+    "TimelineRequest",
+    "decode",
+    "encode",
+]
+
+MAGIC = b"ds1"
+INLINE = 16 << 10
+"""Bytes of a payload up to which it is copied into the frame of its message."""
+
+
+class MalformedMessage(ValueError):
+    """Frames that are no message of ours."""
+
+
+def encode(message: Any, payload: Sequence[Any] | Shared = ()) -> list[Any]:
+    """The frames of a message and its payload: one, if the payload is small or elsewhere."""
+    inline: tuple[bytes, ...] | Shared | None = None
+    if isinstance(payload, Shared):
+        return [MAGIC + pickle.dumps((message, payload), protocol=5)]
+    if sum(memoryview(frame).nbytes for frame in payload) <= INLINE:
+        inline = tuple(map(bytes, payload))
+    head = MAGIC + pickle.dumps((message, inline), protocol=5)
+    return [head] if inline is not None else [head, *payload]
+
+
+def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any] | Shared]:
+    """The message in some frames, and its payload, or where that is.
+
+    Raises:
+        MalformedMessage: The frames are not ours, or damaged.
+    """
+    if not frames or bytes(frames[0][: len(MAGIC)]) != MAGIC:
+        raise MalformedMessage(f"{len(frames)} frames without our mark")
+    try:
+        message, inline = pickle.loads(memoryview(frames[0])[len(MAGIC) :])
+    except Exception as error:
+        raise MalformedMessage(f"a frame that does not unpickle: {error!r}") from error
+    if type(message).__module__ != __name__:
+        raise MalformedMessage(f"a {type(message).__name__} where a message should be")
+    return message, frames[1:] if inline is None else inline
+
+
+class _Message:
+    """What all messages have in common."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a call with all fields: a third of the time of what dataclasses do by themselves."""
+        return type(self), tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
+
+
+# --- payloads -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared(_Message):
+    """A payload that is not with its message, but in memory of which a descriptor was sent.
+
+    Attributes:
+        sender: Whose link it was sent on, or the receiver's where the kernel sends.
+        number: Which of the descriptors of that link.
+        sizes: Bytes of each frame.
+    """
+
+    sender: str
+    number: int
+    sizes: tuple[int, ...]
+
+
+# --- kernel to rank, on the request socket --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest(_Message):
+    """Call a function. Payload: function, args, kwargs.
+
+    Attributes:
+        source: Of a function of the notebook, the name that its code has for a file, and the lines
+            of its cell, which no rank has; for its debugger.
+    """
+
+    id: int
+    name: str
+    source: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class CellRequest(_Message):
+    """Run a cell of source code in the rank's namespace.
+
+    Attributes:
+        label: Stands for the file name in tracebacks, such as ``"In[3]"``.
+        fetch: Send the value of the last expression back, not only what it displays as.
+        expression: The source must be one expression.
+        profile: Ranks on which torch's profiler is to run around it.
+        debug: Ranks whose debugger stops at the first line.
+    """
+
+    id: int
+    source: str
+    label: str
+    fetch: bool = False
+    expression: bool = False
+    profile: tuple[int, ...] = ()
+    debug: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RejoinRequest(_Message):
+    """Leave the process group and join the one of another generation.
+
+    Attributes:
+        timeout: Seconds that each step of connecting it may take.
+    """
+
+    id: int
+    generation: int
+    timeout: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest(_Message):
+    """Send the values of these names, in one payload, so that what they share stays shared.
+
+    Attributes:
+        names: Names, also of parts, such as ``"model.weight"`` or ``"losses[0]"``.
+    """
+
+    id: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushRequest(_Message):
+    """Rebuild values and keep them aside. Payload: a dict by name, such as a pull has brought.
+
+    They are assigned by an ``AssignRequest`` once all ranks have them, so a failure on one rank
+    leaves the names as they were on all.
+    """
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AssignRequest(_Message):
+    """Set names to the values that were pushed, or drop these values."""
+
+    id: int
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsRequest(_Message):
+    """Say which part of the whole this rank holds under a name."""
+
+    id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FillRequest(_Message):
+    """Write this rank's parts into the whole. Payload: the whole, shared by the ranks of one host.
+
+    A rank that gets no such memory keeps its part aside for ``PieceRequest`` and says where it
+    belongs.
+
+    Attributes:
+        shape: Of the whole.
+        at: Where the part of this rank begins in each dimension, by rank; a sharded tensor knows
+            that itself.
+    """
+
+    id: int
+    name: str
+    shape: tuple[int, ...]
+    at: dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRequest(_Message):
+    """Send a piece of the part that a ``FillRequest`` has kept aside.
+
+    Attributes:
+        begin: Where it begins within the part, in each dimension; None lets go of the part.
+        shape: Of the piece.
+    """
+
+    id: int
+    begin: tuple[int, ...] | None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRequest(_Message):
+    """Evaluate an expression, say what its value consists of, and keep that for a moment."""
+
+    id: int
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRequest(_Message):
+    """Send parts of what was summarised; without paths, forget it."""
+
+    id: int
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DebugRequest(_Message):
+    """Open the debugger where the last cell or call failed; the value says why that cannot be."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRequest(_Message):
+    """Send the record of an earlier request, if there is one.
+
+    Attributes:
+        run: The number of that request, which ran a cell or a function.
+    """
+
+    id: int
+    run: int
+
+
+Request = (
+    CallRequest
+    | CellRequest
+    | RejoinRequest
+    | PullRequest
+    | PushRequest
+    | AssignRequest
+    | ShardsRequest
+    | FillRequest
+    | SummaryRequest
+    | PartsRequest
+    | DebugRequest
+    | PieceRequest
+    | TimelineRequest
+)
+
+
+# --- rank to kernel, on the reply socket ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FrameInfo(_Message):
+    """One frame of a traceback.
+
+    Attributes:
+        context: Lines around the failing one as (number, text); empty where no source is known.
+    """
+
+    filename: str
+    lineno: int
+    name: str
+    context: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo(_Message):
+    """An exception as data, so that it arrives whatever its class does.
+
+    Attributes:
+        cause: The exception before it, and whether it was its declared cause.
+    """
+
+    ename: str
+    evalue: str
+    frames: tuple[FrameInfo, ...] = ()
+    notes: tuple[str, ...] = ()
+    cause: ErrorInfo | None = None
+    cause_is_explicit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp(_Message):
+    """A rank failed only since the process group had been given up, for the sake of another.
+
+    Attributes:
+        operation: What it waited in, or, where it is not marked as waiting, came to later; None
+            where that is not known.
+        had_own: An error of its own came before, in the handling of which it was.
+    """
+
+    operation: Operation | None = None
+    had_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Called(_Message):
+    """What one rank called.
+
+    Attributes:
+        name: torch's name of the operation.
+        detail: Dtype, shape, reduce op, root or peer, as text.
+        place: Where in the user's code; empty if unknown.
+    """
+
+    rank: int
+    name: str
+    detail: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch(_Message):
+    """Ranks called different things as the same operation of a group, as far as one has seen.
+
+    Attributes:
+        group: Name of the process group; for send and receive of the pair within it.
+        sequence: Which operation of the group it is, from 1.
+        calls: What each rank that had come called.
+        is_async: The ranks did not wait for each other before it, so some may have begun it.
+    """
+
+    group: str
+    sequence: int
+    calls: tuple[Called, ...]
+    is_async: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue(_Message):
+    """Ranks did not come to an operation within its time limit.
+
+    Attributes:
+        operation: What the rank that says so waited in.
+        missing: Who did not come.
+        limit: In seconds; 0 where that is not known.
+    """
+
+    operation: Operation
+    missing: tuple[int, ...]
+    limit: float = 0.0
+
+
+Reason = GivenUp | Mismatch | Overdue
+"""Why a collective, send or receive broke off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(_Message):
+    """The end of a request on one rank. Payload: the value, or the pickled exception, or nothing.
+
+    Attributes:
+        duration: Seconds that the user's code ran.
+        reason: Why the operation broke off that the error, or one that came before it, is of.
+        shown: The last expression's MIME bundle and its metadata.
+        has_output: Output of this request is still on its way; an ``OutputEnd`` follows it.
+    """
+
+    id: int
+    rank: int
+    duration: float = 0.0
+    error: ErrorInfo | None = None
+    shown: tuple[dict[str, Any], dict[str, Any]] | None = None
+    has_output: bool = False
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady(_Message):
+    """The rank is in the process group and waits for requests."""
+
+    rank: int
+    info: RankInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed(_Message):
+    """The rank could not join the process group; it ends itself."""
+
+    rank: int
+    generation: int
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRegistered(_Message):
+    """The rank's ipyparallel engine is known to the controller under this id.
+
+    Attributes:
+        engine_id: Below 0 if it could not register.
+        problem: Why it could not.
+    """
+
+    rank: int
+    generation: int
+    engine_id: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StackReply(_Message):
+    """Where the main thread is.
+
+    Attributes:
+        place: The innermost line of user code.
+    """
+
+    rank: int
+    number: int
+    stack: tuple[FrameInfo, ...]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookReply(_Message):
+    """Completions, or what is known about a name.
+
+    Attributes:
+        start: Where in the code the text begins that a completion replaces.
+        matches: Completions, each with its type, such as ``"function"``.
+        text: About the name; empty if there is none.
+    """
+
+    rank: int
+    number: int
+    start: int = 0
+    matches: tuple[tuple[str, str], ...] = ()
+    text: str = ""
+
+
+# --- rank to kernel, on the output socket ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Text(_Message):
+    """Text that a rank wrote while a request ran (request 0: between requests)."""
+
+    rank: int
+    request: int
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Display(_Message):
+    """Something that a rank displayed. ``update`` replaces the display of the same id."""
+
+    rank: int
+    request: int
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str = ""
+    update: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOutput(_Message):
+    """The rank called ``clear_output``."""
+
+    rank: int
+    request: int
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AskInput(_Message):
+    """A rank wants a line of input, and waits for the ``InputReply``; sent in order with its text.
+
+    Attributes:
+        number: Of the question, from 1.
+        secret: What is typed is not to be seen.
+    """
+
+    rank: int
+    request: int
+    number: int
+    prompt: str = ""
+    secret: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEnd(_Message):
+    """All output of a request has been sent."""
+
+    rank: int
+    request: int
+
+
+# --- what a rank does, for a diagnosis ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(_Message):
+    """A collective, send or receive that a rank has begun and not ended.
+
+    Attributes:
+        name: torch's name of it, such as ``"all_reduce"`` or ``"recv"``.
+        group: Name of the process group; for send and receive of the pair within it. Operations
+            of the same group are matched by their sequence number.
+        members: The ranks that have to take part.
+        sequence: Which operation of the group it is, from 1.
+        detail: Dtype, shape, reduce op, root or peer, as text.
+        place: Where in the user's code, such as ``"In[3] line 4"``; empty if unknown.
+        seconds: For how long.
+        is_waiting: The main thread is blocked in it; otherwise it was issued asynchronously.
+        in_thread: Another thread is blocked in it.
+    """
+
+    name: str
+    group: str
+    members: tuple[int, ...]
+    sequence: int
+    detail: str = ""
+    place: str = ""
+    seconds: float = 0.0
+    is_waiting: bool = True
+    in_thread: bool = False
+
+
+STORE_WAIT = "store_wait"
+"""Name of the operation of a rank that waits for keys of the store."""
+LIMITED_STORE_WAIT = "limited_store_wait"
+"""The same where the caller has said for how long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport(_Message):
+    """What one rank does.
+
+    Attributes:
+        state: ``"idle"``, ``"running"``, ``"dead"``, ``"debugging"`` (its Python debugger waits
+            for a command), ``"asking"`` (its code waits for input), ``"stopped"`` (SIGSTOP),
+            ``"debugged"`` (a debugger of processes holds it), or ``"silent"`` (its main thread
+            holds the interpreter's lock, in C code, so nothing more can be known).
+        seconds: For how long it has been in that state.
+        request: Number of the request that runs; 0 if none.
+        place: The line of user code that runs, such as ``"In[3] line 7"``.
+        outcome: How it ended its part of the run that others still work on: ``"finished"``, or
+            ``"failed: ValueError: x"``; for a dead rank how it died. Empty while it runs, and
+            where it may still be given work (it has no part in that run).
+        operations: What it has begun and not ended, the one it is blocked in last.
+        sequences: For each group that it took part in, how many operations it has begun.
+        refused: Of these, those that it has not begun after all, as they do not match: the group
+            and the number of each.
+        stack: Its main thread's frames, outermost first; only where they were asked for.
+    """
+
+    rank: int
+    state: str
+    seconds: float = 0.0
+    request: int = 0
+    place: str = ""
+    outcome: str = ""
+    operations: tuple[Operation, ...] = ()
+    sequences: dict[str, int] = field(default_factory=dict)
+    refused: tuple[tuple[str, int], ...] = ()
+    stack: tuple[FrameInfo, ...] = ()
+
+
+# --- kernel to rank, on the control socket --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(_Message):
+    """Give the process group up: free whoever waits in it, refuse it to whoever comes later.
+
+    Attributes:
+        kind: Why: ``"stop"``, ``"failed"`` (a peer failed or died), ``"hang"``, ``"mismatch"`` or
+            ``"replaced"`` (a peer was or is to be replaced).
+        text: What the operations then raise.
+        generation: Which group; a later one is left alone. -1 gives up none.
+        interrupt: A request in which KeyboardInterrupt is to be raised too; 0 for none.
+        refuse: Requests that are answered with an error, unrun, if they have not begun.
+    """
+
+    kind: str
+    text: str
+    generation: int
+    interrupt: int = 0
+    refuse: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskStack(_Message):
+    """Send a ``StackReply``."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskLook(_Message):
+    """Send a ``LookReply`` about the rank's variables.
+
+    Attributes:
+        code: What is to be completed, up to the cursor; or the name to be inspected.
+    """
+
+    number: int
+    code: str
+    inspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputReply(_Message):
+    """What was typed.
+
+    Attributes:
+        number: Of the question.
+        text: Without the line's end; None at the end of the input.
+        why: Why nobody could be asked; empty if somebody was.
+    """
+
+    number: int
+    text: str | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerInfo(_Message):
+    """Connection facts of ipyparallel's controller for an engine. Never in an environment."""
+
+    connection: dict[str, Any]
+    profile_dir: str
+
+
+# --- kernel and agent -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareAgent(_Message):
+    """Import these modules too, then say that you are ready."""
+
+    preload: tuple[str, ...]
+    sys_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanks(_Message):
+    """Fork these ranks.
+
+    Attributes:
+        ranks: Ranks to start, all of the agent's node; on the first node there may be none, if only
+            the store is needed.
+        devices: torch device of every local rank of the node.
+        check: How collectives are compared (see ``SessionOptions.check``).
+        board: The descriptor of the shared memory of ``board``, inherited from the kernel.
+        environ: The kernel's environment; the rank's own variables are laid over it.
+        is_whole: All ranks of the world are new, so there are no groups to agree on.
+        node: Of which node the agent is.
+        nodes: How many there are, all with as many ranks.
+        store_port: Of torch's TCP store; 0 on the first node, whose agent has it.
+    """
+
+    ranks: tuple[int, ...]
+    world_size: int
+    generation: int
+    devices: tuple[str, ...]
+    backend: str
+    timeout: float | None
+    seed: int | None
+    seed_per_rank: bool
+    threads: int
+    check: str
+    board: int
+    folder: str
+    cwd: str
+    sys_path: tuple[str, ...]
+    environ: dict[str, str] = field(repr=False)
+    is_whole: bool = True
+    node: int = 0
+    nodes: int = 1
+    store_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanks(_Message):
+    """End these ranks at once and everything they started."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskGauges(_Message):
+    """Send ``Gauges``.
+
+    Attributes:
+        gpus: UUID of the GPU of each rank that has one.
+        node: Whose agent is asked.
+    """
+
+    number: int
+    gpus: dict[int, str]
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankUse(_Message):
+    """What a rank's process, and its GPU, are using.
+
+    Attributes:
+        at: When this was read, in seconds by a clock of its host that only goes forward.
+        cpu_seconds: Processor time since the process began.
+        rss: Bytes of memory that it holds.
+        gpu_memory: Bytes in use on its GPU, by whomever; -1 where that is not known.
+        gpu_total: Bytes that the GPU has.
+        gpu_percent: Share of the time in which the GPU was busy; -1 where that is not known.
+    """
+
+    rank: int
+    pid: int
+    at: float
+    cpu_seconds: float
+    rss: int
+    gpu_memory: int = -1
+    gpu_total: int = 0
+    gpu_percent: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges(_Message):
+    """What the ranks of a node use."""
+
+    number: int
+    uses: tuple[RankUse, ...]
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHere(_Message):
+    """The first message of an agent: of which node it is."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReady(_Message):
+    """The agent has imported torch and can fork."""
+
+    host: HostInfo
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady(_Message):
+    """The stores, which the agent of the first node has forked, are up; torch's at this port."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnded(_Message):
+    """A store has ended, and the agent has put another in its place where it could.
+
+    Attributes:
+        pid: Of its process.
+        returncode: As of ``subprocess``.
+        is_tcp: It is torch's, which scripts meet at by an address.
+        is_replaced: Another one is there.
+    """
+
+    pid: int
+    returncode: int
+    is_tcp: bool
+    is_replaced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFailed(_Message):
+    """The agent cannot go on (a preload module that does not import); it ends itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited(_Message):
+    """A rank's process has ended.
+
+    Attributes:
+        returncode: Exit code, or the negative signal number.
+        expected: It was asked to end.
+        log_tail: The last lines that it wrote, stderr after stdout.
+        oom: Killed by SIGKILL, and its cgroup (or the host, where there is none) counts one more
+            out-of-memory kill than before.
+        oom_limit: Bytes that its cgroup may have; 0 where that is not known.
+        place: The line of user code that it was at, such as ``"In[3] line 4"``; empty if not known.
+        runs: The cell or function that ran, where no line is known.
+        is_certain: It ended at that line, rather than that it was seen there some time before.
+        is_idle: Nothing ran.
+        is_terminated: It has ended on SIGTERM.
+        stack: Of a crash, the Python stack, innermost line first.
+    """
+
+    rank: int
+    generation: int
+    pid: int
+    returncode: int
+    expected: bool
+    log_tail: str
+    oom: bool = False
+    oom_limit: int = 0
+    place: str = ""
+    runs: str = ""
+    is_certain: bool = False
+    is_idle: bool = False
+    is_terminated: bool = False
+    stack: tuple[str, ...] = ()

@@ -1,0 +1,498 @@
+"""Payloads in memory that the processes of one host share.
+
+A segment is memory without a name (memfd_create(2)). Its sender writes every byte once and hands
+the descriptor over through a unix socket; each receiver maps it copy-on-write, so that what one
+changes nobody else sees. The system frees it with the last descriptor or mapping, whoever was
+killed before. Nobody else can open it, and the size of /dev/shm does not matter to it.
+
+To have the system find new memory takes several times as long as to write to memory that is
+there. So a sender keeps a segment for a second, and writes the next payload to it if nobody holds
+it any more. Whether somebody does, a forked child of a receiver perhaps, the system knows: it
+grants a lease for writing (fcntl(2), F_SETLEASE) only on what nobody else has opened or mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from distsession.errors import SerializationError
+from distsession.protocol.messages import Shared
+
+__all__ = [
+    "THRESHOLD",
+    "Link",
+    "LinkListener",
+    "Pool",
+    "Segment",
+    "check_room",
+    "length_of",
+    "map_private",
+    "map_shared",
+    "nbytes",
+    "offer",
+    "offsets",
+    "own_memory",
+    "split",
+]
+
+log = logging.getLogger(__name__)
+
+THRESHOLD = 64 << 10
+"""Bytes of a payload from which it goes through a segment. Below, copying it into messages to four
+ranks is faster than what a segment costs by itself, about 0.1 ms (``make bench``, row moving)."""
+
+CHUNK = 16 << 20
+"""Bytes that are written between two looks at whether to stop."""
+
+HUGE = 8 << 20
+"""Bytes from which memory is asked for in large pages: a third of the time of the first touch, and
+at most one of them (2 MB) more than is needed."""
+
+BOUNCE = 1 << 20
+"""Bytes of the buffer through which new memory is filled from a socket: the system finds memory
+faster for a write than for a first touch, by more than the second copy costs."""
+
+ASK_MEMORY = 64 << 20
+"""Bytes of a payload from which it is first asked whether there is room for it."""
+
+KEEP, KEPT = 1.0, 4
+"""Seconds for which a segment is kept to be written to again, and how many are kept at most."""
+
+PATIENCE = 5.0
+"""Seconds that the other end of a link may take to do its part."""
+
+_ALIGN = 64
+_HEAD = struct.Struct("<q")
+_has_warned = False
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of how many have been written."""
+
+
+def nbytes(frames: Sequence[Any]) -> int:
+    """Bytes of some frames together."""
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
+def offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each frame begins and ends; a tensor's memory has to be aligned."""
+    at = 0
+    for size in sizes:
+        yield at, at + size
+        at += -(-size // _ALIGN) * _ALIGN
+
+
+def length_of(sizes: Sequence[int]) -> int:
+    """Bytes from the first byte of some frames to the last."""
+    return max((end for _, end in offsets(sizes)), default=0)
+
+
+class Segment:
+    """Memory that can be handed to other processes, as long as its descriptor is open.
+
+    Args:
+        sizes: Bytes of each of its frames.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = tuple(sizes)
+        self.capacity = length_of(sizes)
+        first = os.memfd_create("distsession", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(first, self.capacity)
+            # A receiver could otherwise be killed by SIGBUS where the memory has become shorter.
+            fcntl.fcntl(first, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+            # A descriptor that was opened counts for leases; the one of memfd_create does not.
+            self.descriptor = os.open(f"/proc/self/fd/{first}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(first)
+        self._is_written = False
+        self._memory: memoryview | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no process has it open or mapped but this one, through this descriptor."""
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
+
+    def write(self, frames: Sequence[Any], progress: Progress | None = None) -> None:
+        """Write all frames."""
+        total, done = nbytes(frames), 0
+        for frame, (at, _) in zip(frames, offsets(self.sizes), strict=True):
+            rest = memoryview(frame).cast("B") if memoryview(frame).nbytes else memoryview(b"")
+            while rest:
+                written = self._write(rest[:CHUNK], at)
+                rest, at, done = rest[written:], at + written, done + written
+                if progress is not None:
+                    progress(done, total)
+        self._is_written = True
+
+    def _write(self, data: memoryview, at: int) -> int:
+        """The system finds memory faster for a write; memory that is there is faster mapped."""
+        if not self._is_written:
+            return os.pwrite(self.descriptor, data, at)
+        self._mapped()[at : at + len(data)] = data
+        return len(data)
+
+    def _mapped(self) -> memoryview:
+        if self._memory is None:
+            (self._memory,) = map_shared(self.descriptor, [self.capacity])
+        return self._memory
+
+    def receive(self, at: int, count: int, read: Callable[[memoryview], None]) -> None:
+        """Fill a part of it from elsewhere.
+
+        Args:
+            at: Where it begins.
+            count: How many bytes.
+            read: Reads that many bytes as the memory has that it is given.
+        """
+        if self._is_written:
+            read(self._mapped()[at : at + count])
+            return
+        buffer = memoryview(bytearray(min(count, BOUNCE)))
+        while count:
+            part = buffer[: min(count, len(buffer))]
+            read(part)
+            while part:
+                written = os.pwrite(self.descriptor, part, at)
+                part, at, count = part[written:], at + written, count - written
+
+    def set_written(self) -> None:
+        """All of its memory is there now."""
+        self._is_written = True
+
+    def close(self) -> None:
+        """Let go of it; who has mapped it keeps it."""
+        self._memory = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Pool:
+    """Segments that were just sent, to be written to again once nobody holds them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[float, Segment]] = []
+        self._timer: threading.Timer | None = None
+
+    def take(self, sizes: Sequence[int]) -> Segment | None:
+        """A segment of about the right size that is free."""
+        length = length_of(sizes)
+        with self._lock:
+            for entry in self._kept:
+                segment = entry[1]
+                if length <= segment.capacity <= 2 * length and segment.is_free:
+                    self._kept.remove(entry)
+                    segment.sizes = tuple(sizes)
+                    return segment
+        return None
+
+    def keep(self, segment: Segment) -> None:
+        """Take a segment over whose receivers have all mapped it, to be closed soon."""
+        with self._lock:
+            self._kept.append((time.monotonic() + KEEP, segment))
+            while len(self._kept) > KEPT:
+                self._kept.pop(0)[1].close()
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._kept:
+            delay = max(0.01, self._kept[0][0] - time.monotonic())
+            self._timer = threading.Timer(delay, self._close_old)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _close_old(self) -> None:
+        with self._lock:
+            self._timer = None
+            while self._kept and self._kept[0][0] <= time.monotonic():
+                self._kept.pop(0)[1].close()
+            self._set_timer()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            for _, segment in self._kept:
+                segment.close()
+            self._kept.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+
+def offer(
+    frames: Sequence[Any], progress: Progress | None = None, pool: Pool | None = None
+) -> Segment | None:
+    """A segment with these frames; None where they are better sent through a socket.
+
+    Args:
+        frames: What to write.
+        progress: Is told how far it is.
+        pool: Where there may be a segment already.
+
+    Raises:
+        SerializationError: They do not fit into the memory of this machine.
+    """
+    total = nbytes(frames)
+    if total < THRESHOLD:
+        return None
+    check_room(total)
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    segment = None
+    try:
+        segment = (pool and pool.take(sizes)) or Segment(sizes)
+        segment.write(frames, progress)
+    except OSError as error:
+        if segment is not None:
+            segment.close()
+        _warn(error)
+        return None
+    except BaseException:
+        if segment is not None:
+            segment.close()
+        raise
+    return segment
+
+
+def check_room(total: int, verb: str = "sent", where: str = "this machine") -> None:
+    """Refuse a payload for which there is no memory.
+
+    Raises:
+        SerializationError: Its message says what to do instead.
+    """
+    if total < ASK_MEMORY:
+        return
+    room = available_memory()
+    if total > room:
+        instead = "Send it in parts, or have each rank load or make its own."
+        if verb != "sent":
+            instead = "Bring it in parts, or from some of the ranks."
+        raise SerializationError(
+            f"{_size(total)} cannot be {verb}: only {_size(room)} of memory are free on "
+            f"{where}. {instead}"
+        )
+
+
+def _warn(error: OSError) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        log.warning(
+            "shared memory cannot be had (%s): tensors are sent through sockets, which is slower. "
+            "`distsession doctor` says what this machine lacks.",
+            error,
+        )
+
+
+def available_memory() -> int:
+    """Bytes that can be taken before this machine, or its container, is out of memory."""
+    room = sys.maxsize
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                room = int(line.split()[1]) << 10
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int(_read(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+        room = min(room, limit - used)
+    return max(0, room)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _size(count: float) -> str:
+    units = ["B", "kB", "MB", "GB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.3g} {units[0]}"
+
+
+def map_private(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
+    """The frames of a segment, to read and to change, seen by this process alone."""
+    # Opened anew, so that the sender can tell by a lease whether it is still mapped.
+    own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _map(own, sizes, mmap.MAP_PRIVATE)
+    finally:
+        os.close(own)
+
+
+def map_shared(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
+    """The frames of a segment; what is written to them all others see."""
+    return _map(descriptor, sizes, mmap.MAP_SHARED)
+
+
+def _map(descriptor: int, sizes: Sequence[int], flags: int) -> list[memoryview]:
+    length = length_of(sizes)
+    if not length:
+        return split(memoryview(bytearray()), sizes)
+    # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
+    extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    whole = memoryview(mmap.mmap(descriptor, length, flags=flags, prot=access, **extra))
+    return split(whole, sizes)
+
+
+def own_memory(sizes: Sequence[int]) -> memoryview:
+    """New memory of this process alone, laid out as a segment of frames of these sizes.
+
+    Raises:
+        OSError: There is not as much.
+    """
+    length = length_of(sizes)
+    if not length:
+        return memoryview(bytearray())
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if length >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # it is only faster
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def split(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """The frames that lie in some memory."""
+    return [memory[begin:end] for begin, end in offsets(sizes)]
+
+
+class Link:
+    """Carries descriptors to one process, each with a number by which a message refers to it.
+
+    A receiver may skip numbers (of a message that was never sent, or is of no interest): the
+    memory of those is let go.
+    """
+
+    def __init__(self, connection: socket.socket, sender: str):
+        connection.settimeout(PATIENCE)
+        self._socket = connection
+        self._sender = sender
+        self._numbers = itertools.count(1)
+        self._last = 0
+
+    @classmethod
+    def connect(cls, path: str, sender: str) -> Link:
+        """Open the link of a rank to the kernel.
+
+        Args:
+            path: Where a :class:`LinkListener` listens.
+            sender: Name of this process.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(path)
+            connection.send(sender.encode())
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, sender)
+
+    def send(self, segment: Segment, number: int = 0) -> Shared:
+        """Hand a segment over; gives what a message says of it.
+
+        Args:
+            segment: What.
+            number: A higher one than any before, if not this link but somebody else counts.
+
+        Raises:
+            OSError: The other end is gone, or does not read.
+        """
+        number = number or next(self._numbers)
+        socket.send_fds(self._socket, [_HEAD.pack(number)], [segment.descriptor])
+        return Shared(self._sender, number, segment.sizes)
+
+    @contextlib.contextmanager
+    def receive(self, shared: Shared) -> Iterator[int]:
+        """The descriptor of what a message refers to, while the context lasts.
+
+        Raises:
+            OSError: It has not come.
+        """
+        while self._last < shared.number:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
+            if not data or not descriptors:
+                raise ConnectionError("the link for shared memory was closed")
+            (self._last,) = _HEAD.unpack(data)
+            try:
+                if self._last == shared.number:
+                    yield descriptors[0]
+                    return
+            finally:
+                os.close(descriptors[0])
+        raise ConnectionError("the link for shared memory has nothing of that number")
+
+    def discard(self, shared: Shared) -> None:
+        """Let go of what a message refers to that nobody wants."""
+        with contextlib.suppress(OSError), self.receive(shared):
+            pass
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class LinkListener:
+    """The kernel's end of the links of all ranks.
+
+    Args:
+        path: Of a socket in a folder that only this user can open.
+    """
+
+    def __init__(self, path: str):
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(path)
+        self._listener.listen(4096)
+        self._links: dict[str, Link] = {}
+        self._lock = threading.Lock()
+
+    def link(self, sender: str, patience: float = PATIENCE) -> Link:
+        """The link of a process that has connected, or does so within ``patience`` seconds.
+
+        Raises:
+            OSError: It has not.
+        """
+        deadline = time.monotonic() + patience
+        with self._lock:
+            while sender not in self._links:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                connection, _ = self._listener.accept()
+                connection.settimeout(PATIENCE)
+                name = connection.recv(100).decode()
+                self._links[name] = Link(connection, name)
+            return self._links[sender]
+
+    def drop(self, sender: str) -> None:
+        """A process is gone."""
+        link = self._links.pop(sender, None)
+        if link is not None:
+            link.close()
+
+    def close(self) -> None:
+        for sender in list(self._links):
+            self.drop(sender)
+        self._listener.close()

@@ -1,0 +1,219 @@
+"""``distsession run SCRIPT.py``: a script on ranks of a session, from start to exit code."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from distsession.cluster.base import OutputMessage, Pending
+from distsession.cluster.monitor import mend_text
+from distsession.display import render
+from distsession.engine.script import run_script
+from distsession.errors import (
+    DistsessionError,
+    EngineDiedError,
+    OptionsError,
+    RunError,
+    RunInterrupt,
+)
+from distsession.kernel.outcome import collect, mended_text, run_error
+from distsession.options import add_arguments
+from distsession.protocol.messages import Text
+from distsession.session import Session
+from distsession.view import Silent
+
+__all__ = ["add_run_arguments", "exit_code", "run"]
+
+LOOK = 0.05
+"""Seconds between two looks at how the ranks are."""
+LEAVE = 5.0
+"""Seconds that ranks have to end once another has failed, on top of what a deadlock is given."""
+STOP = 10.0
+"""Seconds that ranks have to end after Ctrl-C."""
+INTERRUPTED = 130
+USAGE = 2
+
+
+class PlainOutput(Silent):
+    """The ranks' output as it comes, unmarked; what a script's cells show is dropped."""
+
+    def __init__(self) -> None:
+        self._notice = ""
+        self.is_file = not sys.stderr.isatty()
+
+    def write(self, message: OutputMessage) -> None:
+        """Take one piece of output of one rank."""
+        if isinstance(message, Text):
+            stream = sys.stderr if message.stream == "stderr" else sys.stdout
+            stream.write(message.text)
+            stream.flush()
+
+    def notify(self, text: str) -> None:
+        """Show a line about the run, if it is other than the last."""
+        lasting = render.without_times(text)
+        if text and lasting != self._notice:
+            self._notice = lasting
+            sys.stderr.write(f"distsession: {text}\n")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a parser what ``distsession run`` takes."""
+    add_arguments(parser, ranks_flags=("-n", "--ranks", "--nproc-per-node", "--nproc_per_node"))
+    parser.add_argument(
+        "--plain", action="store_true", help="do not mark lines of output with their rank"
+    )
+    parser.add_argument("script", metavar="SCRIPT.py", help="the script")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
+    )
+
+
+def run(
+    script: str, arguments: Sequence[str], options: Mapping[str, Any], *, plain: bool = False
+) -> int:
+    """Run a script on all ranks of a new session.
+
+    Args:
+        script: Its path.
+        arguments: Its own arguments.
+        options: Of the session.
+        plain: Do not mark lines of output with their rank.
+
+    Returns:
+        The exit code: 0, or that of the first failure.
+    """
+    path = os.path.abspath(script)
+    if not os.path.isfile(path):
+        return _say(f"there is no script {script}.", USAGE)
+    if options.get("launcher") == "inline":
+        return _say("a script is not run inline: `python SCRIPT.py` does that.", USAGE)
+    try:
+        with _signals_end_it(), _start(options, PlainOutput if plain else None) as session:
+            return _run(session, path, script, arguments)
+    except OptionsError as error:
+        return _say(str(error), USAGE)
+    except DistsessionError as error:
+        return _say(str(error), 1)
+    except KeyboardInterrupt:
+        return _say("interrupted.", INTERRUPTED)
+
+
+def _start(options: Mapping[str, Any], output: Callable[[], Any] | None) -> Session:
+    # From the package's face, as a user's program would take it: it says where output goes.
+    start = importlib.import_module("distsession").Session
+    session: Session = start(output=output, **options)
+    return session
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """A batch system's SIGTERM, or the end of a terminal, ends the ranks as Ctrl-C does."""
+
+    def end(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(session: Session, path: str, script: str, arguments: Sequence[str]) -> int:
+    future = session.submit(run_script, path, [script, *arguments])
+    pending = next(iter(session.channel.pending()), None)
+    try:
+        return _wait(session, future, pending)
+    except RunInterrupt as stop:
+        return _say(_without_mending(str(stop)), INTERRUPTED)
+    except KeyboardInterrupt:
+        return _stop(session, future)
+    except RunError as error:
+        return _fail(error)
+    except DistsessionError as error:  # a hang
+        return _say(_without_mending(str(error)), 1)
+
+
+def _wait(session: Session, future: concurrent.futures.Future[Any], pending: Pending | None) -> int:
+    """Wait for all ranks; not for long for ranks that go on when another has failed."""
+    failed_at: float | None = None
+    while True:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            future.result(timeout=LOOK)
+            return 0
+        if future.done() or pending is None:
+            continue
+        replies = dict(pending.replies)
+        if not pending.deaths and not any(reply.error for reply, _ in replies.values()):
+            continue
+        failed_at = failed_at or time.monotonic()
+        if time.monotonic() - failed_at > LEAVE + session.options.hang_grace:
+            results, failed = collect(pending, 0.0)
+            raise run_error(failed, results, session.infos)
+
+
+def _stop(session: Session, future: concurrent.futures.Future[Any]) -> int:
+    text = "interrupted."
+    with contextlib.suppress(KeyboardInterrupt, DistsessionError):  # pressed again: do not wait
+        session.interrupt()
+        try:
+            future.result(timeout=STOP)
+        except RunInterrupt as stop:
+            text = _without_mending(str(stop))
+        except concurrent.futures.TimeoutError:
+            pass
+    return _say(text, INTERRUPTED)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def _fail(error: RunError) -> int:
+    first = error.first
+    if isinstance(first, SystemExit):
+        # Others may have failed for other reasons, or by what this one left undone.
+        rank = error.first_rank
+        if first.code is not None and not isinstance(first.code, int):
+            _say(f"rank {rank}: {first.code}", 1)
+        else:
+            _say(f"rank {rank} ended with exit code {first.code}.", 1)
+    else:
+        text = "\n".join(error._render_traceback_())
+        for rank in error.by_rank:
+            text = text.replace(mend_text(rank), "")
+        _say(_without_mending(text), 1)
+    return exit_code(first)
+
+
+def exit_code(error: BaseException) -> int:
+    """What a process would have ended with that was ended by this error."""
+    if isinstance(error, EngineDiedError):
+        return 128 - error.returncode if error.returncode < 0 else error.returncode or 1
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        return error.code & 0xFF if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return 1
+
+
+def _without_mending(text: str) -> str:
+    """A script is over when it has failed: that one could go on is no news."""
+    return text.replace(mended_text(""), "")
+
+
+def _say(text: str, code: int) -> int:
+    sys.stderr.write(f"distsession run: {text.rstrip()}\n")
+    sys.stderr.flush()
+    return code

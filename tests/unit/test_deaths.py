@@ -1,0 +1,66 @@
+"""What is read of a rank's end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from distsession.engine import deaths
+
+OWN = Path(deaths.__file__).parent
+MAIN = f'''  File "/usr/lib/x/{os.__name__}.py", line 9 in wait
+  File "In[7]", line 3 in work
+  File "In[7]", line 5 in <module>
+  File "{OWN}/execute.py", line 166 in _evaluate
+  File "{OWN}/rank.py", line 300 in serve
+'''
+STACK = (
+    'File "/usr/lib/x/os.py", line 9, in wait',
+    'File "In[7]", line 3, in work',
+    'File "In[7]", line 5, in <module>',
+)
+HEAD = "Fatal Python error: Segmentation fault\n\n"
+MAIN_CRASHED = f"{HEAD}Current thread 0x00007f (most recent call first):\n{MAIN}"
+NAMED = MAIN_CRASHED.replace("0x00007f", "0x00007f [python]") + (
+    "\nCurrent thread's C stack trace (most recent call first):\n"
+    '  Binary file "/lib/libc.so.6", at +0x1 [0x7f]\n'
+)
+OTHER_CRASHED = (
+    f"{HEAD}Current thread 0x00008f (most recent call first):\n  <no Python frame>\n\n"
+    f"Thread 0x00007f (most recent call first):\n{MAIN}"
+)
+
+
+@pytest.mark.parametrize("text", [MAIN_CRASHED, NAMED, OTHER_CRASHED, f"old\n{MAIN_CRASHED}"])
+def test_a_crash_is_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deaths, "is_user_code", lambda name: name.startswith("In["))
+    remains = deaths.read_fault(text)
+    assert remains is not None
+    assert (remains.place, remains.is_certain, remains.stack) == ("In[7] line 3", True, STACK)
+
+
+def test_no_crash_is_read_from_other_text() -> None:
+    assert deaths.read_fault("") is None
+    assert deaths.read_fault("some words\n") is None
+
+
+def test_a_place_is_written_and_read() -> None:
+    memory = deaths.make_memory()
+    place = deaths.LastPlace(memory)
+    assert deaths.read_memory(memory).is_idle
+    place.begin("In[9]")
+    assert deaths.read_memory(memory) == deaths.Remains(runs="In[9]")
+    place.look()
+    seen = deaths.read_memory(memory)
+    assert seen.place.startswith("test_deaths.py line ")
+    assert not seen.is_certain
+    place.terminated(sys._getframe())
+    assert deaths.read_memory(memory).is_terminated
+    place.end()
+    place.look()
+    assert deaths.read_memory(memory) == deaths.Remains(is_idle=True)
+    place.begin("x" * 2 * deaths.SIZE)
+    assert set(deaths.read_memory(memory).runs) == {"x"}

@@ -1,0 +1,249 @@
+"""What the ranks put out is kept within bounds, and shown with what is equal folded."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsession.notebook.output import HEAD, TAIL, WIDTH, Section, Transcript
+from distsession.notebook.output_html import (
+    Row,
+    ansi_html,
+    can_embed,
+    live_html,
+    live_text,
+    section_html,
+    section_text,
+)
+from distsession.protocol.messages import Display
+
+
+def transcript(*pieces: tuple[int, str]) -> Transcript:
+    made = Transcript()
+    for rank, text in pieces:
+        made.write(rank, "stdout", text)
+    made.finish()
+    return made
+
+
+def text(made: Transcript, log: str = "") -> str:
+    return "\n".join(section_text(section, lambda _: log) for section in made)
+
+
+def html(section: Section) -> str:
+    return section_html(section, lambda rank: f"/logs/{rank}")
+
+
+def image(rank: int, data: str = "AAAA", kind: str = "image/png") -> Display:
+    return Display(rank, 1, {kind: data, "text/plain": "<Figure>"}, {})
+
+
+def test_ranks_that_wrote_the_same_share_it() -> None:
+    made = transcript((0, "a\nb\n"), (2, "a\nb\n"), (1, "other\n"))
+    assert text(made) == "[ranks 0,2]\na\nb\n[rank 1] other"
+
+
+@given(st.text("ab\n", max_size=12), st.integers(0, 12), st.integers(0, 12))
+def test_where_the_text_is_cut_into_pieces_makes_no_difference(
+    whole: str, here: int, there: int
+) -> None:
+    made = transcript((0, whole[:here]), (1, whole[:there]), (0, whole[here:]), (1, whole[there:]))
+    shown = text(made)
+    assert "[rank 0]" not in shown
+    lines = whole.removesuffix("\n").split("\n") if whole else []
+    assert shown == "" or shown[len("[ranks 0-1]") + 1 :] == "\n".join(lines)
+
+
+def test_the_same_text_on_another_stream_is_not_the_same() -> None:
+    made = Transcript()
+    made.write(0, "stdout", "x\n")
+    made.write(1, "stderr", "x\n")
+    assert text(made) == "[rank 0] x\n[rank 1] x"
+    assert html(made.sections[0]).count("--jp-rendermime-error-background") == 1
+
+
+def test_of_many_lines_the_first_and_the_last_are_kept() -> None:
+    made = Transcript()
+    for start in range(0, 100_000, 1000):
+        made.write(0, "stdout", "".join(f"line {n}\n" for n in range(start, start + 1000)))
+    made.finish()
+    written = made.sections[0].texts[0]
+    assert [line.text for line in written.head] == [f"line {n}" for n in range(HEAD)]
+    assert [line.text for line in written.tail] == [
+        f"line {n}" for n in range(100_000 - TAIL, 100_000)
+    ]
+    shown = text(made, "/logs/0")
+    assert f"... {100_000 - HEAD - TAIL:,} lines are left out here; all of them: /logs/0" in shown
+    assert len(html(made.sections[0])) < 20_000
+
+
+@given(st.lists(st.integers(1, 250), max_size=6))
+def test_no_line_is_shown_twice_or_in_another_order(counts: list[int]) -> None:
+    made = Transcript()
+    number = 0
+    for count in counts:
+        made.write(0, "stdout", "".join(f"{number + n}\n" for n in range(count)))
+        number += count
+    shown = [int(n) for n in re.findall(r"(?m)^\d+$", text(made).replace("[rank 0] ", ""))]
+    assert shown == sorted(set(shown))
+    assert len(shown) == min(number, HEAD + TAIL)
+
+
+def test_two_ranks_that_differ_only_in_what_is_left_out_are_not_the_same() -> None:
+    lines = [f"{n}\n" for n in range(1000)]
+    made = transcript((0, "".join(lines)), (1, "".join([*lines[:500], "x\n", *lines[501:]])))
+    assert "[rank 1]" in text(made)
+
+
+def test_a_very_long_line_is_cut() -> None:
+    shown = text(transcript((0, "x" * (WIDTH + 5000) + "\n")))
+    assert "... (5,000 more characters)" in shown
+    assert len(shown) < WIDTH + 100
+
+
+# --- displays -------------------------------------------------------------------------------------
+
+
+def test_displays_of_all_ranks_stand_side_by_side_between_the_texts() -> None:
+    made = Transcript()
+    for rank in (0, 1):
+        made.write(rank, "stdout", "before\n")
+    for rank in (1, 0):
+        made.display(image(rank, f"{rank}{rank}{rank}{rank}"))
+        made.write(rank, "stdout", "after\n")
+    first, second = made.sections
+    assert html(first).count("<img ") == 2
+    assert html(first).index("before") < html(first).index("0000") < html(first).index("1111")
+    assert "after" in html(second)
+    assert "<img" not in html(second)
+
+
+def test_equal_displays_are_folded() -> None:
+    made = Transcript()
+    for rank in range(3):
+        made.display(image(rank, "same" if rank < 2 else "else"))
+    shown = html(made.sections[0])
+    assert shown.count("<img ") == 2
+    assert ">ranks 0-1<" in shown
+
+
+def test_clearing_takes_away_what_one_rank_has_put_out() -> None:
+    made = Transcript()
+    for rank in (0, 1):
+        made.write(rank, "stdout", "old\n")
+        made.display(image(rank))
+    made.clear(0, wait=False)
+    assert text(made) == "[rank 1] old\n[rank 1] <Figure>"
+    made.clear(1, wait=True)
+    assert "old" in text(made)
+    made.write(1, "stdout", "new\n")
+    assert text(made) == "[rank 1] new"
+
+
+def test_only_what_every_front_end_shows_within_html_is_embedded() -> None:
+    assert can_embed(({"text/plain": "x", "text/html": "<b>"}, {}))
+    assert can_embed(({"image/png": "x"}, {}))
+    assert not can_embed(({"text/plain": "x", "text/latex": "$x$"}, {}))
+    assert not can_embed(({"text/html": "x", "application/vnd.jupyter.widget-view+json": {}}, {}))
+
+
+def test_the_size_that_a_picture_is_to_have_is_kept() -> None:
+    made = Transcript()
+    made.display(Display(0, 1, {"image/png": "A"}, {"image/png": {"width": 120, "height": '"x'}}))
+    assert ' width="120" height="&quot;x"' in html(made.sections[0])
+
+
+# --- progress bars --------------------------------------------------------------------------------
+
+
+def bars(*seconds: int) -> Transcript:
+    made = Transcript()
+    for rank, spent in enumerate(seconds):
+        end = f"\rfit: 100%|####| 8/8 [00:0{spent}<00:00, 9it/s]\n"
+        made.write(rank, "stderr", f"\rfit:  50%|##  | 4/8 [00:00<00:00, 9it/s]{end}")
+    return made
+
+
+def test_bars_of_few_ranks_are_shown_one_by_one() -> None:
+    lines = text(bars(1, 2)).splitlines()
+    assert lines[0] == "[ranks 0-1]"
+    assert lines[1].startswith("[0] fit: 100%|####| 8/8 [00:01<")
+    assert lines[2].startswith("[1] fit: 100%|####| 8/8 [00:02<")
+
+
+def test_bars_of_many_ranks_are_the_slowest_and_the_fastest() -> None:
+    lines = text(bars(3, 2, 7, 1, 5, 4)).splitlines()
+    assert lines[0] == "[ranks 0-5]"
+    assert lines[1].startswith("[slowest: rank 2] fit: 100%|")
+    assert lines[2].startswith("[fastest: rank 3] fit: 100%|")
+    assert len(lines) == 3
+
+
+def test_a_rank_that_did_not_come_as_far_stands_by_itself() -> None:
+    made = bars(1, 1)
+    made.write(2, "stderr", "\rfit:  20%|# | 1/8 [\rfit:  50%|##  | 4/8 [00:09<00:00, 9it/s]")
+    made.finish()
+    assert "[rank 2] fit:  50%|##" in text(made)
+
+
+# --- HTML -----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.text("a<>&\"'\n\x1b[31m", max_size=20)), max_size=8)
+)
+def test_what_ranks_print_is_never_html(pieces: list[tuple[int, str]]) -> None:
+    for section in transcript(*pieces):
+        shown = html(section)
+        inside = re.sub(r"</?(div|span|pre|details|summary)\b[^<>]*>", "", shown)
+        assert "<" not in inside
+        assert ">" not in inside
+
+
+def test_colours_are_kept_and_other_escapes_dropped() -> None:
+    shown = ansi_html("\x1b[1;31mred\x1b[0m \x1b[2K\x1b]0;title\x07plain \x1b[38;5;208mx<")
+    assert shown == '<span style="font-weight:bold;color:#d33">red</span> plain x&lt;'
+    assert "\x1b" not in text(transcript((0, "\x1b[32mgreen\x1b[0m\x1b[2K\n")))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 64])
+def test_many_blocks_are_folded_away_and_few_are_not(ranks: int) -> None:
+    lines = [f"{n}\n" for n in range(10)]
+    made = transcript(*((rank, f"I am {rank}\n{''.join(lines)}") for rank in range(ranks)))
+    shown = html(made.sections[0])
+    assert shown.count("<details>") == (ranks if ranks > 8 else 0)
+    assert f"I am {ranks - 1}" in shown
+
+
+def test_all_blocks_together_have_a_bound() -> None:
+    many = "".join(f"{n}\n" for n in range(300))
+    made = transcript(*((rank, f"rank {rank}\n{many}") for rank in range(256)))
+    assert text(made).count("\n") < 5000
+
+
+# --- the block of a running cell ------------------------------------------------------------------
+
+
+def test_the_live_block_has_a_line_for_each_rank() -> None:
+    rows = [Row(0, "in barrier #2", "3 s", "<loss> 1"), Row(1, "running In[2] line 4", "3 s")]
+    assert live_text(rows, "wait") == (
+        "[rank 0] in barrier #2: <loss> 1\n[rank 1] running In[2] line 4\nwait"
+    )
+    shown = live_html(rows, "wait")
+    assert "&lt;loss&gt; 1" in shown
+    assert shown.count("<tr>") == 2
+
+
+def test_a_bar_in_the_live_block_is_drawn() -> None:
+    line = "fit:  45%|####5     | 45/100 [00:01<00:02, 30.0it/s]"
+    shown = live_html([Row(0, "running", "1 s", line)], "")
+    assert '<progress max="100" value="45" aria-label="fit 45 %"' in shown
+    assert " 45/100 [00:01&lt;00:02, 30.0it/s]" in shown
+
+
+def test_ranks_that_do_the_same_share_a_row_where_there_are_many() -> None:
+    rows = [Row(rank, "in all_reduce #1" if rank else "running", "1 s") for rank in range(64)]
+    assert live_text(rows, "") == "[rank 0] running\n[ranks 1-63] in all_reduce #1"

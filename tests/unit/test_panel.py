@@ -1,0 +1,139 @@
+"""A session's overview as text and HTML."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from distsession.display.panel import (
+    HISTORY,
+    Gauge,
+    Line,
+    Overview,
+    answer_html,
+    config_html,
+    ended,
+    overview_html,
+    overview_text,
+    rows_html,
+    status_html,
+)
+
+IDLE = Line(0, "alpha", 11, "cpu (a <processor>)", "idle", "idle", "12:00:00")
+BUSY = Line(
+    1,
+    "beta & co",
+    12,
+    "cuda:0 (B)",
+    "waiting",
+    "waiting in all_reduce at In[3] line 4",
+    "12:00:05",
+    (Gauge("GPU", "97 %", 0.97), Gauge("GPU memory", "3 of 8 GiB", 3 / 8)),
+    (0, 50, 97),
+)
+DEAD = Line(2, "beta & co", 13, "cpu (C)", "dead", "dead (was <killed>)", "")
+OVERVIEW = Overview(
+    "session 1: running <b>",
+    (("backend", "gloo"), ("hosts", "alpha, beta & co")),
+    (("ranks", "3", "given"), ("seed", "7", "DISTSESSION_SEED"), ("check", "<off>", "default")),
+    (IDLE, BUSY, DEAD),
+)
+
+
+class Elements(HTMLParser):
+    """The tags of a page, each closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+        self.labels: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.labels += [value or "" for name, value in attrs if name == "aria-label"]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        overview_html(OVERVIEW),
+        rows_html(OVERVIEW.lines) + config_html(OVERVIEW) + status_html(OVERVIEW.status),
+    ],
+)
+def test_everything_is_escaped_and_every_fact_is_there(page: str) -> None:
+    assert not {"processor", "killed", "off", "b"} & set(Elements(page).count)
+    for fact in (
+        "session 1: running &lt;b&gt;",
+        "beta &amp; co",
+        "cpu (a &lt;processor&gt;)",
+        "waiting in all_reduce at In[3] line 4",
+        "dead (was &lt;killed&gt;)",
+        "12:00:05",
+        "97 %",
+        "3 of 8 GiB",
+        "DISTSESSION_SEED",
+        "&lt;off&gt;",
+    ):
+        assert fact in page
+
+
+def test_the_text_has_the_same_facts_below_each_other() -> None:
+    text = overview_text(OVERVIEW)
+    status, facts, options, ranks = text.split("\n\n")
+    assert status == OVERVIEW.status
+    assert facts.splitlines()[0].split() == ["backend", "gloo"]
+    assert options.splitlines()[2].split() == ["seed", "7", "DISTSESSION_SEED"]
+    head, idle, busy, dead = ranks.splitlines()
+    assert head.index("state") == idle.index("idle") == busy.index("waiting") == dead.index("dead")
+    assert head.index("GPU memory") == busy.index("3 of 8 GiB")
+
+
+def test_those_who_cannot_see_it_are_told_what_bars_and_lines_show() -> None:
+    elements = Elements(rows_html(OVERVIEW.lines))
+    assert "GPU 97 %" in elements.labels
+    assert "GPU memory 3 of 8 GiB" in elements.labels
+    assert "use of late: now 97 %, at most 97 %" in elements.labels
+    assert "Ranks of the session" in elements.labels
+    page = rows_html(OVERVIEW.lines)
+    assert page.count('scope="col"') == 9
+    assert page.count('scope="row"') == 3
+
+
+def test_a_bar_and_a_line_stay_within_their_bounds() -> None:
+    line = replace(BUSY, gauges=(Gauge("CPU", "230 %", 2.3),), history=(230,) * HISTORY)
+    page = rows_html([line])
+    assert "width:100%" in page
+    heights = [float(y) for y in re.findall(r",([\d.]+)[ \"]", page.partition("points=")[2])]
+    assert min(heights) >= 0
+    assert "<svg" not in rows_html([replace(BUSY, history=(5,))])
+
+
+def test_lines_of_a_closed_session_say_so() -> None:
+    page = rows_html(ended(OVERVIEW.lines))
+    assert page.count("ended") == 3
+    assert "97 %" not in page.replace("now 97 %, at most 97 %", "")
+
+
+def test_an_answer_is_read_out_and_an_error_at_once() -> None:
+    assert 'role="status"' in answer_html("<p>done</p>")
+    assert 'role="alert"' in answer_html("<p>failed</p>", is_error=True)
+
+
+def test_sixty_four_ranks_are_no_burden() -> None:
+    lines = [replace(BUSY, rank=rank, history=(50,) * HISTORY) for rank in range(64)]
+    page = rows_html(lines)
+    assert Elements(page).count["tr"] == 65
+    assert len(page) < 200_000

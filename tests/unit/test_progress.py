@@ -1,0 +1,78 @@
+"""Long work says what it waits for, short work does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from distsession.kernel import progress
+from distsession.kernel.progress import Waiting
+from distsession.view import Silent
+
+
+class Notices(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.is_file = False
+        self.is_closed = False
+
+    def notify(self, text: str) -> None:
+        self.texts.append(text)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch) -> Notices:
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.05)
+    monkeypatch.setattr(progress, "SHOW_AFTER_IN_A_FILE", 60.0)
+    monkeypatch.setattr(progress, "SHOW_EVERY", 0.05)
+    return Notices()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_says_what_is_waited_for_until_it_is_over(output: Notices) -> None:
+    reasons = iter(["torch to be imported"])
+    with Waiting(output, "starting", lambda: next(reasons, "rank 1")):
+        wait_for(lambda: len(output.texts) > 2)
+    assert output.texts[:2] == [
+        "starting, waiting for torch to be imported (0 s)",
+        "starting, waiting for rank 1 (0 s)",
+    ]
+    told = len(output.texts)
+    time.sleep(0.15)
+    assert len(output.texts) == told
+    assert output.is_closed
+
+
+def test_what_is_soon_over_is_not_told(output: Notices) -> None:
+    with Waiting(output, "starting", str):
+        pass
+    assert output.texts == []
+    assert output.is_closed
+
+
+def test_where_nobody_looks_on_it_is_told_later(output: Notices) -> None:
+    output.is_file = True
+    with Waiting(output, "starting", str):
+        time.sleep(0.2)
+    assert output.texts == []
+
+
+def test_a_reason_that_cannot_be_had_and_an_error_inside_do_no_harm(output: Notices) -> None:
+    with pytest.raises(KeyError), Waiting(output, "starting", lambda: str(1 / 0)):  # noqa: PT012
+        wait_for(lambda: bool(output.texts))
+        raise KeyError
+    assert output.texts[0] == "starting (0 s)"
+    assert output.is_closed

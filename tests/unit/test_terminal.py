@@ -1,0 +1,124 @@
+"""The ranks' output: whole lines, each marked with its rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsession.notebook.terminal import Printer
+from distsession.protocol.messages import ClearOutput, Display, Text
+
+
+def printed(capsys: pytest.CaptureFixture[str], *messages: Text | Display | ClearOutput) -> str:
+    printer = Printer()
+    for message in messages:
+        printer.write(message)
+    printer.close()
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def out(rank: int, text: str) -> Text:
+    return Text(rank, 1, "stdout", text)
+
+
+def test_each_line_is_marked_with_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, out(0, "a\nb\n"), out(12, "c\n"))
+    assert text == "[0] a\n[0] b\n[12] c\n"
+
+
+def test_ranks_that_write_at_once_do_not_tear_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = [out(0, "loss "), out(1, "loss 2"), out(0, "1"), out(1, "\nx\n"), out(0, "\n")]
+    assert printed(capsys, *pieces) == "[1] loss 2\n[1] x\n[0] loss 1\n"
+
+
+def test_the_two_streams_of_a_rank_do_not_tear_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer()
+    printer.write(out(0, "half "))
+    printer.write(Text(0, 1, "stderr", "oops\n"))
+    printer.write(out(0, "whole\n"))
+    printer.close()
+    assert capsys.readouterr() == ("[0] half whole\n", "[0] oops\n")
+
+
+def test_a_last_line_without_an_end_is_written_when_the_run_is_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printer = Printer()
+    printer.write(out(1, "unfinished"))
+    printer.write(Text(0, 1, "stderr", "also"))
+    assert capsys.readouterr() == ("", "")
+    printer.close()
+    assert capsys.readouterr() == ("[1] unfinished\n", "[0] also\n")
+
+
+def test_closing_twice_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer()
+    printer.write(out(0, "x"))
+    printer.close()
+    printer.close()
+    assert capsys.readouterr().out == "[0] x\n"
+
+
+def test_of_a_progress_bar_only_the_last_state_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pieces = [out(0, "\r10%"), out(1, "\r15%"), out(0, "\r20%"), out(0, "\r100%\n")]
+    assert printed(capsys, *pieces) == "[0] 100%\n[1] 15%\n"
+
+
+def test_a_great_deal_of_output_is_complete_and_in_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed(capsys, *(out(i % 2, f"{i} {'x' * 50}\n") for i in range(5000)))
+    lines = text.splitlines()
+    assert [int(line.split()[1]) for line in lines] == list(range(5000))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.text("ab\n", max_size=6)), max_size=12))
+def test_what_each_rank_wrote_can_be_read_back_from_its_marks(
+    pieces: list[tuple[int, str]],
+) -> None:
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        printer = Printer()
+        for rank, text in pieces:
+            printer.write(out(rank, text))
+        printer.close()
+    lines = written.getvalue().splitlines()
+    for rank in range(3):
+        mine = "".join(text for number, text in pieces if number == rank)
+        marked = [line.removeprefix(f"[{rank}] ") for line in lines if line[1] == str(rank)]
+        assert marked == mine.splitlines()
+
+
+def test_a_display_comes_after_the_lines_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Display(1, 1, {"text/plain": "<table>", "text/html": "<b>"}, {})
+    text = printed(capsys, out(0, "before\n"), table, out(0, "after\n"))
+    assert text == "[0] before\n[rank 1] <table>\n[0] after\n"
+
+
+def test_a_display_without_text_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    picture = Display(0, 1, {"image/png": b"\x89"}, {})
+    assert printed(capsys, picture) == "[rank 0] <image/png>\n"
+
+
+def test_clearing_the_output_leaves_a_terminal_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert printed(capsys, out(0, "kept\n"), ClearOutput(0, 1, wait=False)) == "[0] kept\n"
+
+
+def test_values_are_shown_after_the_output_and_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer()
+    printer.write(out(0, "partial"))
+    values = {0: "3", 1: "3", 2: "[1,\n 2]"}
+    printer.show({rank: ({"text/plain": text}, {}) for rank, text in values.items()})
+    printer.close()
+    expected = "[0] partial\n[ranks 0-1] 3\n[rank 2]\n[1,\n 2]\n"
+    assert capsys.readouterr().out == expected

@@ -1,0 +1,129 @@
+"""What a process uses, and which of NVML's GPUs is a rank's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from distsession.engine.usage import GpuReader, gpu_uuid, process_use, read
+from distsession.protocol.messages import AskGauges
+
+GIB = 2**30
+SPIN = """
+import sys, time
+held = bytearray(b"x" * (64 << 20))
+while time.process_time() < 0.5:
+    pass
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def busy():
+    """A process that has used half a second and holds 64 MiB."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.communicate()
+
+
+def test_time_and_memory_are_those_of_the_process(busy: subprocess.Popen[str]) -> None:
+    seconds, resident = process_use(busy.pid)
+    known = psutil.Process(busy.pid)
+    assert 0.4 < seconds < 5
+    assert resident > 64 << 20
+    assert abs(resident - known.memory_info().rss) < 8 << 20
+
+
+def test_a_process_that_has_ended_is_left_out(busy: subprocess.Popen[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    gauges = read(AskGauges(7, {}), {1: ended.pid, 0: busy.pid})
+    assert gauges.number == 7
+    assert [use.rank for use in gauges.uses] == [0]
+    assert (gauges.uses[0].gpu_memory, gauges.uses[0].gpu_percent) == (-1, -1)
+
+
+# --- GPUs: NVML is played here, since what matters is whom it is asked about ----------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "visible", "told", "uuid"),
+    [
+        (0, "", "aa-0", "GPU-aa-0"),
+        (1, "3,1", "bb-1", "GPU-bb-1"),  # CUDA has counted already
+        (0, "GPU-cc", "cc-long", "GPU-cc-long"),
+        (0, "", "GPU-aa-0", "GPU-aa-0"),
+        (1, "MIG-x, MIG-y", "aa-0", "MIG-y"),
+        (2, "MIG-x,MIG-y", "aa-0", "GPU-aa-0"),
+        (0, "", "", ""),
+    ],
+)
+def test_a_gpu_is_known_by_its_uuid(index: int, visible: str, told: str, uuid: str) -> None:
+    assert gpu_uuid(index, visible, told) == uuid
+
+
+@dataclass
+class Nvml:
+    """Two GPUs, the second in parts; handles are texts."""
+
+    uuids: tuple[str, ...] = ("GPU-a", "GPU-b")
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.uuids)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return self.uuids[index]
+
+    def nvmlDeviceGetUUID(self, handle: str) -> Any:
+        return handle.encode() if handle == "GPU-a" else handle
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
+        if handle == "GPU-a":
+            raise RuntimeError("not supported")
+        return [1, 1]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: str) -> int:
+        return 2
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: str, index: int) -> str:
+        if index == 1:
+            raise RuntimeError("not found")
+        return "MIG-b0"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        return SimpleNamespace(used={"GPU-a": 3, "MIG-b0": 1}[handle] * GIB, total=8 * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        if handle.startswith("MIG"):
+            raise RuntimeError("not supported")
+        return SimpleNamespace(gpu=97)
+
+
+def test_each_rank_gets_the_numbers_of_its_own_gpu(busy: subprocess.Popen[str]) -> None:
+    question = AskGauges(1, {0: "MIG-b0", 1: "GPU-a", 2: "GPU-elsewhere"})
+    pids = dict.fromkeys(range(3), busy.pid)
+    part, whole, other = read(question, pids, GpuReader(Nvml())).uses
+    assert (whole.gpu_memory, whole.gpu_total, whole.gpu_percent) == (3 * GIB, 8 * GIB, 97)
+    assert (part.gpu_memory, part.gpu_total, part.gpu_percent) == (GIB, 8 * GIB, -1)
+    assert (other.gpu_memory, other.gpu_percent) == (-1, -1)
+
+
+def test_without_a_driver_nothing_is_known_of_gpus() -> None:
+    class NoDriver:
+        def nvmlInit(self) -> None:
+            raise RuntimeError("no driver")
+
+    assert GpuReader(NoDriver()).use("GPU-a") == {}
