@@ -18,9 +18,9 @@ from distsession.errors import OptionsError, SessionStateError
 from distsession.export import script as export_script
 from distsession.export.history import History
 from distsession.kernel.diff import Comparison
-from distsession.kernel.progress import Waiting
+from distsession.kernel.progress import ProgressNotice
 from distsession.kernel.recovery import Recovery
-from distsession.kernel.snapshot import Observer
+from distsession.kernel.snapshot import Snapshots
 from distsession.kernel.timeline import LastRun, bring
 from distsession.kernel.transfer import prepare
 from distsession.options import SessionOptions, option_sources, resolve_options
@@ -321,8 +321,8 @@ class Session:
         panel = None if panel_factory is None else panel_factory(self)
         if panel is not None:
             return panel
-        overview = Observer(self).look()
-        return Table(static_panel.overview_text(overview), static_panel.overview_html(overview))
+        overview = Snapshots(self).look()
+        return Table(static_panel.snapshot_text(overview), static_panel.snapshot_html(overview))
 
     def devices(self) -> Table:
         """The device of each rank."""
@@ -441,7 +441,7 @@ class Session:
                 RankView(self, [healthy]).copy_to(fresh, names)
                 return
             if self._launcher.is_alive:
-                self._launcher.cancel_rejoin()
+                self._launcher.cancel_reconnect()
                 which = ranks_text(self.ranks if chosen is None else chosen)
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
@@ -512,8 +512,8 @@ class Session:
             return Silent()
         return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
 
-    def _waiting(self, doing: str) -> Waiting:
-        return Waiting(self.output(), doing, lambda: self._launcher.waits_for())
+    def _waiting(self, doing: str) -> ProgressNotice:
+        return ProgressNotice(self.output(), doing, lambda: self._launcher.waits_for())
 
     def _on_background(self, message: Any) -> None:
         output = self.output(is_run=False)

@@ -22,9 +22,9 @@ from distsession.errors import (
 )
 from distsession.kernel import diff as comparing
 from distsession.kernel import transfer
-from distsession.kernel.outcome import collect, hang_error, mended_text, own_causes, run_error
-from distsession.kernel.recovery import BACK, BACK_FROM_INTERRUPT_S, Recovery, Watch
-from distsession.kernel.stdin import NO_PLACE, Questions
+from distsession.kernel.outcome import collect, hang_error, own_causes, reconnected_text, run_error
+from distsession.kernel.recovery import BACK, BACK_FROM_INTERRUPT_S, Recovery, Watchdog
+from distsession.kernel.stdin import NO_PLACE, InputRequests
 from distsession.kernel.timeline import LastRun
 from distsession.kernel.transfer import Progress
 from distsession.protocol import serialize
@@ -511,7 +511,7 @@ class RankView:
     ) -> RankResults[Any]:
         """Wait for a request, handing on its output; make results or an error of its answers."""
         recovery = self._session.recovery
-        watch = Watch(recovery, pending, output.notify)
+        watch = Watchdog(recovery, pending, output.notify)
         questions = self._questions(pending, output)
         is_late = False
         try:
@@ -528,7 +528,7 @@ class RankView:
             recovery.check_damage()
             problem = "" if pending.missing else self._mend(recovery)
         if pending.stopped:
-            end = mended_text(problem) if pending.was_begun else ""
+            end = reconnected_text(problem) if pending.was_begun else ""
             raise RunInterrupt(f"{pending.stopped}{end}")
         if pending.debugger_quit:
             raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
@@ -550,8 +550,8 @@ class RankView:
         pending: Pending,
         output: Output,
         timeout: float | None,
-        watch: Watch,
-        questions: Questions,
+        watch: Watchdog,
+        questions: InputRequests,
         progress: Progress | None,
         steady: bool,
     ) -> bool:
@@ -595,11 +595,11 @@ class RankView:
             raise RunTimeoutError(f"{error} {text[:1].upper()}{text[1:]}") from None
         return False
 
-    def _questions(self, pending: Pending, output: Output) -> Questions:
+    def _questions(self, pending: Pending, output: Output) -> InputRequests:
         board = self._session.recovery.launcher.board
         if threading.current_thread() is not threading.main_thread():
-            return Questions(pending, board, None)
-        return Questions(pending, board, getattr(output, "ask", None), NO_PLACE)
+            return InputRequests(pending, board, None)
+        return InputRequests(pending, board, getattr(output, "ask", None), NO_PLACE)
 
     def _show_transfer(self, pending: Pending, progress: Progress) -> None:
         board = self._session.recovery.launcher.board
@@ -623,7 +623,7 @@ class RankView:
             return pending.stopped
         if stuck := recovery.explain_stuck(pending) if pending.missing else "":
             return pending.stopped + stuck
-        return pending.stopped + mended_text(self._mend(recovery))
+        return pending.stopped + reconnected_text(self._mend(recovery))
 
     def _mend(self, recovery: Recovery) -> str:
         """Connect the group anew where that is needed and possible; gives what prevents it."""

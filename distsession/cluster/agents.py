@@ -16,7 +16,7 @@ from typing import Any
 from distsession.cluster.base import python_command
 from distsession.cluster.monitor import agent_text
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
-from distsession.protocol.messages import AgentHere
+from distsession.protocol.messages import AgentStarted
 
 __all__ = ["Agents"]
 
@@ -103,7 +103,7 @@ class Agents:
                 hello = link.recv()
             except (EOFError, OSError):  # it has ended, which is seen above
                 continue
-            assert isinstance(hello, AgentHere)
+            assert isinstance(hello, AgentStarted)
             come[hello.node] = self._links[hello.node] = link
         return come
 

@@ -15,18 +15,18 @@ from typing import Any
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
-    AskInput,
     ClearOutput,
+    CompletionReply,
     Display,
     ErrorInfo,
-    Gauges,
     InputReply,
-    LookReply,
+    InputRequest,
     OutputEnd,
     Reply,
     Request,
     StackReply,
     Text,
+    UsageReply,
 )
 from distsession.protocol.serialize import Frames
 from distsession.protocol.shared_memory import Progress, Segment
@@ -136,11 +136,11 @@ class Pending:
 
     # --- the channel's thread ---------------------------------------------------------------------
 
-    def put_output(self, message: OutputMessage | OutputEnd | AskInput) -> None:
+    def put_output(self, message: OutputMessage | OutputEnd | InputRequest) -> None:
         if isinstance(message, OutputEnd):
             self._ended.add(message.rank)
             self._check()
-        elif isinstance(message, AskInput):
+        elif isinstance(message, InputRequest):
             self._events.put(message)
         else:
             self._budget.add(_weight(message))
@@ -190,7 +190,7 @@ class Pending:
         on_output: Callable[[OutputMessage], None],
         timeout: float | None = None,
         look: Callable[[], None] | None = None,
-        on_ask: Callable[[AskInput], None] | None = None,
+        on_ask: Callable[[InputRequest], None] | None = None,
     ) -> None:
         """Hand on output until every rank has answered or died.
 
@@ -226,13 +226,13 @@ class Pending:
                 continue
             if event is _DONE:
                 return
-            if isinstance(event, AskInput):
+            if isinstance(event, InputRequest):
                 (on_ask or self.refuse)(event)
                 continue
             self._budget.add(-_weight(event))
             on_output(event)
 
-    def refuse(self, question: AskInput, why: str = NOBODY) -> None:
+    def refuse(self, question: InputRequest, why: str = NOBODY) -> None:
         """Tell a rank that nobody answers."""
         self.answer(question.rank, InputReply(question.number, None, why))
 
@@ -322,11 +322,11 @@ class Launcher(ABC):
         """Whether the process group is to be connected anew before the next run."""
         return self.is_broken
 
-    def rejoin(self) -> str:
+    def reconnect(self) -> str:
         """Connect the process group anew; gives what prevents it, or nothing."""
         return ""
 
-    def cancel_rejoin(self, pending: Pending | None = None) -> bool:
+    def cancel_reconnect(self, pending: Pending | None = None) -> bool:
         """Give up connecting the group anew, from another thread.
 
         Args:
@@ -356,17 +356,17 @@ class Launcher(ABC):
     def note_unreported(self) -> None:  # noqa: B027
         """Take ranks for dead that have ended and whose agent does not say so."""
 
-    def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
+    def request_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Where the main threads of ranks are; without those that do not answer in time."""
         return {}
 
     def look(
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
-    ) -> dict[int, LookReply]:
+    ) -> dict[int, CompletionReply]:
         """Complete code, or inspect a name, by what ranks have, also while they are busy."""
         return {}
 
-    def gauges(self, timeout: float) -> Gauges | None:
+    def usage(self, timeout: float) -> UsageReply | None:
         """What the ranks use of processors, memory and GPUs; as last known after ``timeout``."""
         return None
 

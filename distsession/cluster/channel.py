@@ -27,17 +27,17 @@ from distsession.cluster.payloads import Payloads
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
 from distsession.protocol import serialize
 from distsession.protocol.messages import (
-    AskInput,
-    AskStack,
+    CompletionReply,
     ErrorInfo,
     InputReply,
-    LookReply,
+    InputRequest,
     MalformedMessage,
     OutputEnd,
     Reply,
     Request,
     Shared,
     StackReply,
+    StackRequest,
     decode,
     encode,
 )
@@ -112,7 +112,7 @@ class SocketChannel(Channel):
 
     # --- agents -----------------------------------------------------------------------------------
 
-    def hear_agent(self, node: int, connection: Connection) -> None:
+    def add_agent(self, node: int, connection: Connection) -> None:
         """Listen to the agent of a node, too."""
 
         def begin() -> None:
@@ -182,9 +182,9 @@ class SocketChannel(Channel):
             if not self._closed and rank in self._identities and rank not in self._dead:
                 self._route(self._control, self._identities[rank], encode(message))
 
-    def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
+    def request_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Ask the control threads of ranks where their main threads are."""
-        return self.ask(ranks, AskStack, timeout)
+        return self.ask(ranks, StackRequest, timeout)
 
     def ask(
         self, ranks: Sequence[int], make: Callable[[int], Any], timeout: float
@@ -328,7 +328,7 @@ class SocketChannel(Channel):
             pending = self._pending.get(message.id)
             if pending is not None:
                 pending.put_reply(message, payload)
-        elif isinstance(message, (StackReply, LookReply)):
+        elif isinstance(message, (StackReply, CompletionReply)):
             with self._answered:
                 if message.number in self._answers:
                     self._answers[message.number][message.rank] = message
@@ -337,7 +337,7 @@ class SocketChannel(Channel):
             pending = self._pending.get(message.request)
             if pending is not None:
                 pending.put_output(message)
-            elif isinstance(message, AskInput):
+            elif isinstance(message, InputRequest):
                 self.send_control(message.rank, InputReply(message.number, None, NOBODY))
             elif not isinstance(message, OutputEnd):
                 self._background.put_output(message)
@@ -364,7 +364,7 @@ class SocketChannel(Channel):
         self._on_event(message)
         return True
 
-    def bury(self, error: EngineDiedError) -> None:
+    def mark_dead(self, error: EngineDiedError) -> None:
         """A rank has died: nothing more is sent to it, and nobody waits for it any longer."""
         with self._lock:
             self._dead[error.rank] = error

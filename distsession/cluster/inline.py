@@ -29,14 +29,12 @@ from distsession.errors import (
 from distsession.options import SessionOptions
 from distsession.protocol import serialize, shared_memory
 from distsession.protocol.messages import (
-    AskGauges,
-    AskLook,
-    AssignRequest,
     CallRequest,
     CellRequest,
+    CommitRequest,
+    CompletionReply,
+    CompletionRequest,
     FillRequest,
-    Gauges,
-    LookReply,
     PullRequest,
     PushRequest,
     Reply,
@@ -44,6 +42,8 @@ from distsession.protocol.messages import (
     ShardsRequest,
     SummaryRequest,
     TimelineRequest,
+    UsageReply,
+    UsageRequest,
 )
 from distsession.protocol.serialize import Frames
 from distsession.ranks import RankInfo
@@ -126,8 +126,8 @@ class InlineChannel(Channel):
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
-                self._put_aside(request, payload)
-            case AssignRequest():
+                self._stage(request, payload)
+            case CommitRequest():
                 self._transfers.assign(request.keep)
             case ShardsRequest():
                 value = self._transfers.shards(request.name)
@@ -146,9 +146,9 @@ class InlineChannel(Channel):
                 value = self._trace.of(request.run)
         return value, None
 
-    def _put_aside(self, request: PushRequest, payload: Frames) -> None:
+    def _stage(self, request: PushRequest, payload: Frames) -> None:
         began = time.monotonic_ns()
-        self._transfers.put_aside(_copies(payload))
+        self._transfers.stage(_copies(payload))
         self._trace.moved(request, shared_memory.nbytes(payload), began)
 
     def pending(self) -> list[Pending]:
@@ -270,16 +270,16 @@ class InlineLauncher(Launcher):
 
     def look(
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
-    ) -> dict[int, LookReply]:
+    ) -> dict[int, CompletionReply]:
         from distsession.engine import completion
 
-        question = AskLook(0, code, inspect)
+        question = CompletionRequest(0, code, inspect)
         return {rank: completion.look(question, rank, self.channel.namespace) for rank in ranks}
 
-    def gauges(self, timeout: float) -> Gauges | None:
+    def usage(self, timeout: float) -> UsageReply | None:
         from distsession.engine import usage
 
-        return usage.read(AskGauges(1, {}), {0: os.getpid()})
+        return usage.read(UsageRequest(1, {}), {0: os.getpid()})
 
     def client(self, timeout: float) -> Any:
         raise SessionStateError(

@@ -35,15 +35,15 @@ from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.diagnosis import describe_operation
 from distsession.protocol.messages import (
     Abort,
-    AskGauges,
-    AskLook,
-    Gauges,
-    LookReply,
+    CompletionReply,
+    CompletionRequest,
     PrepareAgent,
-    RejoinRequest,
+    ReconnectRequest,
     StackReply,
     StartRanks,
     StopRanks,
+    UsageReply,
+    UsageRequest,
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
@@ -173,7 +173,7 @@ class LocalLauncher(Launcher):
             self._agents.start(node)
         self._folder.sweep()  # while the agents import torch
         for node, link in self._agents.accept(deadline).items():
-            self.channel.hear_agent(node, link)
+            self.channel.add_agent(node, link)
             self._agents.send(node, PrepareAgent(self._options.preload, tuple(sys.path)))
         hosts = [
             self._monitor.wait_host(node, partial(self._agents.runs, node), deadline)
@@ -208,7 +208,9 @@ class LocalLauncher(Launcher):
         if rejoining:
             pending = self.channel.submit(
                 rejoining,
-                lambda number: RejoinRequest(number, self._generation, self._options.start_timeout),
+                lambda number: ReconnectRequest(
+                    number, self._generation, self._options.start_timeout
+                ),
                 [],
             )
         try:
@@ -291,7 +293,7 @@ class LocalLauncher(Launcher):
     def must_reconnect(self) -> bool:
         return self.is_broken or bool(self._monitor.store_ended)
 
-    def rejoin(self) -> str:
+    def reconnect(self) -> str:
         self._reconnect = reconnect = Reconnect(self, self._world)
         try:
             self._problem = reconnect.run()
@@ -300,7 +302,7 @@ class LocalLauncher(Launcher):
         self.is_broken = bool(self._problem)
         return self._problem
 
-    def cancel_rejoin(self, pending: Pending | None = None) -> bool:
+    def cancel_reconnect(self, pending: Pending | None = None) -> bool:
         reconnect = self._reconnect
         if reconnect is None or (pending is not None and not reconnect.asks_by(pending)):
             return False
@@ -402,26 +404,28 @@ class LocalLauncher(Launcher):
             if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
                 self._monitor.hear(RankUnreported(rank, info.pid, self.unreported(rank)))
 
-    def ask_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
-        return self.channel.ask_stacks(ranks, timeout)
+    def request_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
+        return self.channel.request_stacks(ranks, timeout)
 
     def look(
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
-    ) -> dict[int, LookReply]:
-        return self.channel.ask(ranks, lambda number: AskLook(number, code, inspect), timeout)
+    ) -> dict[int, CompletionReply]:
+        return self.channel.ask(
+            ranks, lambda number: CompletionRequest(number, code, inspect), timeout
+        )
 
-    def gauges(self, timeout: float) -> Gauges | None:
+    def usage(self, timeout: float) -> UsageReply | None:
         assert self._plan is not None
         gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
         nodes = [node for node in range(self._plan.nodes) if self._agents.runs(node)]
         for node in nodes:
             last = self._gauges_asked.get(node, 0)
             # A stopped agent must not be sent questions until there is no room for them.
-            if not last or self._monitor.has_gauges(node, last):
+            if not last or self._monitor.has_usage(node, last):
                 self._gauges_asked[node] = last + 1
-                self._agents.send(node, AskGauges(last + 1, gpus, node))
+                self._agents.send(node, UsageRequest(last + 1, gpus, node))
         asked = {node: self._gauges_asked[node] for node in nodes}
-        return self._monitor.wait_gauges(asked, timeout)
+        return self._monitor.wait_usage(asked, timeout)
 
     @property
     def _world(self) -> range:
@@ -625,7 +629,7 @@ class LocalLauncher(Launcher):
     def _on_death(self, error: EngineDiedError) -> None:
         if self.board is not None:
             self.board.regions[error.rank].ask_nothing()
-        self.channel.bury(error)
+        self.channel.mark_dead(error)
 
     # --- close ------------------------------------------------------------------------------------
 

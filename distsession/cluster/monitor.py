@@ -19,16 +19,16 @@ from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     EngineRegistered,
-    Gauges,
     RankExited,
     RankFailed,
     RankReady,
     StoreEnded,
     StoreReady,
+    UsageReply,
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "NodeGone", "RankUnreported", "agent_text", "describe_death", "mend_text"]
+__all__ = ["Monitor", "NodeGone", "RankUnreported", "agent_text", "describe_death", "restart_text"]
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Monitor:
         self.engine_ids: dict[int, int] = {}
         self.unregistered: dict[int, str] = {}
         """Why an engine could not register, for those whose id is below 0."""
-        self._gauges: dict[int, Gauges] = {}
+        self._gauges: dict[int, UsageReply] = {}
         self.agent_gone = False
         self.closing = False
         """The user closes the session: deaths from here on are no surprise."""
@@ -117,7 +117,7 @@ class Monitor:
                 case EngineRegistered():
                     self.engine_ids[message.rank] = message.engine_id
                     self.unregistered[message.rank] = message.problem
-                case Gauges():
+                case UsageReply():
                     self._gauges[message.node] = message
                 case RankExited():
                     deaths += self._note_exit(message)
@@ -184,7 +184,7 @@ class Monitor:
             for rank in ranks:
                 info = self.ready[rank]
                 error = EngineDiedError(
-                    f"rank {rank} was to be replaced, but did not start.{mend_text(rank)}",
+                    f"rank {rank} was to be replaced, but did not start.{restart_text(rank)}",
                     rank=rank,
                     pid=info.pid,
                     returncode=-signal.SIGKILL,
@@ -198,7 +198,7 @@ class Monitor:
             return []
         error = EngineDiedError(
             f"rank {message.rank} (pid {message.pid}) has ended; {message.text}."
-            f"{mend_text(message.rank)}",
+            f"{restart_text(message.rank)}",
             rank=message.rank,
             pid=message.pid,
             returncode=-signal.SIGKILL,
@@ -329,11 +329,11 @@ class Monitor:
             if exited is not None and (exited.generation == generation or rank in self.dead):
                 raise LaunchError(describe_death(self._exited[rank], while_starting=True))
 
-    def has_gauges(self, node: int, number: int) -> bool:
+    def has_usage(self, node: int, number: int) -> bool:
         """Whether the agent of a node has come to the question of this number."""
         return node in self._gauges and self._gauges[node].number >= number
 
-    def wait_gauges(self, asked: Mapping[int, int], timeout: float) -> Gauges | None:
+    def wait_usage(self, asked: Mapping[int, int], timeout: float) -> UsageReply | None:
         """What the ranks of some nodes use; what was last known where no answer comes in time.
 
         Args:
@@ -342,7 +342,7 @@ class Monitor:
         """
 
         def answered() -> bool:
-            return all(self.has_gauges(node, number) for node, number in asked.items())
+            return all(self.has_usage(node, number) for node, number in asked.items())
 
         with self._changed:
             self._changed.wait_for(lambda: self.agent_gone or answered(), timeout)
@@ -350,7 +350,7 @@ class Monitor:
         if not known:
             return None
         uses = tuple(use for one in known for use in one.uses)
-        return Gauges(known[0].number, uses)
+        return UsageReply(known[0].number, uses)
 
     def forget_engines(self, ranks: Iterable[int]) -> None:
         """These ranks are about to register with ipyparallel."""
@@ -396,7 +396,7 @@ def describe_death(
     if message.stack:
         stack = "\n".join(f"  {line}" for line in message.stack)
         last = f"\nIts Python stack, innermost line first:\n{stack}{last if tail else ''}"
-    return f"{who} {how}{when}.{'' if while_starting else mend_text(message.rank)}{last}"
+    return f"{who} {how}{when}.{'' if while_starting else restart_text(message.rank)}{last}"
 
 
 def _ended_text(code: int) -> str:
@@ -439,7 +439,7 @@ def node_gone_text(node: int, ranks: Sequence[int]) -> str:
     )
 
 
-def mend_text(rank: int) -> str:
+def restart_text(rank: int) -> str:
     """What to do about the death of a rank."""
     return (
         f" session.restart([{rank}]) replaces it; restore=[...] copies variables from a rank that "

@@ -16,16 +16,16 @@ from distsession.cluster.base import Channel, Pending
 from distsession.cluster.process_state import STOPPED, process_state
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.board import Board
-from distsession.protocol.messages import RejoinRequest
+from distsession.protocol.messages import ReconnectRequest
 from distsession.ranks import ranks_text
 
 __all__ = ["Halted", "Reconnect", "failure_of"]
 
-REJOIN_TIMEOUT_S = 10.0
+RECONNECT_TIMEOUT_S = 10.0
 """Limit of a first attempt, once all ranks are idle; each further one has twice as long."""
-REJOIN_TIMEOUT_PER_RANK_S = 0.5
+RECONNECT_TIMEOUT_PER_RANK_S = 0.5
 """By how much each rank makes that longer."""
-REJOIN_ATTEMPTS = 3
+RECONNECT_ATTEMPTS = 3
 SETTLE_S = 0.2
 """How long ranks have to come to an end before a first attempt is put off."""
 FREED_S = 3.0
@@ -122,9 +122,9 @@ class Reconnect:
 
     def run(self) -> str:
         """Connect the group anew; gives what prevents it, or nothing."""
-        limit = REJOIN_TIMEOUT_S + REJOIN_TIMEOUT_PER_RANK_S * len(self._ranks)
+        limit = RECONNECT_TIMEOUT_S + RECONNECT_TIMEOUT_PER_RANK_S * len(self._ranks)
         settle = SETTLE_S
-        for _ in range(REJOIN_ATTEMPTS):
+        for _ in range(RECONNECT_ATTEMPTS):
             if text := self._what_prevents_it(settle):
                 self._problem = self._problem or text
                 self._free_all()
@@ -166,7 +166,7 @@ class Reconnect:
         generation = self._launcher.begin_generation()
         try:
             pending = self._channel.submit(
-                self._ranks, lambda number: RejoinRequest(number, generation, limit), []
+                self._ranks, lambda number: ReconnectRequest(number, generation, limit), []
             )
         except EngineDiedError:
             self._problem = self._dead_text()

@@ -1,6 +1,6 @@
 """A session's configuration and its ranks' present state, as text and HTML.
 
-Pure functions from an ``Overview`` to strings. The static forms are for a terminal, a printed or
+Pure functions from an ``Snapshot`` to strings. The static forms are for a terminal, a printed or
 an untrusted notebook; the live ones are for widgets, in colours that the notebook's theme gives.
 """
 
@@ -16,13 +16,13 @@ __all__ = [
     "HISTORY",
     "Gauge",
     "Line",
-    "Overview",
+    "Snapshot",
     "answer_html",
     "config_html",
     "ended",
-    "overview_html",
-    "overview_text",
     "rows_html",
+    "snapshot_html",
+    "snapshot_text",
     "status_html",
 ]
 
@@ -69,7 +69,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Overview:
+class Snapshot:
     """What is to be shown of a session.
 
     Attributes:
@@ -111,7 +111,7 @@ def _place(line: Line) -> tuple[str, str, str, str]:
     return str(line.rank), str(line.node_rank), str(line.local_rank), str(line.threads)
 
 
-def overview_text(overview: Overview) -> str:
+def snapshot_text(overview: Snapshot) -> str:
     """Everything, for a terminal."""
     width = max(len(name) for name, _ in overview.facts)
     facts = "\n".join(f"{name:<{width}}  {value}" for name, value in overview.facts)
@@ -119,8 +119,8 @@ def overview_text(overview: Overview) -> str:
     return "\n\n".join([*blocks, table_text(*_rows(overview.lines))])
 
 
-def overview_html(overview: Overview) -> str:
-    """The same as :func:`overview_text`, without anything that a notebook has to run."""
+def snapshot_html(overview: Snapshot) -> str:
+    """The same as :func:`snapshot_text`, without anything that a notebook has to run."""
     return (
         f"<p>{html.escape(overview.status)}</p>"
         + table_html(*_rows(overview.lines))
@@ -159,7 +159,7 @@ def status_html(status: str) -> str:
     return f'<div style="{_FONT}"><strong>{html.escape(status)}</strong></div>'
 
 
-def config_html(overview: Overview) -> str:
+def config_html(overview: Snapshot) -> str:
     """The configuration, to be opened."""
     facts = _table((), overview.facts)
     options = _table(_OPTIONS_HEAD, overview.options)

@@ -29,15 +29,15 @@ from distsession.engine.process import signal_when_parent_ends
 from distsession.protocol import folder_lock
 from distsession.protocol.messages import (
     AgentFailed,
-    AgentHere,
     AgentReady,
-    AskGauges,
+    AgentStarted,
     PrepareAgent,
     RankExited,
     StartRanks,
     StopRanks,
     StoreEnded,
     StoreReady,
+    UsageRequest,
 )
 from distsession.protocol.shared_memory import LinkListener
 from distsession.protocol.wire import memory_path
@@ -122,7 +122,7 @@ class Agent:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
                 if self._gauges in ready:
-                    self._pass_gauges_on()
+                    self._forward_usage()
                 self._reap()
                 if not ready and later and self._ranks:
                     _import_quietly(later.pop(0))
@@ -156,8 +156,8 @@ class Agent:
             case StopRanks():
                 wanted = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
                 self._stop(wanted)
-            case AskGauges():
-                self._ask_gauges(message)
+            case UsageRequest():
+                self._request_usage(message)
             case _:
                 log.warning("dropped a message that is not for an agent: %r", message)
         return True
@@ -250,12 +250,12 @@ class Agent:
 
     # --- gauges -----------------------------------------------------------------------------------
 
-    def _ask_gauges(self, message: AskGauges) -> None:
+    def _request_usage(self, message: UsageRequest) -> None:
         from distsession.engine import usage
 
         pids = {rank.rank: pid for pid, rank in self._ranks.items()}
         if message.gpus and not self._gauges_pid:
-            self._start_gauges()
+            self._start_usage()
         if message.gpus and self._gauges is not None:
             try:
                 self._gauges.send((message, pids))
@@ -265,7 +265,7 @@ class Agent:
                 self._gauges = None
         self._link.send(usage.read(message, pids))
 
-    def _start_gauges(self) -> None:
+    def _start_usage(self) -> None:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
         mine, its = Pipe()
         agent = os.getpid()
@@ -280,7 +280,7 @@ class Agent:
         its.close()
         self._gauges = mine
 
-    def _pass_gauges_on(self) -> None:
+    def _forward_usage(self) -> None:
         assert self._gauges is not None
         try:
             self._link.send(self._gauges.recv())
@@ -523,7 +523,7 @@ def main() -> NoReturn:
         if kernel.lives:
             link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
             assert isinstance(link, Connection)
-            link.send(AgentHere(node))
+            link.send(AgentStarted(node))
             Agent(link, node, kernel).serve()
     except OSError as error:
         log.warning("the kernel cannot be reached: %s", error)

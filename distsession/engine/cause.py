@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from distsession.protocol.messages import Abort, GivenUp, Reason
+from distsession.protocol.messages import Abort, Aborted, Reason
 
 __all__ = ["IN_GLOO", "attach", "chain", "find", "has_reason"]
 
@@ -46,7 +46,7 @@ def find(error: BaseException, abort: Abort | None = None) -> Reason | None:
     parts = list(chain(error))
     for number, part in enumerate(parts):
         reason = _own(part, abort)
-        if isinstance(reason, GivenUp):
+        if isinstance(reason, Aborted):
             had_own = any(_own(older, abort) is None for older in parts[number + 1 :])
             return replace(reason, had_own=had_own)
         if reason is not None:
@@ -82,5 +82,5 @@ def _own(error: BaseException, abort: Abort | None) -> Reason | None:
             repeats = (bool(text and abort.text) and abort.text in text) or IN_GLOO in text
         except Exception:  # its own __str__ fails
             return None
-        return GivenUp() if repeats else None
+        return Aborted() if repeats else None
     return None

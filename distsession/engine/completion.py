@@ -32,9 +32,9 @@ from distsession.engine.names import (
     known,
     module_type,
 )
-from distsession.protocol.messages import AskLook, LookReply
+from distsession.protocol.messages import CompletionReply, CompletionRequest
 
-__all__ = ["Looker", "complete", "describe", "look"]
+__all__ = ["CompletionServer", "complete", "describe", "look"]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _CALLEE = re.compile(rf"({_EXPRESSION})$")
 Match = tuple[str, str]
 
 
-class Looker:
+class CompletionServer:
     """Answers questions one at a time; of those that come meanwhile, only the last.
 
     Args:
@@ -60,15 +60,17 @@ class Looker:
         send: Takes the answer, from another thread.
     """
 
-    def __init__(self, namespace: dict[str, Any], rank: int, send: Callable[[LookReply], None]):
+    def __init__(
+        self, namespace: dict[str, Any], rank: int, send: Callable[[CompletionReply], None]
+    ):
         self._namespace = namespace
         self._rank = rank
         self._send = send
-        self._newest: AskLook | None = None
+        self._newest: CompletionRequest | None = None
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def ask(self, question: AskLook) -> None:
+    def ask(self, question: CompletionRequest) -> None:
         """From the control thread."""
         self._newest = question
         self._wake.set()
@@ -91,12 +93,12 @@ class Looker:
                 log.exception("could not look at %r", question)
 
 
-def look(question: AskLook, rank: int, namespace: Mapping[str, Any]) -> LookReply:
+def look(question: CompletionRequest, rank: int, namespace: Mapping[str, Any]) -> CompletionReply:
     """The answer to a question."""
     if question.inspect:
-        return LookReply(rank, question.number, text=describe(question.code, namespace))
+        return CompletionReply(rank, question.number, text=describe(question.code, namespace))
     start, matches = complete(question.code, namespace)
-    return LookReply(rank, question.number, start, tuple(matches[:LIMIT]))
+    return CompletionReply(rank, question.number, start, tuple(matches[:LIMIT]))
 
 
 # --- completion -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import zmq
 
 from distsession.protocol.messages import Abort, MalformedMessage, decode
 
-__all__ = ["Control", "Interruptor"]
+__all__ = ["Control", "Interrupter"]
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ FREED = 0.1
 """Seconds that a main thread which waited in a collective has to come back by itself."""
 
 
-class Interruptor:
+class Interrupter:
     """Raises KeyboardInterrupt in user code, and nowhere else.
 
     A SIGINT that came a moment too late would otherwise hit the engine's own code and end it.
@@ -96,7 +96,7 @@ class Control:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        interruptor: Interruptor,
+        interruptor: Interrupter,
         obey: Callable[[Any], None],
         is_blocked: Callable[[], bool],
         free: Callable[[Abort], None],

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from distsession.engine.failure import is_own_file, is_user_code, short_name
 
-__all__ = ["LastPlace", "Remains", "catch_faults", "make_memory", "read_fault", "read_memory"]
+__all__ = ["DeathRecord", "LastLine", "catch_faults", "make_memory", "read_fault", "read_memory"]
 
 SIZE = 512
 _LONGEST_STACK = 12
@@ -32,7 +32,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 @dataclass(frozen=True)
-class Remains:
+class DeathRecord:
     """What is known of the end of a rank.
 
     Attributes:
@@ -57,7 +57,7 @@ def make_memory() -> mmap.mmap:
     return mmap.mmap(-1, SIZE)
 
 
-class LastPlace:
+class LastLine:
     """A rank's hand on that memory.
 
     Args:
@@ -129,15 +129,15 @@ def _place_of(frame: FrameType | None) -> str:
     return ""
 
 
-def read_memory(memory: mmap.mmap) -> Remains:
+def read_memory(memory: mmap.mmap) -> DeathRecord:
     """By the agent: what a rank that has ended left in its memory."""
     data = memory[:SIZE]
     kind, text = data[:1], data[1:].partition(b"\0")[0].decode("utf-8", "replace")
     if kind == _BEGUN:
-        return Remains(runs=text)
+        return DeathRecord(runs=text)
     if kind == _NOTHING:
-        return Remains(is_idle=True)
-    return Remains(
+        return DeathRecord(is_idle=True)
+    return DeathRecord(
         place=text, is_certain=kind in (_EXITING, _TERMINATED), is_terminated=kind == _TERMINATED
     )
 
@@ -165,7 +165,7 @@ def catch_faults(path: str) -> Callable[[], None]:
     return crash_on_stderr
 
 
-def read_fault(text: str) -> Remains | None:
+def read_fault(text: str) -> DeathRecord | None:
     """By the agent: what ``faulthandler`` wrote last; None if it wrote nothing."""
     _, found, text = text.rpartition("Fatal Python error: ")
     if not found:
@@ -183,8 +183,8 @@ def read_fault(text: str) -> Remains | None:
     for frames in (current, *threads[-1:]):
         place = next((f"{short_name(f)} line {n}" for f, n, _ in frames if is_user_code(f)), "")
         if place:
-            return Remains(place=place, is_certain=True, stack=_shown(frames))
-    return Remains(is_certain=True, stack=_shown(current))
+            return DeathRecord(place=place, is_certain=True, stack=_shown(frames))
+    return DeathRecord(is_certain=True, stack=_shown(current))
 
 
 def _shown(frames: list[tuple[str, int, str]]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Python's debugger on a rank.
 
-``pdb`` itself, told four things: that it asks through ``Asker``, that a cell is a file, where the
-user's code begins and ends, and that it ends with the cell. Its prompt is a message to the kernel,
-so nothing here waits for a terminal.
+``pdb`` itself, told four things: that it reads from ``RankStdin``, that a cell is a file, where
+the user's code begins and ends, and that it ends with the cell. Its prompt is a message to the
+kernel, so nothing here waits for a terminal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from distsession.engine import failure
 from distsession.engine.collectives.recorder import Recorder
-from distsession.engine.stdin import Asker, NobodyAnswers
+from distsession.engine.stdin import NoInputError, RankStdin
 from distsession.errors import CollectiveError
 from distsession.protocol import board as layout
 
@@ -47,7 +47,9 @@ class Debugger:
         namespace: Of the user, where pdb leaves names of its own.
     """
 
-    def __init__(self, asker: Asker, recorder: Recorder, stream: Any, namespace: dict[str, Any]):
+    def __init__(
+        self, asker: RankStdin, recorder: Recorder, stream: Any, namespace: dict[str, Any]
+    ):
         self.asker = asker
         self.stream = stream
         self._namespace = namespace
@@ -185,7 +187,7 @@ class Debugger:
 
     def _look(self, trace: TracebackType) -> None:
         if obstacle := self.asker.obstacle:
-            raise NobodyAnswers(f"{obstacle}.")
+            raise NoInputError(f"{obstacle}.")
         debugger = _RankPdb(self)
         debugger.reset()
         try:
@@ -309,7 +311,7 @@ class _RankPdb(pdb.Pdb):
 class _Lines(io.TextIOBase):
     """What a debugger within the debugger (its command ``debug``) reads from."""
 
-    def __init__(self, asker: Asker):
+    def __init__(self, asker: RankStdin):
         self._asker = asker
 
     def readline(self, _size: int | None = -1, /) -> str:  # type: ignore[override]

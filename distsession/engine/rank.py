@@ -31,9 +31,9 @@ from distsession.engine.capture import Capture
 from distsession.engine.collectives import abort
 from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
-from distsession.engine.completion import Looker
-from distsession.engine.control import Control, Interruptor
-from distsession.engine.deaths import LastPlace, catch_faults
+from distsession.engine.completion import CompletionServer
+from distsession.engine.control import Control, Interrupter
+from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.diff import Summary
 from distsession.engine.execute import NOTHING, remember, run_call, run_cell
@@ -45,7 +45,7 @@ from distsession.engine.process import (
     interrupt_children,
     redirect_standard_streams,
 )
-from distsession.engine.stdin import Asker
+from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
 from distsession.engine.transfer import Transfers
 from distsession.errors import CollectiveError, SerializationError, SessionStateError
@@ -54,11 +54,10 @@ from distsession.protocol import serialize, shared_memory
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Abort,
-    AskLook,
-    AskStack,
-    AssignRequest,
     CallRequest,
     CellRequest,
+    CommitRequest,
+    CompletionRequest,
     ControllerInfo,
     DebugRequest,
     EngineRegistered,
@@ -71,12 +70,13 @@ from distsession.protocol.messages import (
     PushRequest,
     RankFailed,
     RankReady,
-    RejoinRequest,
+    ReconnectRequest,
     Reply,
     Request,
     ShardsRequest,
     Shared,
     StackReply,
+    StackRequest,
     StartRanks,
     SummaryRequest,
     TimelineRequest,
@@ -117,7 +117,7 @@ def main(start: StartRanks, rank: int, *, agent: int, store_port: int, memory: m
     out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
     redirect_standard_streams(out, err)
     end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))
-    last_place = LastPlace(memory)
+    last_place = LastLine(memory)
     Rank(start, rank, store_port, (out, err), last_place, end_catching).serve()
 
 
@@ -130,7 +130,7 @@ class Rank:
         rank: int,
         store_port: int,
         paths: tuple[str, str],
-        last_place: LastPlace,
+        last_place: LastLine,
         end_catching: Callable[[], None],
     ):
         self._last_place = last_place
@@ -173,7 +173,7 @@ class Rank:
         self._capture = Capture(rank, paths, self._send_output, last_place.look)
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
-        self._interruptor = Interruptor()
+        self._interruptor = Interrupter()
         self._control = Control(
             control,
             self._interruptor,
@@ -186,10 +186,10 @@ class Rank:
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
         self._transfers = Transfers(self._namespace, rank)
-        self._looker = Looker(self._namespace, rank, self._send)
+        self._looker = CompletionServer(self._namespace, rank, self._send)
         self._front: ShellFront | None = None
         self._summary: Summary | None = None
-        self._asker = Asker(rank, self._capture, self._recorder)
+        self._asker = RankStdin(rank, self._capture, self._recorder)
         self._debugger = Debugger(
             self._asker, self._recorder, self._capture.streams[0], self._namespace
         )
@@ -424,13 +424,13 @@ class Rank:
                 value = self._call(self._frames(payload))
             case CellRequest():
                 value, shown = self._cell(request)
-            case RejoinRequest():
-                self._rejoin(request)
+            case ReconnectRequest():
+                self._reconnect(request)
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
-                self._put_aside(request, payload)
-            case AssignRequest():
+                self._stage(request, payload)
+            case CommitRequest():
                 self._transfers.assign(request.keep)
             case ShardsRequest():
                 value = self._transfers.shards(request.name)
@@ -448,15 +448,15 @@ class Rank:
                 value = self._trace.of(request.run)
         return value, shown
 
-    def _put_aside(self, request: PushRequest, payload: Any) -> None:
+    def _stage(self, request: PushRequest, payload: Any) -> None:
         began, frames = time.monotonic_ns(), self._frames(payload)
-        self._transfers.put_aside(frames)
+        self._transfers.stage(frames)
         self._trace.moved(request, shared_memory.nbytes(frames), began)
 
     def _fill(self, request: FillRequest, payload: Any) -> Any:
         at = request.at.get(self._rank)
         if not isinstance(payload, Shared):  # of another host, the whole is not within reach
-            return self._transfers.put_part_aside(request.name, at)
+            return self._transfers.stage_part(request.name, at)
         began = time.monotonic_ns()
         with self._link.receive(payload) as descriptor:
             (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
@@ -544,7 +544,7 @@ class Rank:
 
     # --- the process group ------------------------------------------------------------------------
 
-    def _rejoin(self, request: RejoinRequest) -> None:
+    def _reconnect(self, request: ReconnectRequest) -> None:
         with self._group_lock:  # an abort of the generation before comes too late from here on
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
@@ -615,9 +615,9 @@ class Rank:
         match message:
             case Abort():
                 self._abort(message)
-            case AskStack():
+            case StackRequest():
                 self._send(self._stack(message.number))
-            case AskLook():
+            case CompletionRequest():
                 self._looker.ask(message)
             case InputReply():
                 self._asker.answer(message)

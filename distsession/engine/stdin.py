@@ -18,16 +18,16 @@ from typing import Any
 from distsession.engine.capture import Capture
 from distsession.engine.collectives.recorder import Recorder
 from distsession.protocol import board as layout
-from distsession.protocol.messages import AskInput, InputReply
+from distsession.protocol.messages import InputReply, InputRequest
 
-__all__ = ["Asker", "NobodyAnswers"]
+__all__ = ["NoInputError", "RankStdin"]
 
 
-class NobodyAnswers(EOFError):
+class NoInputError(EOFError):
     """There is nobody who could be asked; the message says why."""
 
 
-class Asker:
+class RankStdin:
     """Asks the kernel, on behalf of the main thread.
 
     Args:
@@ -83,7 +83,7 @@ class Asker:
         """
         self.why = ""
         if why := self.obstacle:
-            raise NobodyAnswers(f"{why}.")
+            raise NoInputError(f"{why}.")
         abort = self._recorder.abort
         if abort is not None and abort.interrupt == self.request:
             raise EOFError("the run was stopped.")
@@ -92,7 +92,7 @@ class Asker:
         words[start + layout.ASKS_AT] = self.place or self._recorder.place_of(sys._getframe(1))
         words[start + layout.ASKS] = 1
         try:
-            self._capture.show(AskInput(self._rank, self.request, self._number, prompt, secret))
+            self._capture.show(InputRequest(self._rank, self.request, self._number, prompt, secret))
             reply = self._answers.get()
             while reply.number != self._number:  # to a question that a Stop has ended
                 reply = self._answers.get()
@@ -100,7 +100,7 @@ class Asker:
             words[start + layout.ASKS] = 0
         self.why = reply.why
         if reply.why:
-            raise NobodyAnswers(reply.why)
+            raise NoInputError(reply.why)
         if reply.text is None:
             raise EOFError("the input is at its end.")
         return reply.text

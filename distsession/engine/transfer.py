@@ -101,7 +101,7 @@ class Transfers:
 
     # --- push -------------------------------------------------------------------------------------
 
-    def put_aside(self, payload: Sequence[Any]) -> None:
+    def stage(self, payload: Sequence[Any]) -> None:
         """Rebuild values, to be assigned or dropped later."""
         self._aside = {}
         try:
@@ -174,7 +174,7 @@ class Transfers:
             _tensor_over(whole, value.dtype, shape)[window].copy_(value.detach())
         return int(value.nbytes)
 
-    def put_part_aside(self, name: str, at: Sequence[int] | None) -> Part | None:
+    def stage_part(self, name: str, at: Sequence[int] | None) -> Part | None:
         """Keep this rank's part, of which pieces will be asked for; None if there is none.
 
         Args:

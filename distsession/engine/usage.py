@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distsession.engine.process import die_with_parent
-from distsession.protocol.messages import AskGauges, Gauges, RankUse
+from distsession.protocol.messages import RankUsage, UsageReply, UsageRequest
 
 __all__ = ["GpuReader", "gpu_uuid", "process_use", "read", "serve"]
 
@@ -38,7 +38,9 @@ def process_use(pid: int) -> tuple[float, int]:
     return (int(fields[11]) + int(fields[12])) / _TICKS, resident * _PAGE
 
 
-def read(message: AskGauges, pids: Mapping[int, int], gpus: GpuReader | None = None) -> Gauges:
+def read(
+    message: UsageRequest, pids: Mapping[int, int], gpus: GpuReader | None = None
+) -> UsageReply:
     """What ranks use now; those that have ended meanwhile are left out.
 
     Args:
@@ -52,8 +54,8 @@ def read(message: AskGauges, pids: Mapping[int, int], gpus: GpuReader | None = N
             cpu_seconds, rss = process_use(pid)
             uuid = message.gpus.get(rank)
             known = gpus.use(uuid) if gpus is not None and uuid else {}
-            uses.append(RankUse(rank, pid, time.monotonic(), cpu_seconds, rss, **known))
-    return Gauges(message.number, tuple(uses), message.node)
+            uses.append(RankUsage(rank, pid, time.monotonic(), cpu_seconds, rss, **known))
+    return UsageReply(message.number, tuple(uses), message.node)
 
 
 def serve(link: Connection, agent: int) -> None:
@@ -107,7 +109,7 @@ class GpuReader:
                 self._handles[uuid.decode() if isinstance(uuid, bytes) else uuid] = handle
 
     def use(self, uuid: str) -> dict[str, int]:
-        """What is used of a GPU, as fields of a ``RankUse``; without what is not known."""
+        """What is used of a GPU, as fields of a ``RankUsage``; without what is not known."""
         handle = self._handles.get(uuid)
         if handle is None:
             return {}

@@ -27,7 +27,7 @@ from distsession.protocol.cause import (
     sentence,
 )
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
-from distsession.protocol.messages import ErrorInfo, GivenUp, Mismatch, Operation, Overdue, Reason
+from distsession.protocol.messages import Aborted, ErrorInfo, Mismatch, Operation, Reason, TimedOut
 from distsession.ranks import RankInfo, ranks_text
 from distsession.results import RankResults
 
@@ -36,8 +36,8 @@ __all__ = [
     "Failures",
     "collect",
     "hang_error",
-    "mended_text",
     "own_causes",
+    "reconnected_text",
     "run_error",
 ]
 
@@ -143,8 +143,9 @@ def run_error(
         summary += f" (and on {ranks_text(others)})"
     details = "\n\n".join(_block(kind, failed, where, places or {}) for kind in causes)
     if suffered:
-        freed = any(isinstance(failed[r].reason, GivenUp) or r in waited for r in suffered)
-        text = f"{_suffered_text(suffered, failed, waited)}{mended_text(problem) if freed else ''}"
+        freed = any(isinstance(failed[r].reason, Aborted) or r in waited for r in suffered)
+        then = reconnected_text(problem) if freed else ""
+        text = f"{_suffered_text(suffered, failed, waited)}{then}"
         summary, details = f"{sentence(summary)} {text}", f"{details.rstrip()}\n\n{text}"
     by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
     by_rank |= {rank: failed[rank].error for rank in suffered}
@@ -169,7 +170,7 @@ def own_causes(failed: Failures, waited: Mapping[int, str]) -> list[int]:
 
 def _grade(rank: int, failure: Failure, waited: Mapping[int, str]) -> int:
     """0: it failed by itself. 1: it may have. 2: it only suffered."""
-    if isinstance(failure.reason, GivenUp):
+    if isinstance(failure.reason, Aborted):
         return 1 if failure.reason.had_own else 2
     is_told = failure.info.ename == "CollectiveError"  # it is raised for another's sake
     return int(failure.reason is None and (rank in waited or is_told))
@@ -188,7 +189,7 @@ def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
         match failure.reason:
             case (
                 Mismatch(group=group, sequence=sequence)
-                | Overdue(operation=Operation(group=group, sequence=sequence))
+                | TimedOut(operation=Operation(group=group, sequence=sequence))
             ):
                 what: object = type(failure.reason), group, sequence
             case _:
@@ -220,11 +221,11 @@ def _line(
     match failure.reason:
         case Mismatch():
             return f"CollectiveMismatchError: {mismatch_text(_mismatch(kind, failed))}"
-        case Overdue():
+        case TimedOut():
             return f"CollectiveHangError: {late_text(failure.reason, kind.ranks, places)}"
         case _ if isinstance(failure.error, EngineDiedError):
             return f"EngineDiedError: {failure.info.evalue.partition(_NEWLINE)[0]}"
-        case GivenUp() if failure.info.ename in _COLLECTIVE:  # its text says who
+        case Aborted() if failure.info.ename in _COLLECTIVE:  # its text says who
             return f"{failure.info.ename}: {failure.info.evalue}"
     return render.error_line(kind.ranks, failure.info, where)
 
@@ -238,7 +239,7 @@ def _block(
     match failed[kind.ranks[0]].reason:
         case Mismatch():
             remedy = mismatch_remedy(_mismatch(kind, failed))
-        case Overdue():
+        case TimedOut():
             remedy = late_remedy()
         case _ if isinstance(failed[kind.ranks[0]].error, EngineDiedError):
             return render.remote_traceback(infos[kind.ranks[0]])  # it says who, and has no frames
@@ -267,7 +268,7 @@ def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, 
     told: dict[str, list[int]] = {}
     for rank in ranks:
         reason, info = failed[rank].reason, failed[rank].info
-        operation = reason.operation if isinstance(reason, GivenUp) else None
+        operation = reason.operation if isinstance(reason, Aborted) else None
         if reason is None and rank not in waited:
             line = f"{info.ename}: {info.evalue.partition(_NEWLINE)[0]}"
             told.setdefault(line.rstrip("."), []).append(rank)
@@ -299,7 +300,7 @@ def _most(by_operation: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
     return [*found[: MOST_WAITS - 1], (OTHERS, rest)]
 
 
-def mended_text(problem: str) -> str:
+def reconnected_text(problem: str) -> str:
     """How the process group is after a run for which it had to be given up."""
     if problem:
         return f" {sentence(f'The process group is not connected: {problem}')}"
@@ -313,7 +314,9 @@ def hang_error(
     kind = CollectiveMismatchError if verdict.kind is Kind.ORDER else CollectiveHangError
     causes = [each for each in _kinds(failed, waited) if each.grade == 0]
     also = "".join(f" {sentence(_line(each, failed, {}, {}))}" for each in causes)
-    return kind(f"{verdict.sentence} The waiting ranks were freed.{also}{mended_text(problem)}")
+    return kind(
+        f"{verdict.sentence} The waiting ranks were freed.{also}{reconnected_text(problem)}"
+    )
 
 
 def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:

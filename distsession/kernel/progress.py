@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distsession.view import Output
 
-__all__ = ["Waiting"]
+__all__ = ["ProgressNotice"]
 
 SHOW_AFTER = 1.0
 """Seconds that something takes before it is shown."""
@@ -22,7 +22,7 @@ SHOW_AFTER_IN_A_FILE = 5.0
 SHOW_EVERY = 0.5
 
 
-class Waiting:
+class ProgressNotice:
     """While its block runs, shows after a second what it waits for, and for how long by then.
 
     Args:
@@ -41,7 +41,7 @@ class Waiting:
             target=lambda: context.run(self._show), name="distsession-waiting", daemon=True
         )
 
-    def __enter__(self) -> Waiting:
+    def __enter__(self) -> ProgressNotice:
         self._thread.start()
         return self
 

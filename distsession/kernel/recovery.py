@@ -21,13 +21,13 @@ from distsession.protocol.diagnosis import (
     diagnose,
     is_any_source,
 )
-from distsession.protocol.messages import Overdue, RankReport, StackReply
+from distsession.protocol.messages import RankReport, StackReply, TimedOut
 from distsession.ranks import ranks_text
 
 if TYPE_CHECKING:
     from distsession.cluster.base import Launcher
 
-__all__ = ["Recovery", "Watch"]
+__all__ = ["Recovery", "Watchdog"]
 
 ANSWER = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is."""
@@ -109,7 +109,7 @@ class Recovery:
         if ask:
             running = [r for r, report in found.items() if report.state == "running"]
             wanted = running if ranks is None else [r for r in ranks if r in running]
-            stacks = launcher.ask_stacks(wanted, ANSWER) if wanted else {}
+            stacks = launcher.request_stacks(wanted, ANSWER) if wanted else {}
             for rank in wanted:
                 found[rank] = _with_stack(found[rank], stacks.get(rank))
         return found
@@ -166,7 +166,7 @@ class Recovery:
     def stop(self, pending: Pending, why: str = "") -> None:
         """Interrupt a run; ``pending.stopped`` then says why, or where its ranks were."""
         launcher = self.launcher
-        if launcher.cancel_rejoin(pending):
+        if launcher.cancel_reconnect(pending):
             return
         with self.lock:
             missing = pending.missing
@@ -331,13 +331,13 @@ class Recovery:
             if not self.launcher.must_reconnect:
                 return ""
             with self._waiting():
-                problem = self.launcher.rejoin()
+                problem = self.launcher.reconnect()
             if not problem:
                 self.verdict = None
             return problem
 
 
-class Watch:
+class Watchdog:
     """Looks after one run while its caller waits.
 
     Args:
@@ -463,7 +463,7 @@ class Watch:
         late = {
             rank
             for reply, _ in list(self._pending.replies.values())
-            if isinstance(reply.reason, Overdue)
+            if isinstance(reply.reason, TimedOut)
             for rank in reply.reason.missing
         }
         if new := late - self.places.keys():

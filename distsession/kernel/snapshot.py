@@ -9,17 +9,17 @@ from dataclasses import fields
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from distsession.display.panel import HISTORY, Gauge, Line, Overview
+from distsession.display.panel import HISTORY, Gauge, Line, Snapshot
 from distsession.display.render import ASKING, config_rows
 from distsession.errors import SessionStateError
 from distsession.options import SessionOptions
-from distsession.protocol.messages import Gauges, RankReport, RankUse
+from distsession.protocol.messages import RankReport, RankUsage, UsageReply
 from distsession.ranks import RankInfo
 
 if TYPE_CHECKING:
     from distsession.session import Session
 
-__all__ = ["Observer"]
+__all__ = ["Snapshots"]
 
 LONG = 1.0
 """Seconds that a rank has to run until it is asked for the line that it is at."""
@@ -33,7 +33,7 @@ SAME = 1.0
 """Two estimates of when a state began that differ by less mean the same moment."""
 
 
-class Observer:
+class Snapshots:
     """Looks at one session, now and then.
 
     Args:
@@ -47,7 +47,7 @@ class Observer:
         self._history: dict[int, deque[int]] = {}
         self._began: dict[int, tuple[object, float]] = {}
 
-    def look(self) -> Overview:
+    def look(self) -> Snapshot:
         """How everything is now."""
         session = self._session
         if not session.is_open:
@@ -62,7 +62,7 @@ class Observer:
         known = () if gauges is None else gauges.uses
         uses = {use.rank: use for use in known if use.at > oldest}
         infos, reports = session.infos, self._reports()
-        return Overview(
+        return Snapshot(
             status=session.status(),
             facts=_facts(session),
             options=_options(session),
@@ -80,7 +80,7 @@ class Observer:
         wanted = [rank for rank, report in reports.items() if _is_worth_asking(report)]
         return reports if not wanted else recovery.reports(wanted, ask=True)
 
-    def _line(self, info: RankInfo, report: RankReport, use: RankUse | None) -> Line:
+    def _line(self, info: RankInfo, report: RankReport, use: RankUsage | None) -> Line:
         kind, state, key = _state(report)
         seconds = report.seconds
         if key[0] == "waiting":
@@ -112,9 +112,9 @@ class Observer:
 
     # --- what they use ----------------------------------------------------------------------------
 
-    def _read(self) -> Gauges | None:
+    def _read(self) -> UsageReply | None:
         try:
-            gauges = self._session.recovery.launcher.gauges(PATIENCE)
+            gauges = self._session.recovery.launcher.usage(PATIENCE)
         except SessionStateError:  # the agent is gone, as the status says
             return None
         for use in () if gauges is None else gauges.uses:
@@ -131,7 +131,7 @@ class Observer:
         return gauges
 
     def _gauges(
-        self, info: RankInfo, use: RankUse | None
+        self, info: RankInfo, use: RankUsage | None
     ) -> tuple[tuple[Gauge, ...], tuple[int, ...]]:
         if use is None or use.pid != info.pid:
             return (), ()

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distsession.cluster.base import NOBODY, Pending
-from distsession.protocol.messages import AskInput, InputReply
+from distsession.protocol.messages import InputReply, InputRequest
 
 if TYPE_CHECKING:
     from distsession.protocol.board import Board
 
-__all__ = ["Questions"]
+__all__ = ["InputRequests"]
 
 SETTLE = 0.1
 """Seconds after a first question in which others may come, for the lowest rank to be asked first.
@@ -33,7 +33,7 @@ NO_PLACE = "the output of this run has no place to ask in."
 NO_INPUT = "this front end takes no input."
 
 
-class Questions:
+class InputRequests:
     """The questions of one run, answered in the thread that waits for it.
 
     Args:
@@ -55,12 +55,12 @@ class Questions:
         self._board = board
         self._ask = ask
         self._obstacle = obstacle
-        self._waiting: dict[int, AskInput] = {}
+        self._waiting: dict[int, InputRequest] = {}
         self._first_at = 0.0
         self._turn: int | None = None
         self._looked_at = time.monotonic()
 
-    def put(self, question: AskInput) -> None:
+    def put(self, question: InputRequest) -> None:
         """A rank asks."""
         if self._ask is None:
             self._pending.refuse(question, self._obstacle)
@@ -110,7 +110,7 @@ class Questions:
             return False
         return all(operation.seconds < BLOCKED for operation in region.operations())
 
-    def _put_to_person(self, question: AskInput) -> None:
+    def _put_to_person(self, question: InputRequest) -> None:
         rank = question.rank
         assert self._ask is not None
         box = _Box(lambda: rank not in self._pending.missing or bool(self._pending.stopped))

@@ -20,7 +20,7 @@ from distsession.errors import (
 )
 from distsession.protocol import serialize
 from distsession.protocol.messages import (
-    AssignRequest,
+    CommitRequest,
     FillRequest,
     PieceRequest,
     PullRequest,
@@ -127,9 +127,9 @@ def push_frames(view: RankView, payload: Any) -> None:
             view.ask(PushRequest, payload, verb="sending")
         except BaseException:
             with suppress(DistsessionError):  # ranks that hold it already can let it go
-                view.post(lambda number: AssignRequest(number, False))
+                view.post(lambda number: CommitRequest(number, False))
             raise
-        view.ask(lambda number: AssignRequest(number, True), [], steady=True)
+        view.ask(lambda number: CommitRequest(number, True), [], steady=True)
 
 
 # --- pull -----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from distsession.notebook.output_html import (
     section_html,
     section_text,
 )
-from distsession.notebook.terminal import Printer
+from distsession.notebook.terminal import TerminalOutput
 from distsession.protocol.messages import ClearOutput, Display, RankReport, Text
 from distsession.ranks import ranks_text
 
@@ -40,7 +40,7 @@ SHARE = 10
 """How many times longer than it takes to show something the pause after it is."""
 
 
-def make_output(log: Callable[[int], str] | None) -> CellOutput | Printer:
+def make_output(log: Callable[[int], str] | None) -> CellOutput | TerminalOutput:
     """A place for output: the notebook's cell, or the terminal.
 
     Args:
@@ -49,11 +49,11 @@ def make_output(log: Callable[[int], str] | None) -> CellOutput | Printer:
     # Another thread may be half-way through importing it.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     if get_ipython is None or not hasattr(get_ipython(), "kernel"):
-        return Printer()
-    return Between() if log is None else CellOutput(log)
+        return TerminalOutput()
+    return BackgroundOutput() if log is None else CellOutput(log)
 
 
-class Between(Printer):
+class BackgroundOutput(TerminalOutput):
     """Output between runs, in a notebook: text as it comes, and anything else as in a run."""
 
     def write(self, message: OutputMessage) -> None:

@@ -18,11 +18,11 @@ from IPython.utils.tokenutil import token_at_cursor
 from distsession.display import render
 from distsession.errors import DistsessionError
 from distsession.notebook.autopx import is_plain
-from distsession.protocol.messages import LookReply
+from distsession.protocol.messages import CompletionReply
 from distsession.ranks import parse_ranks
 from distsession.session import Session, current_session
 
-__all__ = ["Part", "Sight", "part_for_ranks"]
+__all__ = ["Part", "RankCompleter", "part_for_ranks"]
 
 PATIENCE = 0.3
 """Seconds that ranks have to answer."""
@@ -70,7 +70,7 @@ def part_for_ranks(cell: str, cursor: int, is_plain_for_ranks: bool = False) -> 
     return None
 
 
-class Sight:
+class RankCompleter:
     """Hooks into a shell's completer and its kernel's inspection.
 
     Args:
@@ -177,7 +177,7 @@ class Sight:
         )
 
 
-def ask(code: str, line: str, *, inspect: bool) -> dict[int, LookReply]:
+def ask(code: str, line: str, *, inspect: bool) -> dict[int, CompletionReply]:
     """Ask ranks about code that a magic with this line would send to them."""
     try:
         session = current_session()

@@ -16,9 +16,9 @@ from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
 from distsession.notebook.autopx import MARK, Auto
 from distsession.notebook.cell import make_output
-from distsession.notebook.completion import Sight
+from distsession.notebook.completion import RankCompleter
 from distsession.notebook.panel import make_panel
-from distsession.notebook.timeline import Afterwards, add_arguments
+from distsession.notebook.timeline import TimelineOutput, add_arguments
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
@@ -112,7 +112,7 @@ class Magics:
         self._shell = shell
         parsers = {"%%distributed": _cell_parser, "%session": _session_parser}
         self.auto = Auto(shell)
-        self.sight = Sight(shell, parsers, lambda: self.auto.is_on)
+        self.sight = RankCompleter(shell, parsers, lambda: self.auto.is_on)
         self._started: Session | None = None  # by %session start
 
     # --- %session ---------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Magics:
         session = current_session()
         view = _view(session, arguments.ranks)
         label = f"In[{_cell_number(self._shell)}]"
-        afterwards = Afterwards(arguments, view, label)
+        afterwards = TimelineOutput(arguments, view, label)
         if pushed:
             view.push(pushed)
         if is_automatic:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from distsession.display import panel
-from distsession.display.panel import Overview
+from distsession.display.panel import Snapshot
 from distsession.errors import SessionStateError
-from distsession.kernel.snapshot import Observer
+from distsession.kernel.snapshot import Snapshots
 from distsession.ranks import ranks_text
 from distsession.session import Session, Table
 
@@ -45,9 +45,9 @@ class Panel(Table):
 
     def __init__(self, session: Session):
         self._session = session
-        self._observer = Observer(session)
+        self._observer = Snapshots(session)
         self._overview = self._observer.look()
-        super().__init__(panel.overview_text(self._overview), panel.overview_html(self._overview))
+        super().__init__(panel.snapshot_text(self._overview), panel.snapshot_html(self._overview))
 
     def bundle(self) -> dict[str, Any]:
         """The table in all its forms; whoever shows it takes the best that it can."""
@@ -71,7 +71,7 @@ class Live:
         overview: What to show first.
     """
 
-    def __init__(self, session: Session, observer: Observer, overview: Overview):
+    def __init__(self, session: Session, observer: Snapshots, overview: Snapshot):
         import ipywidgets
 
         self._session = session
@@ -190,7 +190,7 @@ class Live:
                     _set(self._status, panel.status_html(self._session.status()))
                     _set(self._rows, panel.rows_html(panel.ended(self._shown.lines)))
 
-    def _update(self, overview: Overview) -> None:
+    def _update(self, overview: Snapshot) -> None:
         self._shown = overview
         _set(self._status, panel.status_html(overview.status))
         _set(self._rows, panel.rows_html(overview.lines))

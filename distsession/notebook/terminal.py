@@ -19,7 +19,7 @@ from distsession.notebook import stdin
 from distsession.notebook.lines import Lines
 from distsession.protocol.messages import Display, RankReport, Text
 
-__all__ = ["Printer"]
+__all__ = ["TerminalOutput"]
 
 LIVE_INTERVAL = 0.1
 """Seconds between two updates of the line of unfinished lines."""
@@ -27,7 +27,7 @@ BATCH = 1 << 16
 """Characters that are written in one piece."""
 
 
-class Printer:
+class TerminalOutput:
     """Writes one run's output to ``sys.stdout`` and ``sys.stderr``."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from distsession.ranks import parse_ranks, ranks_text
 from distsession.timeline.timeline import Timeline
 from distsession.view import RankView
 
-__all__ = ["Afterwards", "add_arguments"]
+__all__ = ["TimelineOutput", "add_arguments"]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Afterwards:
+class TimelineOutput:
     """What is to be done when a cell is over, well or not.
 
     Args:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distsession.protocol.messages import Called, Mismatch, Overdue
+from distsession.protocol.messages import Called, Mismatch, TimedOut
 from distsession.ranks import ranks_text
 
 __all__ = ["late_remedy", "late_text", "merged", "mismatch_remedy", "mismatch_text", "sentence"]
@@ -174,7 +174,7 @@ def _sizes_text(mismatch: Mismatch) -> str:
 # --- a time limit ---------------------------------------------------------------------------------
 
 
-def late_text(overdue: Overdue, waiting: Sequence[int], places: Mapping[int, str]) -> str:
+def late_text(overdue: TimedOut, waiting: Sequence[int], places: Mapping[int, str]) -> str:
     """Who did not come, to what, and where they were meanwhile.
 
     Args:

@@ -20,18 +20,17 @@ __all__ = [
     "LIMITED_STORE_WAIT",
     "STORE_WAIT",
     "Abort",
+    "Aborted",
     "AgentFailed",
-    "AgentHere",
     "AgentReady",
-    "AskGauges",
-    "AskInput",
-    "AskLook",
-    "AskStack",
-    "AssignRequest",
+    "AgentStarted",
     "CallRequest",
     "Called",
     "CellRequest",
     "ClearOutput",
+    "CommitRequest",
+    "CompletionReply",
+    "CompletionRequest",
     "ControllerInfo",
     "DebugRequest",
     "Display",
@@ -39,15 +38,12 @@ __all__ = [
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
-    "Gauges",
-    "GivenUp",
     "InputReply",
-    "LookReply",
+    "InputRequest",
     "MalformedMessage",
     "Mismatch",
     "Operation",
     "OutputEnd",
-    "Overdue",
     "PartsRequest",
     "PieceRequest",
     "PrepareAgent",
@@ -57,21 +53,25 @@ __all__ = [
     "RankFailed",
     "RankReady",
     "RankReport",
-    "RankUse",
+    "RankUsage",
     "Reason",
-    "RejoinRequest",
+    "ReconnectRequest",
     "Reply",
     "Request",
     "ShardsRequest",
     "Shared",
     "StackReply",
+    "StackRequest",
     "StartRanks",
     "StopRanks",
     "StoreEnded",
     "StoreReady",
     "SummaryRequest",
     "Text",
+    "TimedOut",
     "TimelineRequest",
+    "UsageReply",
+    "UsageRequest",
     "decode",
     "encode",
 ]
@@ -180,7 +180,7 @@ class CellRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RejoinRequest(_Message):
+class ReconnectRequest(_Message):
     """Leave the process group and join the one of another generation.
 
     Attributes:
@@ -208,7 +208,7 @@ class PullRequest(_Message):
 class PushRequest(_Message):
     """Rebuild values and keep them aside. Payload: a dict by name, such as a pull has brought.
 
-    They are assigned by an ``AssignRequest`` once all ranks have them, so a failure on one rank
+    They are assigned by an ``CommitRequest`` once all ranks have them, so a failure on one rank
     leaves the names as they were on all.
     """
 
@@ -216,7 +216,7 @@ class PushRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class AssignRequest(_Message):
+class CommitRequest(_Message):
     """Set names to the values that were pushed, or drop these values."""
 
     id: int
@@ -302,10 +302,10 @@ class TimelineRequest(_Message):
 Request = (
     CallRequest
     | CellRequest
-    | RejoinRequest
+    | ReconnectRequest
     | PullRequest
     | PushRequest
-    | AssignRequest
+    | CommitRequest
     | ShardsRequest
     | FillRequest
     | SummaryRequest
@@ -350,7 +350,7 @@ class ErrorInfo(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp(_Message):
+class Aborted(_Message):
     """A rank failed only since the process group had been given up, for the sake of another.
 
     Attributes:
@@ -397,7 +397,7 @@ class Mismatch(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue(_Message):
+class TimedOut(_Message):
     """Ranks did not come to an operation within its time limit.
 
     Attributes:
@@ -411,7 +411,7 @@ class Overdue(_Message):
     limit: float = 0.0
 
 
-Reason = GivenUp | Mismatch | Overdue
+Reason = Aborted | Mismatch | TimedOut
 """Why a collective, send or receive broke off."""
 
 
@@ -482,7 +482,7 @@ class StackReply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class LookReply(_Message):
+class CompletionReply(_Message):
     """Completions, or what is known about a name.
 
     Attributes:
@@ -533,7 +533,7 @@ class ClearOutput(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class AskInput(_Message):
+class InputRequest(_Message):
     """A rank wants a line of input, and waits for the ``InputReply``; sent in order with its text.
 
     Attributes:
@@ -651,15 +651,15 @@ class Abort(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class AskStack(_Message):
+class StackRequest(_Message):
     """Send a ``StackReply``."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class AskLook(_Message):
-    """Send a ``LookReply`` about the rank's variables.
+class CompletionRequest(_Message):
+    """Send a ``CompletionReply`` about the rank's variables.
 
     Attributes:
         code: What is to be completed, up to the cursor; or the name to be inspected.
@@ -750,8 +750,8 @@ class StopRanks(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class AskGauges(_Message):
-    """Send ``Gauges``.
+class UsageRequest(_Message):
+    """Send ``UsageReply``.
 
     Attributes:
         gpus: UUID of the GPU of each rank that has one.
@@ -764,7 +764,7 @@ class AskGauges(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RankUse(_Message):
+class RankUsage(_Message):
     """What a rank's process, and its GPU, are using.
 
     Attributes:
@@ -787,16 +787,16 @@ class RankUse(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Gauges(_Message):
+class UsageReply(_Message):
     """What the ranks of a node use."""
 
     number: int
-    uses: tuple[RankUse, ...]
+    uses: tuple[RankUsage, ...]
     node: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class AgentHere(_Message):
+class AgentStarted(_Message):
     """The first message of an agent: of which node it is."""
 
     node: int

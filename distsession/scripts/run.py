@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distsession.cluster.base import OutputMessage, Pending
-from distsession.cluster.monitor import mend_text
+from distsession.cluster.monitor import restart_text
 from distsession.display import render
 from distsession.engine.script import run_script
 from distsession.errors import (
@@ -24,7 +24,7 @@ from distsession.errors import (
     RunError,
     RunInterrupt,
 )
-from distsession.kernel.outcome import collect, mended_text, run_error
+from distsession.kernel.outcome import collect, reconnected_text, run_error
 from distsession.options import add_arguments
 from distsession.protocol.messages import Text
 from distsession.session import Session
@@ -190,7 +190,7 @@ def _fail(error: RunError) -> int:
     else:
         text = "\n".join(error._render_traceback_())
         for rank in error.by_rank:
-            text = text.replace(mend_text(rank), "")
+            text = text.replace(restart_text(rank), "")
         _say(_without_mending(text), 1)
     return exit_code(first)
 
@@ -210,7 +210,7 @@ def exit_code(error: BaseException) -> int:
 
 def _without_mending(text: str) -> str:
     """A script is over when it has failed: that one could go on is no news."""
-    return text.replace(mended_text(""), "")
+    return text.replace(reconnected_text(""), "")
 
 
 def _say(text: str, code: int) -> int:

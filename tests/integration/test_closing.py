@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from distsession import LaunchError, Session
-from distsession.kernel.snapshot import Observer
+from distsession.kernel.snapshot import Snapshots
 from tests.conftest import assert_nothing_left, traces
 from tests.integration import cycles
 
@@ -300,7 +300,7 @@ def test_figures_of_an_agent_that_answers_no_more_are_not_shown(
     start: Callable[..., Session],
 ) -> None:
     session = start(2)
-    observer = Observer(session)
+    observer = Snapshots(session)
     deadline = time.monotonic() + 30
     while not observer.look().lines[0].gauges:
         assert time.monotonic() < deadline
@@ -325,7 +325,7 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
     start: Callable[..., Session],
 ) -> None:
     session = start(2, nodes=2)
-    observer = Observer(session)
+    observer = Snapshots(session)
     deadline = time.monotonic() + 60
     for _ in range(4):
         observer.look()
@@ -337,7 +337,7 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
         time.sleep(0.01)
     session.restart([1])
     while True:
-        known = session._launcher.gauges(0.3)
+        known = session._launcher.usage(0.3)
         assert known is None or {use.pid for use in known.uses} <= {i.pid for i in session.infos}
         if known is not None and len(known.uses) == 2:
             break

@@ -22,7 +22,7 @@ import pytest
 
 from distsession import RunError, RunInterrupt, Session, SessionOptions, errors
 from distsession.kernel import recovery
-from distsession.kernel.snapshot import Observer
+from distsession.kernel.snapshot import Snapshots
 from tests.sentences import DOCS, code_blocks
 
 from .conftest import Recorder
@@ -793,7 +793,7 @@ def test_a_group_that_cannot_be_connected_says_which_rank_prevents_it(two: Sessi
         text = str(caught.value)
         example = on_the_page("The process group is not connected", "SIGSTOP")
         assert_as_on_the_page(example, text[text.index("The process group is not connected") :])
-        facts = repr(Observer(two).look())
+        facts = repr(Snapshots(two).look())
         assert f"kill -CONT {pid}" in facts
     finally:
         os.kill(pid, signal.SIGCONT)

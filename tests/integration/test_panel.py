@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distsession import Session
-from distsession.protocol.messages import AskGauges
+from distsession.protocol.messages import UsageRequest
 
 from .kernel import Notebook
 
@@ -131,11 +131,11 @@ def front(_front: FrontEnd) -> FrontEnd:
 
 
 def test_the_panel_is_shown_as_widgets_and_as_a_table_with_the_same_facts(front: FrontEnd) -> None:
-    def has_gauges() -> bool:  # the agent has more to import after a start
+    def has_usage() -> bool:  # the agent has more to import after a start
         front.run("session.show_config()")
         return "MiB" in front.shown[-2]["text/plain"]
 
-    front.wait(has_gauges)
+    front.wait(has_usage)
     table, live = front.shown[-2:]
     assert set(table) == {"text/html", "text/plain"}
     assert set(live) == {VIEW, "text/html", "text/plain"}
@@ -326,7 +326,7 @@ def test_the_table_says_what_ranks_do_and_use(start: Callable[..., Session]) -> 
     used = None
     while used is None or not all(use.cpu_seconds > 1 for use in used.uses):
         assert time.monotonic() < deadline, used
-        used = session.recovery.launcher.gauges(1.0)
+        used = session.recovery.launcher.usage(1.0)
     assert [use.pid for use in used.uses] == [info.pid for info in session.infos]
     assert all(use.rss > 10 << 20 for use in used.uses)
     assert all(use.gpu_memory == -1 for use in used.uses if not session.infos[0].device.uuid)
@@ -345,13 +345,13 @@ def test_an_agent_that_is_stopped_delays_nothing_for_long(
     try:
         began = time.monotonic()
         for _ in range(20):
-            session.recovery.launcher.gauges(0.01)
+            session.recovery.launcher.usage(0.01)
         assert "idle" in str(session.show_config())
         assert time.monotonic() - began < 10
-        assert asked == [AskGauges(1, {})]  # of more than twenty looks
+        assert asked == [UsageRequest(1, {})]  # of more than twenty looks
     finally:
         os.kill(agent, signal.SIGCONT)
-    used = session.recovery.launcher.gauges(60.0)
+    used = session.recovery.launcher.usage(60.0)
     assert used is not None
     assert [use.rank for use in used.uses] == [0, 1]
 

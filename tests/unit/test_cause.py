@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession.protocol.cause import late_text, merged, mismatch_remedy, mismatch_text, sentence
-from distsession.protocol.messages import Called, Mismatch, Operation, Overdue
+from distsession.protocol.messages import Called, Mismatch, Operation, TimedOut
 from distsession.ranks import format_ranks
 
 LINE = "In[4] line 3"
@@ -127,17 +127,17 @@ def test_what_to_do_names_the_operation() -> None:
 
 def test_who_did_not_come() -> None:
     operation = Operation("all_reduce", "world", (0, 1, 2, 3), 5, SUM, LINE)
-    overdue = Overdue(operation, (2,), 3.0)
+    overdue = TimedOut(operation, (2,), 3.0)
     assert late_text(overdue, (0, 1, 3), {2: "In[4] line 2"}) == (
         "rank 2 did not come to all_reduce (float32 [4], sum) within 3 s, in which ranks 0-1,3 "
         "waited at In[4] line 3; rank 2 was at In[4] line 2"
     )
     receive = Operation("recv", "world 2->0", (2, 0), 1, "float32, 4 elements", LINE)
-    assert late_text(Overdue(receive, (2,), 3.0), (0,), {2: "In[4] line 2"}) == (
+    assert late_text(TimedOut(receive, (2,), 3.0), (0,), {2: "In[4] line 2"}) == (
         "rank 2 did not send to rank 0 within 3 s; rank 0 waited in recv from rank 2 "
         "(float32, 4 elements) at In[4] line 3; rank 2 was at In[4] line 2"
     )
-    assert late_text(Overdue(operation, (), 0.0), (1,), {}) == (
+    assert late_text(TimedOut(operation, (), 0.0), (1,), {}) == (
         "rank 1 waited in all_reduce (float32 [4], sum) at In[4] line 3, which did not end in time"
     )
 

@@ -49,10 +49,10 @@ def test_no_crash_is_read_from_other_text() -> None:
 
 def test_a_place_is_written_and_read() -> None:
     memory = deaths.make_memory()
-    place = deaths.LastPlace(memory)
+    place = deaths.LastLine(memory)
     assert deaths.read_memory(memory).is_idle
     place.begin("In[9]")
-    assert deaths.read_memory(memory) == deaths.Remains(runs="In[9]")
+    assert deaths.read_memory(memory) == deaths.DeathRecord(runs="In[9]")
     place.look()
     seen = deaths.read_memory(memory)
     assert seen.place.startswith("test_deaths.py line ")
@@ -61,6 +61,6 @@ def test_a_place_is_written_and_read() -> None:
     assert deaths.read_memory(memory).is_terminated
     place.end()
     place.look()
-    assert deaths.read_memory(memory) == deaths.Remains(is_idle=True)
+    assert deaths.read_memory(memory) == deaths.DeathRecord(is_idle=True)
     place.begin("x" * 2 * deaths.SIZE)
     assert set(deaths.read_memory(memory).runs) == {"x"}

@@ -8,14 +8,14 @@ import pytest
 
 from distsession.engine import cause, failure
 from distsession.errors import CollectiveError, CollectiveMismatchError
-from distsession.protocol.messages import Abort, GivenUp, Mismatch, Operation
+from distsession.protocol.messages import Abort, Aborted, Mismatch, Operation
 
 IN = Operation("barrier", "world", (0, 1), 3)
 ABORT = Abort("failed", "rank 1 failed", 7)
 
 
 def given_up() -> CollectiveError:
-    return cause.attach(CollectiveError("rank 1 failed"), GivenUp(IN))
+    return cause.attach(CollectiveError("rank 1 failed"), Aborted(IN))
 
 
 def raised(code: str) -> BaseException:
@@ -41,7 +41,7 @@ ON_TOP = {
 
 @pytest.mark.parametrize("code", ON_TOP.values(), ids=ON_TOP)
 def test_who_raises_on_top_of_it_only_suffered(code: str) -> None:
-    assert cause.find(raised(code)) == GivenUp(IN)
+    assert cause.find(raised(code)) == Aborted(IN)
 
 
 OWN = {
@@ -66,7 +66,7 @@ BEFORE = {
 @pytest.mark.parametrize("code", BEFORE.values(), ids=BEFORE)
 def test_an_error_of_its_own_that_came_before_is_noted_and_shown(code: str) -> None:
     error = raised(code)
-    assert cause.find(error) == GivenUp(IN, had_own=True)
+    assert cause.find(error) == Aborted(IN, had_own=True)
     chained = failure.describe(error).cause
     assert chained is not None
     assert chained.ename == "ValueError"
@@ -75,7 +75,7 @@ def test_an_error_of_its_own_that_came_before_is_noted_and_shown(code: str) -> N
 
 def test_what_torch_raised_is_not_shown() -> None:
     error = raised("try: raise gloo\nexcept RuntimeError: raise given_up() from None")
-    assert cause.find(error) == GivenUp(IN)
+    assert cause.find(error) == Aborted(IN)
     assert failure.describe(error).cause is None
 
 
@@ -89,7 +89,7 @@ def test_a_mismatch_is_found_too() -> None:
 
 @pytest.mark.parametrize("text", ["CollectiveError: rank 1 failed", "[/gloo/pair.cc:1] closed"])
 def test_what_passed_through_cpp_is_known_by_what_it_repeats(text: str) -> None:
-    assert cause.find(RuntimeError(text), ABORT) == GivenUp()
+    assert cause.find(RuntimeError(text), ABORT) == Aborted()
     assert cause.find(RuntimeError(text)) is None
     assert cause.find(ValueError(text), ABORT) is None
 

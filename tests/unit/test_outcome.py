@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession.errors import CollectiveError, EngineDiedError
-from distsession.kernel.outcome import Failure, Failures, mended_text, own_causes, run_error
+from distsession.kernel.outcome import Failure, Failures, own_causes, reconnected_text, run_error
 from distsession.protocol.messages import (
+    Aborted,
     Called,
     ErrorInfo,
     FrameInfo,
-    GivenUp,
     Mismatch,
     Operation,
-    Overdue,
     Reason,
+    TimedOut,
 )
 from distsession.results import RankResults
 
@@ -33,7 +33,7 @@ def own(text: str = "boom", at: float = 0.0, kind: type[Exception] = ValueError)
 
 
 def suffered(line: int = 5, *, waits: bool = True, had_own: bool = False) -> Failure:
-    reason = GivenUp(barrier(line, waits=waits), had_own)
+    reason = Aborted(barrier(line, waits=waits), had_own)
     text = "rank 0 waits in barrier for rank 3, which failed"
     return Failure(CollectiveError(text), ErrorInfo("CollectiveError", text), reason)
 
@@ -141,7 +141,7 @@ def test_a_mismatch_is_told_once_with_what_each_rank_has_seen() -> None:
 
 
 def test_a_time_limit_says_who_was_late_and_where() -> None:
-    late = because(Overdue(barrier(5), (2,), 3.0), "CollectiveHangError")
+    late = because(TimedOut(barrier(5), (2,), 3.0), "CollectiveHangError")
     failed = {0: late, 1: late, 3: late, 2: suffered(waits=False)}
     assert shown(failed, places={2: "In[7] line 3"})[0] == (
         "CollectiveHangError: rank 2 did not come to barrier within 3 s, in which ranks 0-1,3 "
@@ -150,8 +150,8 @@ def test_a_time_limit_says_who_was_late_and_where() -> None:
 
 
 def test_what_prevents_the_group_ends_with_one_full_stop() -> None:
-    assert mended_text("it was stopped.").endswith("it was stopped.")
-    assert mended_text("it was stopped").endswith("it was stopped.")
+    assert reconnected_text("it was stopped.").endswith("it was stopped.")
+    assert reconnected_text("it was stopped").endswith("it was stopped.")
 
 
 failures = st.one_of(

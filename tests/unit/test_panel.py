@@ -12,13 +12,13 @@ from distsession.display.panel import (
     HISTORY,
     Gauge,
     Line,
-    Overview,
+    Snapshot,
     answer_html,
     config_html,
     ended,
-    overview_html,
-    overview_text,
     rows_html,
+    snapshot_html,
+    snapshot_text,
     status_html,
 )
 
@@ -35,7 +35,7 @@ BUSY = Line(
     (0, 50, 97),
 )
 DEAD = Line(2, "beta & co", 13, "cpu (C)", "dead", "dead (was <killed>)", "")
-OVERVIEW = Overview(
+OVERVIEW = Snapshot(
     "session 1: running <b>",
     (("backend", "gloo"), ("hosts", "alpha, beta & co")),
     (("ranks", "3", "given"), ("seed", "7", "DISTSESSION_SEED"), ("check", "<off>", "default")),
@@ -69,7 +69,7 @@ class Elements(HTMLParser):
 @pytest.mark.parametrize(
     "page",
     [
-        overview_html(OVERVIEW),
+        snapshot_html(OVERVIEW),
         rows_html(OVERVIEW.lines) + config_html(OVERVIEW) + status_html(OVERVIEW.status),
     ],
 )
@@ -91,7 +91,7 @@ def test_everything_is_escaped_and_every_fact_is_there(page: str) -> None:
 
 
 def test_the_text_has_the_same_facts_below_each_other() -> None:
-    text = overview_text(OVERVIEW)
+    text = snapshot_text(OVERVIEW)
     status, facts, options, ranks = text.split("\n\n")
     assert status == OVERVIEW.status
     assert facts.splitlines()[0].split() == ["backend", "gloo"]

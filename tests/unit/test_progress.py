@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from distsession.kernel import progress
-from distsession.kernel.progress import Waiting
+from distsession.kernel.progress import ProgressNotice
 from distsession.view import Silent
 
 
@@ -44,7 +44,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_it_says_what_is_waited_for_until_it_is_over(output: Notices) -> None:
     reasons = iter(["torch to be imported"])
-    with Waiting(output, "starting", lambda: next(reasons, "rank 1")):
+    with ProgressNotice(output, "starting", lambda: next(reasons, "rank 1")):
         wait_for(lambda: len(output.texts) > 2)
     assert output.texts[:2] == [
         "starting, waiting for torch to be imported (0 s)",
@@ -57,7 +57,7 @@ def test_it_says_what_is_waited_for_until_it_is_over(output: Notices) -> None:
 
 
 def test_what_is_soon_over_is_not_told(output: Notices) -> None:
-    with Waiting(output, "starting", str):
+    with ProgressNotice(output, "starting", str):
         pass
     assert output.texts == []
     assert output.is_closed
@@ -65,13 +65,13 @@ def test_what_is_soon_over_is_not_told(output: Notices) -> None:
 
 def test_where_nobody_looks_on_it_is_told_later(output: Notices) -> None:
     output.is_file = True
-    with Waiting(output, "starting", str):
+    with ProgressNotice(output, "starting", str):
         time.sleep(0.2)
     assert output.texts == []
 
 
 def test_a_reason_that_cannot_be_had_and_an_error_inside_do_no_harm(output: Notices) -> None:
-    with pytest.raises(KeyError), Waiting(output, "starting", lambda: str(1 / 0)):  # noqa: PT012
+    with pytest.raises(KeyError), ProgressNotice(output, "starting", lambda: str(1 / 0)):  # noqa: PT012
         wait_for(lambda: bool(output.texts))
         raise KeyError
     assert output.texts[0] == "starting (0 s)"

@@ -5,20 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from distsession.kernel.snapshot import Observer
-from distsession.protocol.messages import Gauges, RankUse
+from distsession.kernel.snapshot import Snapshots
+from distsession.protocol.messages import RankUsage, UsageReply
 
 
-def use(rank: int, *, at: float, seconds: float, pid: int = 0) -> RankUse:
-    return RankUse(rank, pid or 70 + rank, at, seconds, 1 << 20)
+def use(rank: int, *, at: float, seconds: float, pid: int = 0) -> RankUsage:
+    return RankUsage(rank, pid or 70 + rank, at, seconds, 1 << 20)
 
 
-def observe(*answers: tuple[RankUse, ...]) -> Observer:
+def observe(*answers: tuple[RankUsage, ...]) -> Snapshots:
     """An observer that has read these answers of the agents."""
     told = iter(answers)
-    launcher = SimpleNamespace(gauges=lambda patience: Gauges(1, next(told)))
+    launcher = SimpleNamespace(usage=lambda patience: UsageReply(1, next(told)))
     session: Any = SimpleNamespace(recovery=SimpleNamespace(launcher=launcher))
-    observer = Observer(session)
+    observer = Snapshots(session)
     for _ in answers:
         observer._read()
     return observer

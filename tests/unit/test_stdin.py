@@ -14,10 +14,10 @@ import pytest
 from distsession.cluster.base import NOBODY, Pending
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.kernel import stdin
-from distsession.kernel.stdin import NO_INPUT, Questions
+from distsession.kernel.stdin import NO_INPUT, InputRequests
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, file_size, make_file
-from distsession.protocol.messages import AskInput, ErrorInfo, FrameInfo, InputReply, Reply
+from distsession.protocol.messages import ErrorInfo, FrameInfo, InputReply, InputRequest, Reply
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ class Asked:
             assert answer is not None
             return answer(prompt)
 
-        self.questions = Questions(self.pending, board, ask if answer else None)
+        self.questions = InputRequests(self.pending, board, ask if answer else None)
 
     def put(self, *ranks: int) -> None:
         for rank in ranks:
-            self.questions.put(AskInput(rank, 7, 1, "? "))
+            self.questions.put(InputRequest(rank, 7, 1, "? "))
 
 
 def test_the_lowest_rank_is_asked_first(board: Board) -> None:
@@ -183,7 +183,7 @@ def test_time_spent_in_a_debugger_does_not_count(board: Board) -> None:
 
 def test_a_wait_without_anybody_to_ask_refuses(board: Board) -> None:
     asked = Asked(board, str.upper)
-    asked.pending.put_output(AskInput(2, 7, 1))
+    asked.pending.put_output(InputRequest(2, 7, 1))
     with pytest.raises(RunTimeoutError):
         asked.pending.wait(lambda _: None, timeout=0.05)
     assert asked.sent == [(2, InputReply(1, None, NOBODY))]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.notebook.terminal import Printer
+from distsession.notebook.terminal import TerminalOutput
 from distsession.protocol.messages import ClearOutput, Display, Text
 
 
 def printed(capsys: pytest.CaptureFixture[str], *messages: Text | Display | ClearOutput) -> str:
-    printer = Printer()
+    printer = TerminalOutput()
     for message in messages:
         printer.write(message)
     printer.close()
@@ -38,7 +38,7 @@ def test_ranks_that_write_at_once_do_not_tear_lines(capsys: pytest.CaptureFixtur
 
 
 def test_the_two_streams_of_a_rank_do_not_tear_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    printer = Printer()
+    printer = TerminalOutput()
     printer.write(out(0, "half "))
     printer.write(Text(0, 1, "stderr", "oops\n"))
     printer.write(out(0, "whole\n"))
@@ -49,7 +49,7 @@ def test_the_two_streams_of_a_rank_do_not_tear_lines(capsys: pytest.CaptureFixtu
 def test_a_last_line_without_an_end_is_written_when_the_run_is_over(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    printer = Printer()
+    printer = TerminalOutput()
     printer.write(out(1, "unfinished"))
     printer.write(Text(0, 1, "stderr", "also"))
     assert capsys.readouterr() == ("", "")
@@ -58,7 +58,7 @@ def test_a_last_line_without_an_end_is_written_when_the_run_is_over(
 
 
 def test_closing_twice_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    printer = Printer()
+    printer = TerminalOutput()
     printer.write(out(0, "x"))
     printer.close()
     printer.close()
@@ -86,7 +86,7 @@ def test_what_each_rank_wrote_can_be_read_back_from_its_marks(
 ) -> None:
     written = io.StringIO()
     with contextlib.redirect_stdout(written):
-        printer = Printer()
+        printer = TerminalOutput()
         for rank, text in pieces:
             printer.write(out(rank, text))
         printer.close()
@@ -115,7 +115,7 @@ def test_clearing_the_output_leaves_a_terminal_as_it_is(
 
 
 def test_values_are_shown_after_the_output_and_folded(capsys: pytest.CaptureFixture[str]) -> None:
-    printer = Printer()
+    printer = TerminalOutput()
     printer.write(out(0, "partial"))
     values = {0: "3", 1: "3", 2: "[1,\n 2]"}
     printer.show({rank: ({"text/plain": text}, {}) for rank, text in values.items()})

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from distsession.engine.usage import GpuReader, gpu_uuid, process_use, read
-from distsession.protocol.messages import AskGauges
+from distsession.protocol.messages import UsageRequest
 
 GIB = 2**30
 SPIN = """
@@ -48,7 +48,7 @@ def test_time_and_memory_are_those_of_the_process(busy: subprocess.Popen[str]) -
 def test_a_process_that_has_ended_is_left_out(busy: subprocess.Popen[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    gauges = read(AskGauges(7, {}), {1: ended.pid, 0: busy.pid})
+    gauges = read(UsageRequest(7, {}), {1: ended.pid, 0: busy.pid})
     assert gauges.number == 7
     assert [use.rank for use in gauges.uses] == [0]
     assert (gauges.uses[0].gpu_memory, gauges.uses[0].gpu_percent) == (-1, -1)
@@ -113,7 +113,7 @@ class Nvml:
 
 
 def test_each_rank_gets_the_numbers_of_its_own_gpu(busy: subprocess.Popen[str]) -> None:
-    question = AskGauges(1, {0: "MIG-b0", 1: "GPU-a", 2: "GPU-elsewhere"})
+    question = UsageRequest(1, {0: "MIG-b0", 1: "GPU-a", 2: "GPU-elsewhere"})
     pids = dict.fromkeys(range(3), busy.pid)
     part, whole, other = read(question, pids, GpuReader(Nvml())).uses
     assert (whole.gpu_memory, whole.gpu_total, whole.gpu_percent) == (3 * GIB, 8 * GIB, 97)

@@ -39,7 +39,7 @@ from distsession.protocol.cause import (
     mismatch_text,
     sentence,
 )
-from distsession.protocol.messages import Abort, Called, GivenUp, Mismatch, Operation, Overdue
+from distsession.protocol.messages import Abort, Aborted, Called, Mismatch, Operation, TimedOut
 
 __all__ = ["Posted", "Recorder", "Stream"]
 
@@ -383,7 +383,7 @@ class Recorder:
                 f"{_described(operation)} broke off: another rank closed its connection, as one "
                 "does that fails, dies or runs into a time limit within an operation."
             ).with_traceback(error.__traceback__)
-            return cause.attach(lost, GivenUp(operation))
+            return cause.attach(lost, Aborted(operation))
         if "imed out" in text:
             return self._overdue(text).with_traceback(error.__traceback__)
         return error
@@ -393,7 +393,7 @@ class Recorder:
         limit = _LIMIT.search(text)
         *operations, last = [*self.region.operations(), _UNKNOWN]
         begun = [region.sequences() for region in self.board.regions]
-        found = Overdue(last, ())
+        found = TimedOut(last, ())
         for operation in reversed(operations):
             late = [
                 rank
@@ -401,7 +401,7 @@ class Recorder:
                 if begun[rank].get(operation.group, 0) < operation.sequence
             ]
             if late or found.operation is _UNKNOWN:
-                found = Overdue(replace(operation, is_waiting=True), tuple(late))
+                found = TimedOut(replace(operation, is_waiting=True), tuple(late))
             if late:
                 break
         return _late_error(replace(found, limit=int(limit[1]) / 1000 if limit else 0.0), self.rank)
@@ -424,7 +424,7 @@ class Recorder:
             "hang": CollectiveHangError,
         }
         error = kinds.get(abort.kind, CollectiveError)(abort.text)
-        return cause.attach(error, GivenUp(operation or self._operation()))
+        return cause.attach(error, Aborted(operation or self._operation()))
 
     def _operation(self) -> Operation | None:
         """What this rank is in: what the main thread waits in, if it does."""
@@ -782,10 +782,10 @@ class Stream:
         call = self._call(self.recorder.rank, self.recorder.region.slot(at))
         sequence = self._words[at] & _SEQUENCE_MASK
         operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
-        return _late_error(Overdue(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+        return _late_error(TimedOut(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
 
 
-def _late_error(overdue: Overdue, rank: int) -> CollectiveHangError:
+def _late_error(overdue: TimedOut, rank: int) -> CollectiveHangError:
     text = f"{sentence(late_text(overdue, (rank,), {}))} {late_remedy()}"
     return cause.attach(CollectiveHangError(text), overdue)
 
