@@ -92,14 +92,25 @@ class EngineDiedError(DistsessionError, RuntimeError):
         pid: Process id of its engine.
         returncode: Exit code, or the negative signal number, as in :mod:`subprocess`.
         log_tail: The last lines that it wrote.
+        how: How and where it ended: ``"was killed by SIGKILL at In[3] line 4"``.
     """
 
-    def __init__(self, message: str, *, rank: int, pid: int, returncode: int, log_tail: str = ""):
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        pid: int,
+        returncode: int,
+        log_tail: str = "",
+        how: str = "",
+    ):
         super().__init__(message)
         self.rank = rank
         self.pid = pid
         self.returncode = returncode
         self.log_tail = log_tail
+        self.how = how or message.partition("\n")[0].rstrip(".")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_engine_died, (
@@ -108,13 +119,16 @@ class EngineDiedError(DistsessionError, RuntimeError):
             self.pid,
             self.returncode,
             self.log_tail,
+            self.how,
         )
 
 
 def _rebuild_engine_died(
-    message: str, rank: int, pid: int, returncode: int, log_tail: str
+    message: str, rank: int, pid: int, returncode: int, log_tail: str, how: str
 ) -> EngineDiedError:
-    return EngineDiedError(message, rank=rank, pid=pid, returncode=returncode, log_tail=log_tail)
+    return EngineDiedError(
+        message, rank=rank, pid=pid, returncode=returncode, log_tail=log_tail, how=how
+    )
 
 
 class CollectiveError(DistsessionError, RuntimeError):

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
+from distsession.cluster.base import Channel, Launcher
 from distsession.cluster.interrupts import interrupts_held
 from distsession.display import panel as static_panel
 from distsession.display import render
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export import script as export_script
 from distsession.export.history import History
-from distsession.kernel.diff import Comparison
+from distsession.kernel import transfer
+from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import ProgressNotice
 from distsession.kernel.recovery import Recovery
+from distsession.kernel.requests import LastRun, Requests
 from distsession.kernel.snapshot import Snapshots
-from distsession.kernel.timeline import LastRun, bring
-from distsession.kernel.transfer import prepare
+from distsession.kernel.timeline import bring
 from distsession.options import SessionOptions, option_sources, resolve_options
 from distsession.protocol.diagnosis import diagnose
 from distsession.protocol.messages import DebugRequest
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
-from distsession.results import RankResults
 from distsession.timeline.timeline import Timeline
-from distsession.view import Output, RankView, Silent
-
-if TYPE_CHECKING:
-    from distsession.cluster.base import Channel, Launcher
+from distsession.view import RankView
 
 __all__ = ["Session", "Table", "current_session"]
-
-T = TypeVar("T")
 
 CLIENT_TIMEOUT = 60.0
 """Seconds that ``session.client`` waits for ipyparallel."""
@@ -73,10 +68,10 @@ class Table:
         return {"text/plain": self._text, "text/html": self._html}
 
 
-class Session:
+class Session(RankView):
     """Persistent ranks joined in a process group.
 
-    Starts at once and returns when every rank is in the group::
+    It is the view of all its ranks. It starts at once and returns when every rank is in the group::
 
         with Session(4) as session:
             session.run(train, lr=1e-3)
@@ -108,13 +103,8 @@ class Session:
         self._closed = False
         self._owner = os.getpid()
         self._lifecycle = threading.RLock()
-        self.pushing = threading.Lock()
-        """Held from what is pushed to its names being set: ranks keep one push aside at a time."""
-        prepare()
+        transfer.prepare()
         self.history = History()
-        self.failed: int | None = None
-        """The rank at which the last run that failed did so first."""
-        self.last_run: LastRun | None = None
         self.recovery = Recovery(
             lambda: self._launcher,
             self.options.hang_grace,
@@ -123,68 +113,19 @@ class Session:
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
         try:
             with self._waiting("starting the ranks"):
-                self._world_size = len(self._launcher.start())
+                world_size = len(self._launcher.start())
         except BaseException:
             self._launcher.close()
             raise
-        self._everyone = RankView(self, range(self.world_size))
+        requests = Requests(self.recovery, self.output, self.check_open)
+        super().__init__(self, requests, self.history, range(world_size))
         _open.append(self)
 
     # --- running ----------------------------------------------------------------------------------
 
     def __getitem__(self, selector: RankSelector) -> RankView:
-        return RankView(self, select_ranks(selector, self.world_size))
-
-    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> RankResults[T]:
-        """Call a function on all ranks; see :meth:`RankView.run`."""
-        return self._everyone.run(function, *args, **kwargs)
-
-    def submit(
-        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
-    ) -> concurrent.futures.Future[RankResults[T]]:
-        """Call a function on all ranks without waiting; see :meth:`RankView.submit`."""
-        return self._everyone.submit(function, *args, **kwargs)
-
-    def execute(
-        self,
-        code: str,
-        *,
-        fetch: bool = False,
-        timeout: float | None = None,
-        label: str | None = None,
-        profile: Sequence[int] = (),
-        debug: Sequence[int] = (),
-    ) -> RankResults[Any] | None:
-        """Run code in the namespace of all ranks; see :meth:`RankView.execute`."""
-        return self._everyone.execute(
-            code, fetch=fetch, timeout=timeout, label=label, profile=profile, debug=debug
-        )
-
-    def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
-        """The value of an expression on all ranks; see :meth:`RankView.evaluate`."""
-        return self._everyone.evaluate(expression, timeout=timeout)
-
-    def diff(self, expression: str) -> Comparison:
-        """Compare an expression over all ranks; see :meth:`RankView.diff`."""
-        return self._everyone.diff(expression)
-
-    def push(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
-        """Set variables on all ranks; see :meth:`RankView.push`."""
-        self._everyone.push(values, **named)
-
-    def pull(self, *names: str) -> RankResults[Any]:
-        """The values of variables on all ranks; see :meth:`RankView.pull`."""
-        return self._everyone.pull(*names)
-
-    def scatter(
-        self, name: str, value: Any, dim: int = 0, *, sizes: Sequence[int] | None = None
-    ) -> None:
-        """Split a value over all ranks; see :meth:`RankView.scatter`."""
-        self._everyone.scatter(name, value, dim, sizes=sizes)
-
-    def gather(self, name: str, dim: int = 0) -> Any:
-        """Join what all ranks hold under a name; see :meth:`RankView.gather`."""
-        return self._everyone.gather(name, dim)
+        ranks = select_ranks(selector, self.world_size)
+        return RankView(self, self.requests, self.history, ranks)
 
     def debug(self, rank: int | None = None) -> None:
         """Open the debugger where the last cell or call failed on a rank.
@@ -203,10 +144,10 @@ class Session:
             raise SessionStateError(
                 "an inline session keeps no errors: write breakpoint() before the line that fails."
             )
-        chosen = self.failed if rank is None else rank
+        chosen = self.requests.failed_rank if rank is None else rank
         if chosen is None:
             raise SessionStateError("nothing has failed, so there is nothing to debug.")
-        problem = self[chosen].ask(DebugRequest, [])[chosen]
+        problem = self.requests.ask([chosen], DebugRequest, [])[chosen]
         if problem:
             raise SessionStateError(f"rank {chosen} {problem}.")
 
@@ -220,7 +161,7 @@ class Session:
         waiting = [pending for pending in self.channel.pending() if pending.missing]
         for pending in waiting:
             self.recovery.stop(pending)
-        return self.recovery.give_up_waiting() or bool(waiting)
+        return self.recovery.cancel_waits() or bool(waiting)
 
     # --- from notebook to job ---------------------------------------------------------------------
 
@@ -254,7 +195,7 @@ class Session:
         self.check_open()
         script = export_script.write_script(self, path, cells, slurm=slurm)
         if check:
-            export_script.check_script(self, script, check, tolerance)
+            export_script.check_script(self, Session, script, check, tolerance)
         return script
 
     def check_export(
@@ -280,13 +221,13 @@ class Session:
             ExportError: The script fails, or a value differs.
         """
         self.check_open()
-        return export_script.check_script(self, path, names, tolerance)
+        return export_script.check_script(self, Session, path, names, tolerance)
 
     # --- facts ------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
-        return self._world_size
+        return len(self._ranks)
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
@@ -294,16 +235,22 @@ class Session:
         return self._launcher.infos
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.world_size))
-
-    @property
     def is_open(self) -> bool:
         return not self._closed
 
     @property
+    def launcher(self) -> Launcher:
+        """What has started the ranks."""
+        return self._launcher
+
+    @property
     def channel(self) -> Channel:
         return self._launcher.channel
+
+    @property
+    def last_run(self) -> LastRun | None:
+        """The cell or call that was run last."""
+        return self.requests.last_run
 
     @property
     def client(self) -> Any:
@@ -321,7 +268,7 @@ class Session:
         panel = None if panel_factory is None else panel_factory(self)
         if panel is not None:
             return panel
-        overview = Snapshots(self).look()
+        overview = Snapshots(self).take()
         return Table(static_panel.snapshot_text(overview), static_panel.snapshot_html(overview))
 
     def devices(self) -> Table:
@@ -360,7 +307,7 @@ class Session:
             SessionStateError: No cell has run, or its ranks have been replaced since.
         """
         self.check_open()
-        return bring(self._everyone, self.last_run, waits=waits)
+        return bring(self.requests, waits=waits)
 
     def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
         """The file that has what a rank has written.
@@ -438,7 +385,7 @@ class Session:
             if names:
                 healthy, fresh = self._sources(chosen)
                 self.restart(chosen)
-                RankView(self, [healthy]).copy_to(fresh, names)
+                transfer.copy(self.requests, healthy, fresh, names)
                 return
             if self._launcher.is_alive:
                 self._launcher.cancel_reconnect()
@@ -446,7 +393,7 @@ class Session:
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
-                self.failed = None
+                self.requests.failed_rank = None
                 if chosen is None or len(chosen) == self.world_size:
                     self.history.clear()
                 return

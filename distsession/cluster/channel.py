@@ -21,9 +21,10 @@ from typing import Any
 
 import zmq
 
-from distsession.cluster.base import NOBODY, Budget, Channel, Payload, Pending
+from distsession.cluster.base import Channel, Payload
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.payloads import Payloads
+from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
 from distsession.protocol import serialize
 from distsession.protocol.messages import (
@@ -66,11 +67,11 @@ class SocketChannel(Channel):
         self,
         folder: str,
         on_event: Callable[[Any], None],
-        background: Pending,
+        background: PendingRequest,
     ):
         self._folder = folder
         self._on_event = on_event
-        self.budget = Budget()
+        self.budget = OutputBudget()
         self._background = background
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = self._bind(zmq.ROUTER, "requests")
@@ -79,7 +80,7 @@ class SocketChannel(Channel):
         self._control = self._bind(zmq.ROUTER, "control")
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._dead: dict[int, EngineDiedError] = {}
         self._identities: dict[int, bytes] = {}
         self._busy: dict[int, set[int]] = {}
@@ -148,7 +149,7 @@ class SocketChannel(Channel):
         make: Callable[[int], Request],
         payload: Payload,
         progress: Progress | None = None,
-    ) -> Pending:
+    ) -> PendingRequest:
         with contextlib.ExitStack() as stack:
             # Written before the lock is taken: it may take long, and a stop must not wait for it.
             parts = self.payloads.prepare(ranks, payload, progress, stack)
@@ -158,8 +159,7 @@ class SocketChannel(Channel):
                     if rank in self._dead:
                         raise copy.copy(self._dead[rank])  # it may be given notes
                 request = make(next(self._numbers))
-                pending = Pending(request.id, ranks, self.budget)
-                pending.answer = self.send_control
+                pending = PendingRequest(request.id, ranks, self.budget, self.send_control)
                 self._pending[request.id] = pending
                 encoded: dict[int, list[Any]] = {}
                 for rank in ranks:
@@ -208,7 +208,7 @@ class SocketChannel(Channel):
     def is_busy(self, rank: int) -> bool:
         return bool(self._busy.get(rank))
 
-    def pending(self) -> list[Pending]:
+    def pending(self) -> list[PendingRequest]:
         with self._lock:
             return list(self._pending.values())
 
@@ -301,14 +301,14 @@ class SocketChannel(Channel):
         rank, pending = reply.rank, self._pending.get(reply.id)
         self._busy[rank].discard(reply.id)
         if pending is not None:
-            pending.arriving[rank] = 0, sum(shared.sizes)
+            pending.put_progress(rank, 0, sum(shared.sizes))
 
         def is_wanted() -> bool:
-            return pending is not None and not pending.is_over and not pending.stopped
+            return pending is not None and pending.is_wanted
 
         def note(done: int, total: int) -> None:
             if pending is not None:
-                pending.arriving[rank] = done, total
+                pending.put_progress(rank, done, total)
 
         def done(frames: Sequence[Any], error: DistsessionError | None) -> None:
             if error is None:
@@ -344,8 +344,8 @@ class SocketChannel(Channel):
         else:
             self._on_event(message)
 
-    def forget(self, pending: Pending) -> None:
-        pending.is_over = True
+    def forget(self, pending: PendingRequest) -> None:
+        pending.abandon()
         with self._lock:
             self._pending.pop(pending.request, None)
             self.payloads.forget(pending.request, taken=not pending.missing)

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from distsession.cluster.base import Channel, Launcher, Payload, Pending
+from distsession.cluster.base import Channel, Launcher, Payload
+from distsession.cluster.pending import PendingRequest
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -71,12 +72,12 @@ class InlineChannel(Channel):
         make: Callable[[int], Request],
         payload: Payload,
         progress: shared_memory.Progress | None = None,
-    ) -> Pending:
+    ) -> PendingRequest:
         from distsession.engine import failure
         from distsession.engine.execute import NOTHING
 
         request = make(next(self._numbers))
-        pending = Pending(request.id, ranks)
+        pending = PendingRequest(request.id, ranks)
         began = time.perf_counter()
         info = shown = None
         answer: Frames = []
@@ -151,10 +152,10 @@ class InlineChannel(Channel):
         self._transfers.stage(_copies(payload))
         self._trace.moved(request, shared_memory.nbytes(payload), began)
 
-    def pending(self) -> list[Pending]:
+    def pending(self) -> list[PendingRequest]:
         return []
 
-    def forget(self, pending: Pending) -> None:
+    def forget(self, pending: PendingRequest) -> None:
         pass
 
 

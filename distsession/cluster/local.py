@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from distsession.cluster.agents import Agents
-from distsession.cluster.base import Launcher, OutputMessage, Pending
+from distsession.cluster.base import Launcher
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
 from distsession.cluster.monitor import AGENT_GONE, Monitor, RankUnreported, agent_text
+from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.cluster.process_state import GONE, STOPPED, has_ended, process_state
 from distsession.cluster.reconnect import Halted, Reconnect, failure_of
 from distsession.errors import (
@@ -45,6 +46,7 @@ from distsession.protocol.messages import (
     UsageReply,
     UsageRequest,
 )
+from distsession.protocol.rank_state import AbortReason
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
 __all__ = ["LocalLauncher"]
@@ -107,7 +109,7 @@ class LocalLauncher(Launcher):
         self._closed = False
         self._owner = os.getpid()
         self._monitor = Monitor(self._on_death, self._operation_of)
-        self._background = Pending(0, [-1])
+        self._background = PendingRequest(0, [-1])
         with contextlib.ExitStack() as made:
             self._folder = PrivateFolder()
             made.callback(self._folder.remove)
@@ -277,15 +279,15 @@ class LocalLauncher(Launcher):
     # --- the process group ------------------------------------------------------------------------
 
     def abort(
-        self, kind: str, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+        self, reason: AbortReason, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
     ) -> None:
         self.is_broken = True
-        message = Abort(kind, text, self._generation, interrupt, tuple(refuse))
+        message = Abort(reason, text, self._generation, interrupt, tuple(refuse))
         for rank in self._living():
             self.channel.send_control(rank, message)
 
     def refuse(self, requests: Sequence[int]) -> None:
-        message = Abort("refused", "", -1, 0, tuple(requests))
+        message = Abort(AbortReason.REFUSED, "", -1, 0, tuple(requests))
         for rank in self._living():
             self.channel.send_control(rank, message)
 
@@ -302,7 +304,7 @@ class LocalLauncher(Launcher):
         self.is_broken = bool(self._problem)
         return self._problem
 
-    def cancel_reconnect(self, pending: Pending | None = None) -> bool:
+    def cancel_reconnect(self, pending: PendingRequest | None = None) -> bool:
         reconnect = self._reconnect
         if reconnect is None or (pending is not None and not reconnect.asks_by(pending)):
             return False
@@ -545,7 +547,9 @@ class LocalLauncher(Launcher):
             if text := Halted(self.pids).look_twice(others):
                 raise SessionStateError(f"the new process group needs all ranks, but {text}.")
             be = "is" if len(wanted) == 1 else "are"
-            self.abort("replaced", f"{ranks_text(wanted)} {be} being replaced by a fresh process")
+            self.abort(
+                AbortReason.REPLACED, f"{ranks_text(wanted)} {be} being replaced by a fresh process"
+            )
             self._wait_idle(others)
         if stopped := list(self._stopped_agents()):
             raise SessionStateError(stopped[0])
@@ -575,7 +579,7 @@ class LocalLauncher(Launcher):
         assert self._plan is not None
         late = tuple(self._monitor.late(ranks, self._generation))
         self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"
-        self.abort("failed", f"{ranks_text(ranks)} could not be started")
+        self.abort(AbortReason.FAILED, f"{ranks_text(ranks)} could not be started")
         with contextlib.suppress(SessionStateError):  # an agent is gone, and its ranks with it
             for node in range(self._plan.nodes):
                 if here := tuple(rank for rank in late if rank in self._plan.ranks_of(node)):

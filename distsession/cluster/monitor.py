@@ -146,12 +146,14 @@ class Monitor:
         self._exited[message.rank] = message
         info = self.ready.get(message.rank)
         self.engine_ids.pop(message.rank, None)
+        operation = self.operation_of(message.rank)
         error = EngineDiedError(
-            describe_death(message, operation=self.operation_of(message.rank)),
+            describe_death(message, operation=operation),
             rank=message.rank,
             pid=message.pid,
             returncode=message.returncode,
             log_tail=message.log_tail,
+            how=describe_end(message, operation=operation),
         )
         if info is not None and info.pid == message.pid:
             self.dead[message.rank] = error
@@ -188,6 +190,7 @@ class Monitor:
                     rank=rank,
                     pid=info.pid,
                     returncode=-signal.SIGKILL,
+                    how="was to be replaced, but did not start",
                 )
                 self.dead[rank] = error
                 self._on_death(error)
@@ -202,6 +205,7 @@ class Monitor:
             rank=message.rank,
             pid=message.pid,
             returncode=-signal.SIGKILL,
+            how=f"has ended; {message.text}",
         )
         self.dead[message.rank] = error
         self._unreported.add(message.pid)
@@ -220,6 +224,7 @@ class Monitor:
             rank=rank,
             pid=info.pid,
             returncode=-signal.SIGKILL,
+            how=how.rstrip("."),
         )
         self.dead[rank] = error
         return error
@@ -382,21 +387,28 @@ def describe_death(
         operation: The collective that its main thread waited in, with its place.
     """
     who = f"rank {message.rank} (pid {message.pid})"
+    how = describe_end(message, while_starting=while_starting, operation=operation)
     if message.expected:
-        return f"{who} was ended by session.restart() or close()."
+        return f"{who} {how}."
+    tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
+    last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
+    if message.stack:
+        stack = "\n".join(f"  {line}" for line in message.stack)
+        last = f"\nIts Python stack, innermost line first:\n{stack}{last if tail else ''}"
+    return f"{who} {how}.{'' if while_starting else restart_text(message.rank)}{last}"
+
+
+def describe_end(message: RankExited, *, while_starting: bool = False, operation: str = "") -> str:
+    """How a rank ended and where; see :func:`describe_death`."""
+    if message.expected:
+        return "was ended by session.restart() or close()"
     how = _ended_text(message.returncode)
     if message.oom:
         limit = f"; its limit is {_size(message.oom_limit)}" if message.oom_limit else ""
         how += f", by the system for want of memory (its count of out-of-memory kills rose{limit})"
     elif message.is_terminated:
         how = "was ended by SIGTERM, which this session has not sent,"
-    when = " while it was starting" if while_starting else _where(message, operation)
-    tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
-    last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
-    if message.stack:
-        stack = "\n".join(f"  {line}" for line in message.stack)
-        last = f"\nIts Python stack, innermost line first:\n{stack}{last if tail else ''}"
-    return f"{who} {how}{when}.{'' if while_starting else restart_text(message.rank)}{last}"
+    return how + (" while it was starting" if while_starting else _where(message, operation))
 
 
 def _ended_text(code: int) -> str:

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from distsession.cluster.base import Channel, Pending
+from distsession.cluster.base import Channel
+from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import STOPPED, process_state
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.board import Board
 from distsession.protocol.messages import ReconnectRequest
+from distsession.protocol.rank_state import AbortReason
 from distsession.ranks import ranks_text
 
 __all__ = ["Halted", "Reconnect", "failure_of"]
@@ -91,7 +93,7 @@ class _Ranks(Protocol):
     def pids(self) -> Mapping[int, int]: ...
     def dead_ranks(self) -> Mapping[int, EngineDiedError]: ...
     def abort(
-        self, kind: str, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+        self, reason: AbortReason, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
     ) -> None: ...
 
 
@@ -109,10 +111,10 @@ class Reconnect:
         self._ranks = list(ranks)
         self._halted = Halted(launcher.pids)
         self._cancelled = threading.Event()
-        self._pending: Pending | None = None
+        self._pending: PendingRequest | None = None
         self._problem = ""
 
-    def asks_by(self, pending: Pending) -> bool:
+    def asks_by(self, pending: PendingRequest) -> bool:
         """Whether that is its request."""
         return pending is self._pending
 
@@ -190,9 +192,9 @@ class Reconnect:
     def _free_all(self, requests: Sequence[int] = ()) -> None:
         """Nobody waits in an attempt any more, and operations say why they cannot begin."""
         text = f"the process group is not connected: {self._problem}."
-        self._launcher.abort("failed", text, refuse=requests)
+        self._launcher.abort(AbortReason.FAILED, text, refuse=requests)
 
-    def _look(self, pending: Pending) -> None:
+    def _look(self, pending: PendingRequest) -> None:
         """Called now and then during an attempt; ends it where it cannot succeed."""
         if self._cancelled.is_set():
             raise _Over("it was stopped")
@@ -200,7 +202,7 @@ class Reconnect:
         if text:
             raise _Over(text)
 
-    def _why_late(self, pending: Pending, limit: float) -> str:
+    def _why_late(self, pending: PendingRequest, limit: float) -> str:
         """Who is to blame for an attempt that took too long."""
         missing, board = pending.missing, self._launcher.board
         away = [
@@ -220,7 +222,7 @@ class Reconnect:
         )
 
 
-def failure_of(pending: Pending | None) -> str:
+def failure_of(pending: PendingRequest | None) -> str:
     """The first error among the answers to a request; empty if there is none."""
     replies = {} if pending is None else dict(pending.replies)
     for rank, (reply, _) in sorted(replies.items()):

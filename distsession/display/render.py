@@ -14,10 +14,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
+from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo, format_ranks, ranks_text
 
 __all__ = [
-    "ASKING",
     "Bundle",
     "config_rows",
     "devices_html",
@@ -150,9 +150,6 @@ def table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 _DIAGNOSIS_HEAD = ("rank", "state", "since")
-ASKING = {"debugging": "in the debugger", "asking": "waiting for input"}
-"""Words for the states of a rank that waits for somebody at the notebook."""
-_HALTED = {"stopped": "stopped", "debugged": "held by a debugger", "silent": "not answering"}
 
 
 def diagnosis_text(
@@ -187,16 +184,20 @@ def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:
 def state_and_since(report: RankReport) -> tuple[str, str]:
     """What a rank does, and for how long, as text."""
     operation = report.operations[-1] if report.operations else None
-    if report.state == "running":
+    if report.state == RankState.RUNNING:
         if operation is not None and operation.is_waiting:
             return f"in {_operation_text(operation)}", _seconds(operation.seconds)
         return f"running {report.place}".rstrip(), _seconds(report.seconds)
-    if report.state in ASKING:
-        at = f" at {report.place}" if report.place else ""
-        return f"{ASKING[report.state]}{at}", _seconds(report.seconds)
-    state = _HALTED.get(report.state, report.state)
-    outcome = report.outcome.strip().partition("\n")[0]
-    return f"{state} ({outcome})" if outcome else state, _seconds(report.seconds)
+    return state_text(report), _seconds(report.seconds)
+
+
+def state_text(report: RankReport) -> str:
+    """The state of a rank that does not run, with what is known of it, as text."""
+    state = RankState(report.state)
+    if state.is_asking:
+        return f"{state.label} at {report.place}" if report.place else state.label
+    outcome = report.outcome.text if report.outcome is not None else ""
+    return f"{state.label} ({outcome})" if outcome else state.label
 
 
 def _operation_text(operation: Operation) -> str:

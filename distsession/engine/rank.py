@@ -83,6 +83,7 @@ from distsession.protocol.messages import (
     decode,
     encode,
 )
+from distsession.protocol.rank_state import AbortReason
 from distsession.protocol.wire import memory_path
 
 __all__ = ["main"]
@@ -263,7 +264,7 @@ class Rank:
             "group: call collectives on the rank itself, or start the process with "
             "multiprocessing's 'spawn' and let it make a group of its own."
         )
-        self._recorder.abort = Abort("forked", text, self._generation)
+        self._recorder.abort = Abort(AbortReason.FORKED, text, self._generation)
 
     def _announce(self) -> None:
         self._send(RankReady(self._rank, process_group.rank_info(self._place, self._generation)))

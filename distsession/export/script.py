@@ -6,30 +6,46 @@ import ast
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from distsession.engine.script import run_script
 from distsession.errors import DistsessionError, ExportError
 from distsession.export import templates
 from distsession.export.calls import call_to_python
-from distsession.export.history import Call, Cell, Entry
+from distsession.export.history import Call, Cell, Entry, History
 from distsession.export.translate import Plain, indented, to_python
-from distsession.ranks import ranks_text
-from distsession.view import Silent
-
-if TYPE_CHECKING:
-    from distsession.session import Session
+from distsession.kernel.output import Silent
+from distsession.kernel.requests import Requests
+from distsession.options import SessionOptions
+from distsession.protocol.messages import CellRequest
+from distsession.ranks import RankInfo, ranks_text
 
 __all__ = ["check_script", "parse_cells", "write_script"]
 
 Selection = Iterable[int | str]
 
 
+class Exported(Protocol):
+    """What is needed of the session that is exported."""
+
+    history: History
+    options: SessionOptions
+    requests: Requests
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def infos(self) -> tuple[RankInfo, ...]: ...
+
+
 def write_script(
-    session: Session,
+    session: Exported,
     path: str | os.PathLike[str],
     cells: Selection | None = None,
     *,
@@ -63,7 +79,7 @@ def _check_free(path: Path) -> None:
         )
 
 
-def script_text(session: Session, name: str, cells: Selection | None = None) -> str:
+def script_text(session: Exported, name: str, cells: Selection | None = None) -> str:
     """The text of the script.
 
     Raises:
@@ -111,7 +127,7 @@ def script_text(session: Session, name: str, cells: Selection | None = None) -> 
     return "\n\n\n".join([head, *sections, templates.TAIL])
 
 
-def _batch_text(session: Session, name: str) -> str:
+def _batch_text(session: Exported, name: str) -> str:
     return templates.batch(
         name,
         session.world_size,
@@ -187,9 +203,16 @@ def _on_ranks(code: str, ranks: Sequence[int], world_size: int) -> str:
 
 
 def check_script(
-    session: Session, path: str | os.PathLike[str], names: Sequence[str], tolerance: float = 0.0
+    session: Exported,
+    start: Callable[..., AbstractContextManager[Any]],
+    path: str | os.PathLike[str],
+    names: Sequence[str],
+    tolerance: float = 0.0,
 ) -> dict[str, float]:
-    """Run a script and compare variables; see :meth:`Session.check_export`."""
+    """Run a script and compare variables; see :meth:`Session.check_export`.
+
+    ``start`` starts the session that runs the script.
+    """
     names = [names] if isinstance(names, str) else list(names)
     wrong = [name for name in names if not name.isidentifier()]
     if wrong or not names:
@@ -206,7 +229,7 @@ def check_script(
         options = replace(session.options, ranks=session.world_size, launcher="local")
         given = {name: value for name, value in vars(options).items() if value is not None}
         try:
-            with type(session)(output=Silent, **given) as other:
+            with start(output=Silent, **given) as other:
                 other.run(run_script, script, [str(path)])
                 found = _ask(other, f"{module}.compare({names!r}, {folder!r})")
         except DistsessionError as error:
@@ -214,9 +237,13 @@ def check_script(
     return _verdict(names, found, tolerance, str(path), session.options.seed is None)
 
 
-def _ask(session: Session, expression: str) -> Any:
+def _ask(session: Exported, expression: str) -> Any:
     """The value of an expression on all ranks, which is no part of what ran there."""
-    return session[:]._execute(expression, fetch=True, expression=True, record=False)
+
+    def make(number: int) -> CellRequest:
+        return CellRequest(number, expression, f"In[{number}]", fetch=True, expression=True)
+
+    return session.requests.ask(session.ranks, make, [])
 
 
 def _verdict(

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distsession.errors import DistsessionError
+from distsession.kernel.requests import Requests
 from distsession.protocol.messages import PartsRequest, SummaryRequest
 from distsession.ranks import ranks_text
 
 if TYPE_CHECKING:
     from distsession.engine.diff import Leaf
-    from distsession.view import RankView
 
 __all__ = ["Comparison", "Difference", "compare", "diff"]
 
@@ -115,25 +115,25 @@ class Comparison:
         return [f"  and {more} more: see .differences"] if more > 0 else []
 
 
-def diff(view: RankView, expression: str) -> Comparison:
-    """Compare an expression over the ranks of a view; it is evaluated once on each."""
-    summaries = view.ask(lambda number: SummaryRequest(number, expression), [])
+def diff(requests: Requests, ranks: Sequence[int], expression: str) -> Comparison:
+    """Compare an expression over ranks; it is evaluated once on each."""
+    summaries = requests.ask(ranks, lambda number: SummaryRequest(number, expression), [])
     try:
-        return compare(expression.strip(), summaries, _Parts(view))
+        return compare(expression.strip(), summaries, _Parts(requests))
     finally:
         with suppress(DistsessionError):  # a rank that has died needs not forget
-            view.post(lambda number: PartsRequest(number, ()))
+            requests.post(ranks, lambda number: PartsRequest(number, ()))
 
 
 class _Parts:
     """Brings parts from the ranks that have them."""
 
-    def __init__(self, view: RankView):
-        self._view = view
+    def __init__(self, requests: Requests):
+        self._requests = requests
 
     def __call__(self, ranks: Sequence[int], paths: Sequence[str]) -> Mapping[int, dict[str, Any]]:
-        found: Mapping[int, dict[str, Any]] = self._view.part(ranks).ask(
-            lambda number: PartsRequest(number, tuple(paths)), [], verb="bringing"
+        found: Mapping[int, dict[str, Any]] = self._requests.ask(
+            ranks, lambda number: PartsRequest(number, tuple(paths)), [], verb="bringing"
         )
         return found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from distsession.cluster.base import Pending
+from distsession.cluster.pending import PendingRequest
 from distsession.display import render
 from distsession.errors import (
     CollectiveError,
@@ -74,7 +74,7 @@ Failures = dict[int, Failure]
 
 
 def collect(
-    pending: Pending, duration: float, *, load: bool = True
+    pending: PendingRequest, duration: float, *, load: bool = True
 ) -> tuple[RankResults[Any], Failures]:
     """Sort the answers to a request into values and failures.
 

@@ -1,4 +1,4 @@
-"""Long work says what it waits for."""
+"""Long work says what it waits for, and transfers how far they are."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from distsession.view import Output
+from distsession.kernel.output import Output
+from distsession.ranks import ranks_text
 
-__all__ = ["ProgressNotice"]
+__all__ = ["ProgressNotice", "TransferProgress"]
 
-SHOW_AFTER = 1.0
+SHOW_AFTER_S = 1.0
 """Seconds that something takes before it is shown."""
-SHOW_AFTER_IN_A_FILE = 5.0
+SHOW_AFTER_IN_A_FILE_S = 5.0
 """The same where nobody looks on, as where a script writes to a file."""
-SHOW_EVERY = 0.5
+SHOW_EVERY_S = 0.5
+SHOW_TRANSFER_EVERY_S = 0.2
+BAR_WIDTH = 24
 
 
 class ProgressNotice:
@@ -57,8 +58,8 @@ class ProgressNotice:
 
     def _show(self) -> None:
         began = time.monotonic()
-        is_file = getattr(self._output, "is_file", False)
-        if self._over.wait(SHOW_AFTER_IN_A_FILE if is_file else SHOW_AFTER):
+        is_file = self._output.is_file
+        if self._over.wait(SHOW_AFTER_IN_A_FILE_S if is_file else SHOW_AFTER_S):
             return
         while True:
             reason = ""
@@ -66,5 +67,42 @@ class ProgressNotice:
                 reason = self._waits_for()
             waits = f", waiting for {reason}" if reason else ""
             self._output.notify(f"{self._doing}{waits} ({time.monotonic() - began:.0f} s)")
-            if self._over.wait(SHOW_EVERY):
+            if self._over.wait(SHOW_EVERY_S):
                 return
+
+
+class TransferProgress:
+    """Shows how far a transfer is, once it takes long.
+
+    Args:
+        show: Takes a line that replaces the one before.
+        verb: What is done: ``"sending"`` or ``"bringing"``.
+    """
+
+    def __init__(self, show: Callable[[str], None], verb: str):
+        self._show = show
+        self._verb = verb
+        self._began = time.monotonic()
+        self._shown = 0.0
+        self._ranks: dict[int | None, tuple[int, int]] = {}
+
+    def __call__(self, done: int, total: int, rank: int | None = None) -> None:
+        self._ranks[rank] = done, total
+        now = time.monotonic()
+        if now - self._began < SHOW_AFTER_S or now - self._shown < SHOW_TRANSFER_EVERY_S:
+            return
+        self._shown = now
+        self._show(self.text(now - self._began))
+
+    def text(self, seconds: float) -> str:
+        """``sending [######----] 512 of 1024 MB, 850 MB/s``, with the slowest rank if known."""
+        done = sum(done for done, _ in self._ranks.values())
+        total = max(1, sum(total for _, total in self._ranks.values()))
+        filled = BAR_WIDTH * done // total
+        bar = "#" * filled + "-" * (BAR_WIDTH - filled)
+        text = (
+            f"{self._verb} [{bar}] {done / 1e6:.0f} of {total / 1e6:.0f} MB, "
+            f"{done / 1e6 / max(seconds, 1e-3):.0f} MB/s"
+        )
+        behind = [rank for rank, (d, t) in self._ranks.items() if rank is not None and d < t]
+        return f"{text}, waiting for {ranks_text(sorted(behind))}" if behind else text

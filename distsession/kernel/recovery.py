@@ -9,48 +9,46 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distsession.cluster.base import Pending
+from distsession.cluster.base import Launcher
+from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import ENDED, has_ended, process_state, processor_time
+from distsession.protocol import diagnosis
 from distsession.protocol.diagnosis import (
-    NO_PART,
     Kind,
     Verdict,
     describe_operation,
-    diagnose,
     is_any_source,
 )
 from distsession.protocol.messages import RankReport, StackReply, TimedOut
+from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.ranks import ranks_text
-
-if TYPE_CHECKING:
-    from distsession.cluster.base import Launcher
 
 __all__ = ["Recovery", "Watchdog"]
 
-ANSWER = 0.15
+STACK_TIMEOUT_S = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is."""
-BACK = 0.5
+RETURN_TIMEOUT_S = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
-BACK_FROM_INTERRUPT_S = 5.0
+RETURN_AFTER_INTERRUPT_S = 5.0
 """The same where ``interrupt()`` has stopped the run: its caller is another thread, in no hurry."""
-NOTICE_AFTER = 10.0
+NOTICE_AFTER_S = 10.0
 """Seconds without progress after which a notice says who waits for whom."""
-NOTICE_EVERY = 2.0
-ASLEEP = 1.0
+NOTICE_EVERY_S = 2.0
+ASLEEP_S = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
-ASLEEP_AFTER_FAILURE = 0.2
+ASLEEP_AFTER_FAILURE_S = 0.2
 """The same once another rank has failed, whose error the user should see soon."""
-FOR_THE_OTHERS = 0.3
+OTHERS_TIMEOUT_S = 0.3
 """Seconds that ranks have to say that their time was up, too, before the rest is freed."""
-SETTLE_EVERY_S = 0.1
+RETURN_POLL_S = 0.1
 """Seconds between two looks at whether ranks have come back from a run that was stopped."""
-FREE_AGAIN_S = 2.0
+ABORT_AGAIN_S = 2.0
 """Seconds between two attempts to free such ranks from collectives of the group given up."""
-SETTLE_NOTICE_S = 1.0
+RETURN_NOTICE_AFTER_S = 1.0
 """Seconds after which whoever waits for that is told so."""
-CONFIRM = 0.1
+CONFIRM_S = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
 
 
@@ -79,7 +77,7 @@ class Recovery:
         self.lock = threading.RLock()
         self.verdict: Verdict | None = None
         """Why the process group has been given up, while it is."""
-        self._held: set[threading.Event] = set()
+        self._waits: set[threading.Event] = set()
 
     @property
     def launcher(self) -> Launcher:
@@ -88,7 +86,7 @@ class Recovery:
     # --- what the ranks do ------------------------------------------------------------------------
 
     def reports(
-        self, ranks: Iterable[int] | None = None, *, ask: bool, sole: Pending | None = None
+        self, ranks: Iterable[int] | None = None, *, ask: bool, sole: PendingRequest | None = None
     ) -> dict[int, RankReport]:
         """What each rank does.
 
@@ -107,74 +105,78 @@ class Recovery:
             info.rank: self._report(info.rank, info.pid, pendings, sole) for info in launcher.infos
         }
         if ask:
-            running = [r for r, report in found.items() if report.state == "running"]
+            running = [r for r, report in found.items() if report.state == RankState.RUNNING]
             wanted = running if ranks is None else [r for r in ranks if r in running]
-            stacks = launcher.request_stacks(wanted, ANSWER) if wanted else {}
+            stacks = launcher.request_stacks(wanted, STACK_TIMEOUT_S) if wanted else {}
             for rank in wanted:
                 found[rank] = _with_stack(found[rank], stacks.get(rank))
         return found
 
-    def judge(self, reports: dict[int, RankReport], sole: Pending | None) -> Verdict:
+    def diagnose(self, reports: dict[int, RankReport], sole: PendingRequest | None) -> Verdict:
         """The verdict on what the ranks do while a run is looked after."""
         pendings = self.launcher.channel.pending()
         is_sole = sole is not None and all(pending is sole for pending in pendings)
-        return diagnose(reports, is_sole=is_sole)
+        return diagnosis.diagnose(reports, is_sole=is_sole)
 
     def _report(
-        self, rank: int, pid: int, pendings: list[Pending], sole: Pending | None
+        self, rank: int, pid: int, pendings: list[PendingRequest], sole: PendingRequest | None
     ) -> RankReport:
         launcher = self.launcher
         death = launcher.dead_ranks().get(rank)
         if death is not None:
-            how = str(death).splitlines()[0].partition(". session.restart")[0]
-            how = how.partition(") ")[2] or how
-            return RankReport(rank, "dead", outcome=how.rstrip("."))
+            return RankReport(rank, RankState.DEAD, outcome=Outcome(Ending.DIED, death.how))
         if launcher.board is None:
-            return RankReport(rank, "idle")
+            return RankReport(rank, RankState.IDLE)
         region = launcher.board.regions[rank]
         operations, sequences = region.operations(), region.sequences()
         letter = process_state(pid)
         if letter in ENDED and has_ended(pid):
-            return RankReport(rank, "dead", outcome=launcher.unreported(rank), sequences=sequences)
+            outcome = Outcome(Ending.DIED, launcher.unreported(rank))
+            return RankReport(rank, RankState.DEAD, outcome=outcome, sequences=sequences)
         if launcher.channel.is_busy(rank):
-            state, place = "running", ""
+            state, place = RankState.RUNNING, ""
             if region.is_asking:
-                state, place = "debugging" if region.is_in_debugger else "asking", region.asks_at
-            state = {"T": "stopped", "t": "debugged"}.get(letter, state)
+                place = region.asks_at
+                state = RankState.WAITING_FOR_INPUT
+                if region.is_in_debugger:
+                    state = RankState.DEBUGGING
+            state = {"T": RankState.STOPPED, "t": RankState.TRACED}.get(letter, state)
             return RankReport(
-                rank, state, region.seconds, region.request, place, "", operations, sequences,
+                rank, state, region.seconds, region.request, place, None, operations, sequences,
                 region.refused(),
             )  # fmt: skip
-        outcome = ""
+        ended: Outcome | None = None
         for pending in pendings:
             if rank in pending.replies:
                 error = pending.replies[rank][0].error
-                outcome = f"failed: {error.ename}: {error.evalue}" if error else "finished"
+                ended = Outcome(Ending.FINISHED)
+                if error is not None:
+                    ended = Outcome(Ending.FAILED, error.evalue, error.ename)
             elif pending is sole and rank not in pending.ranks:
-                outcome = NO_PART
+                ended = NO_PART
         return RankReport(
             rank,
-            "idle",
+            RankState.IDLE,
             region.seconds,
-            outcome=outcome,
+            outcome=ended,
             sequences=sequences,
             refused=region.refused(),
         )
 
     # --- stop -------------------------------------------------------------------------------------
 
-    def stop(self, pending: Pending, why: str = "") -> None:
-        """Interrupt a run; ``pending.stopped`` then says why, or where its ranks were."""
+    def stop(self, pending: PendingRequest, why: str = "") -> None:
+        """Interrupt a run, whose caller is then told why, or where its ranks were."""
         launcher = self.launcher
         if launcher.cancel_reconnect(pending):
             return
         with self.lock:
             missing = pending.missing
             if missing and set(missing) <= set(pending.arriving):
-                pending.was_begun = False  # nothing has to be mended
-                pending.stopped = (
+                pending.stop(
                     f"the run on {ranks_text(pending.ranks)} was stopped while what it gave was "
-                    "brought here; the ranks have finished it and keep their variables."
+                    "brought here; the ranks have finished it and keep their variables.",
+                    begun=False,  # so the group does not have to be connected anew
                 )
                 return
             later = [
@@ -186,27 +188,27 @@ class Recovery:
             begun = board is None or any(
                 board.regions[rank].request == pending.request for rank in missing
             )
-            pending.was_begun = begun
             if not begun:
                 launcher.refuse(later)
-                pending.stopped = (
+                pending.stop(
                     f"the run on {ranks_text(pending.ranks)} was stopped before it began; "
-                    "what it waited for goes on."
+                    "what it waited for goes on.",
+                    begun=False,
                 )
                 return
             reports = self.reports(missing, ask=True)
-            verdict = diagnose(reports)
+            verdict = diagnosis.diagnose(reports)
             where = (
                 verdict.sentence if verdict.kind is not Kind.NOTHING else _places(reports, missing)
             )
             where = f"{where[:1].upper()}{where[1:]}"
             run = f"the run on {ranks_text(pending.ranks)}"
-            pending.stopped = why or f"{run} was stopped. {where}".rstrip()
+            pending.stop(why or f"{run} was stopped. {where}".rstrip())
             text = why or f"stopped. {where}".rstrip()
-            launcher.abort("stop", text, interrupt=pending.request, refuse=later)
+            launcher.abort(AbortReason.STOP, text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
 
-    def settle(
+    def wait_for_ranks(
         self, ranks: Iterable[int], notify: Callable[[str], None], deadline: float | None = None
     ) -> str:
         """Before a run: connect the group anew where it has been given up.
@@ -226,45 +228,47 @@ class Recovery:
         began = freed = time.monotonic()
         given_up = threading.Event()
         noticed, late = "", list[int]()
-        self._held.add(given_up)
+        self._waits.add(given_up)
         try:
             while True:
-                self.mend()
+                self.reconnect()
                 if not launcher.is_broken or launcher.dead_ranks() or not launcher.is_alive:
                     return ""
                 late = [rank for rank in ranks if launcher.channel.is_busy(rank)]
                 if not late:
                     return ""
                 now = time.monotonic()
-                if now - began > SETTLE_NOTICE_S:
+                if now - began > RETURN_NOTICE_AFTER_S:
                     noticed = self._busy_text(late)
                     notify(noticed)
                 if given_up.is_set():
                     return self._stop_late(late)
                 if deadline is not None and now > deadline:
                     return f"this did not begin in time. {self._busy_text(late)}"
-                if now - freed > FREE_AGAIN_S:
+                if now - freed > ABORT_AGAIN_S:
                     freed = now
-                    launcher.abort("failed", "an earlier run was stopped")
-                given_up.wait(SETTLE_EVERY_S)
+                    launcher.abort(AbortReason.FAILED, "an earlier run was stopped")
+                given_up.wait(RETURN_POLL_S)
         except KeyboardInterrupt:
             return self._stop_late(late)
         finally:
-            self._held.discard(given_up)
+            self._waits.discard(given_up)
             if noticed:
                 notify("")
 
     def _stop_late(self, late: Sequence[int]) -> str:
-        """Somebody who waits in :meth:`settle` stops: interrupt what is waited for again."""
+        """Somebody who waits in :meth:`wait_for_ranks` stops: interrupt that again."""
         board = self.launcher.board
         if board is not None:
             for request in {board.regions[rank].request for rank in late} - {0}:
-                self.launcher.abort("stop", "an earlier run was stopped", interrupt=request)
+                self.launcher.abort(
+                    AbortReason.STOP, "an earlier run was stopped", interrupt=request
+                )
         return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
 
-    def give_up_waiting(self) -> bool:
-        """From any thread: end every :meth:`settle`; whether there was one."""
-        held = list(self._held)
+    def cancel_waits(self) -> bool:
+        """From any thread: end every :meth:`wait_for_ranks`; whether there was one."""
+        held = list(self._waits)
         for event in held:
             event.set()
         return bool(held)
@@ -284,7 +288,7 @@ class Recovery:
             )
         return " ".join(parts)
 
-    def explain_stuck(self, pending: Pending) -> str:
+    def explain_stuck(self, pending: PendingRequest) -> str:
         """What to do about ranks that did not come back from a run that was stopped."""
         parts = []
         reports = self.reports(pending.missing, ask=True)
@@ -302,17 +306,12 @@ class Recovery:
             )
         return "".join(f" {part}" for part in parts)
 
-    # --- free and mend ----------------------------------------------------------------------------
+    # --- abort and reconnect ----------------------------------------------------------------------
 
-    def free(self, verdict: Verdict, text: str) -> None:
+    def abort(self, verdict: Verdict) -> None:
         """Give the process group up, so that whoever waits in it comes back with an error."""
-        kind = "hang"
-        if verdict.kind is Kind.ORDER or "CollectiveMismatchError" in text:
-            kind = "mismatch"
-        elif verdict.failed:
-            kind = "failed"
         self.verdict = verdict
-        self.launcher.abort(kind, text)
+        self.launcher.abort(verdict.reason, verdict.sentence)
 
     def check_damage(self) -> None:
         """After a failure: give the group up too if it failed within (a time-out of gloo's)."""
@@ -321,9 +320,9 @@ class Recovery:
             damaged = [r.rank for r in launcher.board.regions if r.is_damaged]
             if damaged:
                 text = f"an operation failed on {ranks_text(damaged)}"
-                launcher.abort("failed", text)
+                launcher.abort(AbortReason.FAILED, text)
 
-    def mend(self) -> str:
+    def reconnect(self) -> str:
         """Connect the group anew if it has been given up; gives what prevents that, or nothing."""
         if not self.launcher.must_reconnect:
             return ""
@@ -346,7 +345,7 @@ class Watchdog:
         notify: Shows a line that replaces the one before.
     """
 
-    def __init__(self, recovery: Recovery, pending: Pending, notify: Callable[[str], None]):
+    def __init__(self, recovery: Recovery, pending: PendingRequest, notify: Callable[[str], None]):
         self._recovery = recovery
         self._pending = pending
         self._notify = notify
@@ -367,7 +366,7 @@ class Watchdog:
         self.places: dict[int, str] = {}
         """Where ranks were that others had waited for in vain, for as long as they may."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Called now and then; frees the ranks if no wait can help."""
         recovery = self._recovery
         launcher = recovery.launcher
@@ -391,7 +390,7 @@ class Watchdog:
         reports = recovery.reports(ask=False, sole=sole)
         now = time.monotonic()
         self._note_progress(reports, now)
-        verdict = recovery.judge(reports, sole)
+        verdict = recovery.diagnose(reports, sole)
         suspects = self._suspects(reports, now)
         if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.1:
             self._asked_at = now
@@ -399,21 +398,21 @@ class Watchdog:
             reports = {
                 r: _blocked(report) if r in suspects else report for r, report in asked.items()
             }
-            verdict = recovery.judge(reports, sole)
-            self._judge(verdict, reports, now, sole, kept=True)
+            verdict = recovery.diagnose(reports, sole)
+            self._act_on(verdict, reports, now, sole, kept=True)
             return
         if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
-            self._judge(verdict, reports, now, sole)
-        is_halted = any(reports[r].state in ("stopped", "debugged") for r in self._pending.missing)
+            self._act_on(verdict, reports, now, sole)
+        is_halted = any(reports[r].state.is_halted for r in self._pending.missing)
         if verdict.kind is Kind.WAIT or is_halted:
             self._notice(now, sole)
 
-    def _judge(
+    def _act_on(
         self,
         verdict: Verdict,
         reports: dict[int, RankReport],
         now: float,
-        sole: Pending | None,
+        sole: PendingRequest | None,
         *,
         kept: bool = False,
     ) -> None:
@@ -427,17 +426,17 @@ class Watchdog:
         grace = self._recovery.hang_grace
         waits_for_any = any(is_any_source(reports[r].operations[-1]) for r in verdict.waiting)
         if verdict.failed or (verdict.kind is Kind.ORDER and not waits_for_any):
-            grace = CONFIRM
+            grace = CONFIRM_S
         elif not grace:
             return
         if now - self._seen_at >= grace:
-            self._free(verdict, reports, sole, kept)
+            self._abort(verdict, reports, sole, kept)
 
-    def _free(
+    def _abort(
         self,
         verdict: Verdict,
         reports: dict[int, RankReport],
-        sole: Pending | None,
+        sole: PendingRequest | None,
         kept: bool,
     ) -> None:
         recovery = self._recovery
@@ -446,16 +445,16 @@ class Watchdog:
                 return
             if not kept:
                 again = recovery.reports(ask=False, sole=sole)
-                if recovery.judge(again, sole).kind is not verdict.kind:
+                if recovery.diagnose(again, sole).kind is not verdict.kind:
                     return
             self._adopt(verdict, reports)
-            recovery.free(verdict, verdict.sentence)
+            recovery.abort(verdict)
 
     def _adopt(self, verdict: Verdict, reports: dict[int, RankReport]) -> None:
         self.verdict = verdict
         for rank, report in reports.items():
             waits = report.operations and report.operations[-1].is_waiting
-            if waits and rank in self._pending.ranks and report.state == "running":
+            if waits and rank in self._pending.ranks and report.state == RankState.RUNNING:
                 self.waited[rank] = describe_operation(report.operations[-1])
 
     def _find_late(self) -> None:
@@ -473,9 +472,11 @@ class Watchdog:
         launcher = self._recovery.launcher
         if not self._late_since or launcher.is_broken or not self._pending.missing:
             return
-        if time.monotonic() - self._late_since > FOR_THE_OTHERS:
+        if time.monotonic() - self._late_since > OTHERS_TIMEOUT_S:
             # Whoever comes now would not meet those that have left.
-            launcher.abort("failed", f"{ranks_text(sorted(late))} came too late for the others")
+            launcher.abort(
+                AbortReason.FAILED, f"{ranks_text(sorted(late))} came too late for the others"
+            )
 
     # --- blocked in something that was issued asynchronously --------------------------------------
 
@@ -483,13 +484,19 @@ class Watchdog:
         """Ranks that have issued something which is not complete, and use no processor time."""
         pids = {info.rank: info.pid for info in self._recovery.launcher.infos}
         has_failed = any(
-            r.state == "dead" or r.outcome.startswith("failed") for r in reports.values()
+            report.state == RankState.DEAD
+            or (report.outcome is not None and report.outcome.ending is Ending.FAILED)
+            for report in reports.values()
         )
-        asleep = ASLEEP_AFTER_FAILURE if has_failed else ASLEEP
+        asleep = ASLEEP_AFTER_FAILURE_S if has_failed else ASLEEP_S
         suspects = []
         for rank, report in reports.items():
             waits = report.operations and not report.operations[-1].is_waiting
-            if report.state != "running" or not waits or report.operations[-1].seconds < asleep:
+            if (
+                report.state != RankState.RUNNING
+                or not waits
+                or report.operations[-1].seconds < asleep
+            ):
                 self._idle_since.pop(rank, None)
                 continue
             used = processor_time(pids[rank])
@@ -510,21 +517,21 @@ class Watchdog:
                 self._notify("")
                 self._noticed_at = 0.0
 
-    def _notice(self, now: float, sole: Pending | None) -> None:
-        if now - self._progress_at < NOTICE_AFTER or now - self._noticed_at < NOTICE_EVERY:
+    def _notice(self, now: float, sole: PendingRequest | None) -> None:
+        if now - self._progress_at < NOTICE_AFTER_S or now - self._noticed_at < NOTICE_EVERY_S:
             return
         self._noticed_at = now
         reports = self._recovery.reports(ask=True, sole=sole)
-        self._notify(self._recovery.judge(reports, sole).sentence)
+        self._notify(self._recovery.diagnose(reports, sole).sentence)
 
 
 def _stuck_text(report: RankReport) -> str:
     """Why a rank does not come back."""
     known = {
-        "silent": "computes in C code that holds Python's lock and cannot be interrupted",
-        "stopped": "is stopped by SIGSTOP (kill -CONT lets it go on)",
-        "debugged": "is held by a debugger",
-        "dead": f"has ended; {report.outcome}",
+        RankState.SILENT: "computes in C code that holds Python's lock and cannot be interrupted",
+        RankState.STOPPED: "is stopped by SIGSTOP (kill -CONT lets it go on)",
+        RankState.TRACED: "is held by a debugger",
+        RankState.DEAD: f"has ended; {report.outcome.text if report.outcome else ''}",
     }
     if report.state in known:
         return known[report.state]
@@ -538,13 +545,13 @@ def _stuck_text(report: RankReport) -> str:
 
 def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
     if reply is None:
-        return replace(report, state="silent")
+        return replace(report, state=RankState.SILENT)
     return replace(report, place=reply.place, stack=reply.stack)
 
 
 def _blocked(report: RankReport) -> RankReport:
     """The same, with the operation last and marked that its main thread waits for, if it does."""
-    if report.state != "running" or not report.operations or not report.stack:
+    if report.state != RankState.RUNNING or not report.operations or not report.stack:
         return report
     filename = report.stack[-1].filename
     waits = [op for op in report.operations if op.in_thread and _WAITS.search(filename)]

@@ -7,30 +7,49 @@ import time
 from collections import deque
 from dataclasses import fields
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from distsession.cluster.base import Launcher
 from distsession.display.panel import HISTORY, Gauge, Line, Snapshot
-from distsession.display.render import ASKING, config_rows
+from distsession.display.render import config_rows, state_text
 from distsession.errors import SessionStateError
+from distsession.kernel.recovery import Recovery
 from distsession.options import SessionOptions
 from distsession.protocol.messages import RankReport, RankUsage, UsageReply
+from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo
-
-if TYPE_CHECKING:
-    from distsession.session import Session
 
 __all__ = ["Snapshots"]
 
-LONG = 1.0
+COMPUTES_AFTER_S = 1.0
 """Seconds that a rank has to run until it is asked for the line that it is at."""
-BRIEFLY = 0.1
+FIRST_READING_S = 0.1
 """Seconds between two readings where there is no earlier one to compare with."""
-PATIENCE = 0.3
+USAGE_TIMEOUT_S = 0.3
 """Seconds that the agent has to answer; what it said last is shown then."""
-OLD = 3.0
+USAGE_LIFETIME_S = 3.0
 """Seconds after which what the agent said last is not shown any more."""
-SAME = 1.0
+SAME_MOMENT_S = 1.0
 """Two estimates of when a state began that differ by less mean the same moment."""
+
+
+class Observed(Protocol):
+    """What is needed of the session that is looked at."""
+
+    name: str
+    options: SessionOptions
+    option_sources: dict[str, str]
+    recovery: Recovery
+
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def infos(self) -> tuple[RankInfo, ...]: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def launcher(self) -> Launcher: ...
+    def status(self) -> str: ...
 
 
 class Snapshots:
@@ -40,14 +59,14 @@ class Snapshots:
         session: Which.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Observed):
         self._session = session
         self._before: dict[int, tuple[int, float, float]] = {}
         self._percent: dict[int, int] = {}
         self._history: dict[int, deque[int]] = {}
         self._began: dict[int, tuple[object, float]] = {}
 
-    def look(self) -> Snapshot:
+    def take(self) -> Snapshot:
         """How everything is now."""
         session = self._session
         if not session.is_open:
@@ -56,9 +75,9 @@ class Snapshots:
             raise SessionStateError("the ranks of this session are being started.")
         gauges = self._read()
         if gauges is not None and not self._percent:
-            time.sleep(BRIEFLY)
+            time.sleep(FIRST_READING_S)
             gauges = self._read()
-        oldest = time.monotonic() - OLD
+        oldest = time.monotonic() - USAGE_LIFETIME_S
         known = () if gauges is None else gauges.uses
         uses = {use.rank: use for use in known if use.at > oldest}
         infos, reports = session.infos, self._reports()
@@ -105,7 +124,7 @@ class Snapshots:
         """When a state began, the same at each look while it lasts; nothing if nobody saw it."""
         before, known = self._began.get(rank, (None, 0.0))
         began = time.time() - seconds if seconds or before is not None else 0.0
-        if before == key and (not seconds or abs(known - began) < SAME):
+        if before == key and (not seconds or abs(known - began) < SAME_MOMENT_S):
             began = known
         self._began[rank] = (key, began)
         return time.strftime("%H:%M:%S", time.localtime(began)) if began else ""
@@ -114,7 +133,7 @@ class Snapshots:
 
     def _read(self) -> UsageReply | None:
         try:
-            gauges = self._session.recovery.launcher.usage(PATIENCE)
+            gauges = self._session.launcher.usage(USAGE_TIMEOUT_S)
         except SessionStateError:  # the agent is gone, as the status says
             return None
         for use in () if gauges is None else gauges.uses:
@@ -157,40 +176,30 @@ class Snapshots:
 
 def _is_worth_asking(report: RankReport) -> bool:
     blocked = report.operations and report.operations[-1].is_waiting
-    return report.state == "running" and report.seconds > LONG and not blocked
-
-
-_HALTED = {
-    "stopped": "stopped by SIGSTOP",
-    "debugged": "held by a debugger",
-    "silent": "running, not answering",
-}
+    return report.state == RankState.RUNNING and report.seconds > COMPUTES_AFTER_S and not blocked
 
 
 def _state(report: RankReport) -> tuple[str, str, tuple[object, ...]]:
     """Kind and words of a state, and what stays the same while it lasts."""
-    outcome = report.outcome.strip().partition("\n")[0]
-    if report.state == "dead":
-        return "dead", f"dead ({outcome})" if outcome else "dead", ("dead",)
-    if report.state in _HALTED:
-        return "halted", _HALTED[report.state], (report.state, report.request)
-    if report.state in ASKING:
-        place = f" at {report.place}" if report.place else ""
-        return "waiting", f"{ASKING[report.state]}{place}", (report.state, report.place)
-    if report.state == "idle":
-        return "idle", f"idle ({outcome})" if outcome else "idle", ("idle",)
+    state = RankState(report.state)
+    if state is RankState.DEAD or state is RankState.IDLE:
+        return str(state), state_text(report), (state,)
+    if state.is_halted or state is RankState.SILENT:
+        return "halted", state.label, (state, report.request)
+    if state.is_asking:
+        return "waiting", state_text(report), (state, report.place)
     operation = report.operations[-1] if report.operations else None
     if operation is not None and operation.is_waiting:
         place = f" at {operation.place}" if operation.place else ""
         key = ("waiting", operation.group, operation.sequence)
         return "waiting", f"waiting in {operation.name}{place}", key
-    return "running", f"running {report.place}".rstrip(), ("running", report.request)
+    return "running", f"running {report.place}".rstrip(), (state, report.request)
 
 
 # --- configuration --------------------------------------------------------------------------------
 
 
-def _facts(session: Session) -> tuple[tuple[str, str], ...]:
+def _facts(session: Observed) -> tuple[tuple[str, str], ...]:
     facts = [
         ("session", session.name),
         ("launcher", session.options.launcher),
@@ -201,7 +210,7 @@ def _facts(session: Session) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-def _options(session: Session) -> tuple[tuple[str, str, str], ...]:
+def _options(session: Observed) -> tuple[tuple[str, str, str], ...]:
     first = session.infos[0]
     found = {  # what a start makes of an option that is left open
         "ranks": session.world_size,

@@ -10,23 +10,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distsession.cluster.base import NOBODY, Pending
+from distsession.cluster.pending import NOBODY, PendingRequest
+from distsession.protocol.board import Board
 from distsession.protocol.messages import InputReply, InputRequest
-
-if TYPE_CHECKING:
-    from distsession.protocol.board import Board
 
 __all__ = ["InputRequests"]
 
-SETTLE = 0.1
+FIRST_REQUEST_DELAY_S = 0.1
 """Seconds after a first question in which others may come, for the lowest rank to be asked first.
 Ranks reach a breakpoint together, but for some milliseconds."""
-BLOCKED = 0.3
+BLOCKED_AFTER_S = 0.3
 """Seconds in an operation after which a rank whose debugger is open gives its turn to those that
 ask, too: it may wait for one of them."""
-WATCH = 0.1
+WATCH_EVERY_S = 0.1
 """Seconds between two looks at whether a rank still waits for its answer."""
 
 NO_PLACE = "the output of this run has no place to ask in."
@@ -46,7 +44,7 @@ class InputRequests:
 
     def __init__(
         self,
-        pending: Pending,
+        pending: PendingRequest,
         board: Board | None,
         ask: Callable[[str, bool], str] | None,
         obstacle: str = NOBODY,
@@ -58,9 +56,9 @@ class InputRequests:
         self._waiting: dict[int, InputRequest] = {}
         self._first_at = 0.0
         self._turn: int | None = None
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
 
-    def put(self, question: InputRequest) -> None:
+    def add(self, question: InputRequest) -> None:
         """A rank asks."""
         if self._ask is None:
             self._pending.refuse(question, self._obstacle)
@@ -69,27 +67,27 @@ class InputRequests:
             self._first_at = time.monotonic()
         self._waiting[question.rank] = question
         if question.rank == self._turn:
-            self.look()
+            self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Called now and then: ask whose turn it is."""
-        self._count()
+        self._count_pause()
         for gone in self._waiting.keys() - set(self._pending.missing):
             del self._waiting[gone]  # it has died meanwhile
         while (rank := self._next()) is not None:
             self._turn = rank
-            self._put_to_person(self._waiting.pop(rank))
-            self._count()
+            self._prompt(self._waiting.pop(rank))
+            self._count_pause()
 
-    def _count(self) -> None:
+    def _count_pause(self) -> None:
         """Time in which a debugger is open does not count for the run's time limit."""
         now = time.monotonic()
         is_open = self._board is not None and any(
             region.is_in_debugger or region.is_asking for region in self._board.regions
         )
         if is_open:
-            self._pending.paused += now - self._looked_at
-        self._looked_at = now
+            self._pending.pause(now - self._checked_at)
+        self._checked_at = now
 
     def _next(self) -> int | None:
         if not self._waiting or self._pending.stopped:
@@ -98,7 +96,7 @@ class InputRequests:
             return self._turn
         if self._turn is not None and self._keeps_turn(self._turn):
             return None
-        if time.monotonic() - self._first_at < SETTLE:
+        if time.monotonic() - self._first_at < FIRST_REQUEST_DELAY_S:
             return None
         return min(self._waiting)
 
@@ -108,16 +106,16 @@ class InputRequests:
         region = self._board.regions[rank]
         if not region.is_in_debugger:
             return False
-        return all(operation.seconds < BLOCKED for operation in region.operations())
+        return all(operation.seconds < BLOCKED_AFTER_S for operation in region.operations())
 
-    def _put_to_person(self, question: InputRequest) -> None:
+    def _prompt(self, question: InputRequest) -> None:
         rank = question.rank
         assert self._ask is not None
-        box = _Box(lambda: rank not in self._pending.missing or bool(self._pending.stopped))
+        box = _Prompt(lambda: rank not in self._pending.missing or bool(self._pending.stopped))
         try:
             with box:
                 text: str | None = self._ask(f"[rank {rank}] {question.prompt}", question.secret)
-        except _Gone:
+        except _NobodyWaits:
             return
         except EOFError:
             text = None
@@ -132,11 +130,11 @@ class InputRequests:
         self._pending.answer(rank, InputReply(question.number, text))
 
 
-class _Gone(Exception):
+class _NobodyWaits(Exception):
     """Nobody waits for the answer any more."""
 
 
-class _Box:
+class _Prompt:
     """Around a question that is put in the main thread; ends it when nobody waits for the answer.
 
     Nothing but a signal gets a thread out of reading. One that comes before it reads does not, so
@@ -157,7 +155,7 @@ class _Box:
         assert main is not None
 
         def watch() -> None:
-            while not self.closed.wait(WATCH):
+            while not self.closed.wait(WATCH_EVERY_S):
                 with self._lock:
                     if self._is_over() and not self.closed.is_set():
                         self._ended = True
@@ -175,4 +173,4 @@ class _Box:
             if not self._ended:
                 raise
         if self._ended:
-            raise _Gone
+            raise _NobodyWaits

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distsession.errors import (
     DistsessionError,
@@ -18,6 +17,7 @@ from distsession.errors import (
     SerializationError,
     SessionStateError,
 )
+from distsession.kernel.requests import Requests
 from distsession.protocol import serialize
 from distsession.protocol.messages import (
     CommitRequest,
@@ -31,15 +31,8 @@ from distsession.protocol.shared_memory import Segment, map_private, map_shared
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
 
-if TYPE_CHECKING:
-    from distsession.view import RankView
+__all__ = ["copy", "gather", "prepare", "pull", "push", "scatter"]
 
-__all__ = ["Progress", "gather", "prepare", "pull", "push", "push_frames", "scatter"]
-
-SHOW_AFTER = 1.0
-"""Seconds that a transfer takes before it is shown."""
-SHOW_EVERY = 0.2
-BAR = 24
 PIECE_MIN, PIECE_MAX = 1 << 20, 16 << 20
 """Bytes of a piece of what a rank of another host gathers; in between a sixteenth of the whole."""
 
@@ -55,51 +48,14 @@ def prepare() -> None:
     serialize.use_reducer(make)
 
 
-class Progress:
-    """Shows how far a transfer is, once it takes long.
-
-    Args:
-        show: Takes a line that replaces the one before.
-        verb: What is done: ``"sending"`` or ``"bringing"``.
-    """
-
-    def __init__(self, show: Callable[[str], None], verb: str):
-        self._show = show
-        self._verb = verb
-        self._began = time.monotonic()
-        self._shown = 0.0
-        self._ranks: dict[int | None, tuple[int, int]] = {}
-
-    def __call__(self, done: int, total: int, rank: int | None = None) -> None:
-        self._ranks[rank] = done, total
-        now = time.monotonic()
-        if now - self._began < SHOW_AFTER or now - self._shown < SHOW_EVERY:
-            return
-        self._shown = now
-        self._show(self.text(now - self._began))
-
-    def text(self, seconds: float) -> str:
-        """``sending [######----] 512 of 1024 MB, 850 MB/s``, with the slowest rank if known."""
-        done = sum(done for done, _ in self._ranks.values())
-        total = max(1, sum(total for _, total in self._ranks.values()))
-        filled = BAR * done // total
-        bar = "#" * filled + "-" * (BAR - filled)
-        text = (
-            f"{self._verb} [{bar}] {done / 1e6:.0f} of {total / 1e6:.0f} MB, "
-            f"{done / 1e6 / max(seconds, 1e-3):.0f} MB/s"
-        )
-        behind = [rank for rank, (d, t) in self._ranks.items() if rank is not None and d < t]
-        return f"{text}, waiting for {ranks_text(sorted(behind))}" if behind else text
-
-
 # --- push -----------------------------------------------------------------------------------------
 
 
-def push(view: RankView, values: Mapping[str, Any]) -> None:
-    """Give every rank of the view these variables; all of them, or where that fails none."""
+def push(requests: Requests, ranks: Sequence[int], values: Mapping[str, Any]) -> None:
+    """Give every rank these variables; all of them, or where that fails none."""
     _check_names(values)
     if values:
-        push_frames(view, _dump(dict(values)))
+        _push_frames(requests, ranks, _dump(dict(values)))
 
 
 def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
@@ -120,30 +76,42 @@ def _dump(values: dict[str, Any]) -> serialize.Frames:
         raise
 
 
-def push_frames(view: RankView, payload: Any) -> None:
+def _push_frames(requests: Requests, ranks: Sequence[int], payload: Any) -> None:
     """Push a pickled dict, the same for all ranks, or for each rank its own."""
-    with view.pushing:
+    with requests.pushing:
         try:
-            view.ask(PushRequest, payload, verb="sending")
+            requests.ask(ranks, PushRequest, payload, verb="sending")
         except BaseException:
             with suppress(DistsessionError):  # ranks that hold it already can let it go
-                view.post(lambda number: CommitRequest(number, False))
+                requests.post(ranks, lambda number: CommitRequest(number, False))
             raise
-        view.ask(lambda number: CommitRequest(number, True), [], steady=True)
+        requests.ask(ranks, lambda number: CommitRequest(number, True), [], steady=True)
+
+
+def copy(requests: Requests, source: int, ranks: Sequence[int], names: Sequence[str]) -> None:
+    """Give ranks these variables of another one, all in one payload.
+
+    What they share (an optimizer the parameters of its model) stays shared. The values pass through
+    the kernel as they are, without being rebuilt there.
+    """
+    payload = requests.fetch_frames(source, lambda number: PullRequest(number, tuple(names)))
+    _push_frames(requests, ranks, payload)
 
 
 # --- pull -----------------------------------------------------------------------------------------
 
 
-def pull(view: RankView, names: Sequence[str]) -> RankResults[Any]:
-    """Bring the values of names from every rank of the view."""
+def pull(requests: Requests, ranks: Sequence[int], names: Sequence[str]) -> RankResults[Any]:
+    """Bring the values of names from every rank."""
     for name in names:
         if not isinstance(name, str):
             raise OptionsError(f'pull() takes names, such as pull("x"), not {name!r}.')
     if not names:
         raise OptionsError('pull() takes at least one name, such as pull("x").')
     try:
-        results = view.ask(lambda number: PullRequest(number, tuple(names)), [], verb="bringing")
+        results = requests.ask(
+            ranks, lambda number: PullRequest(number, tuple(names)), [], verb="bringing"
+        )
     except RunError as error:
         error.results = _values(names, error.results)
         raise
@@ -165,21 +133,29 @@ def _values(names: Sequence[str], results: Mapping[int, Any]) -> RankResults[Any
 # --- scatter --------------------------------------------------------------------------------------
 
 
-def scatter(view: RankView, name: str, value: Any, dim: int, sizes: Sequence[int] | None) -> None:
-    """Split a value over the ranks of the view."""
+def scatter(
+    requests: Requests,
+    ranks: Sequence[int],
+    name: str,
+    value: Any,
+    dim: int,
+    sizes: Sequence[int] | None,
+) -> None:
+    """Split a value over the ranks."""
     _check_names([name])
-    ends = _ends(_length(name, value, dim), len(view), dim, sizes)
+    ends = _ends(_length(name, value, dim), len(ranks), dim, sizes)
     begins = [0, *ends[:-1]]
 
     def payload_of(begin: int, end: int) -> Callable[[], serialize.Frames]:
         # Made only when it is this rank's turn: of what has to be copied there is one part a time.
         return lambda: _dump({name: _part(value, dim, begin, end)})
 
-    push_frames(
-        view,
+    _push_frames(
+        requests,
+        ranks,
         {
             rank: payload_of(begin, end)
-            for rank, begin, end in zip(view.ranks, begins, ends, strict=True)
+            for rank, begin, end in zip(ranks, begins, ends, strict=True)
         },
     )
 
@@ -235,15 +211,15 @@ def _part(value: Any, dim: int, begin: int, end: int) -> Any:
 # --- gather ---------------------------------------------------------------------------------------
 
 
-def gather(view: RankView, name: str, dim: int) -> Any:
+def gather(requests: Requests, ranks: Sequence[int], name: str, dim: int) -> Any:
     """Put the parts that ranks hold together in one piece of memory, written by the ranks."""
-    shards = view.ask(lambda number: ShardsRequest(number, name), [])
+    shards = requests.ask(ranks, lambda number: ShardsRequest(number, name), [])
     kinds = {rank: shard.kind for rank, shard in shards.items()}
     if len(set(kinds.values())) > 1:
         raise SessionStateError(f"gather({name!r}): the ranks hold different things: {kinds}.")
     kind = next(iter(kinds.values()))
     if kind == "list":
-        return [item for part in pull(view, [name]).values() for item in part]
+        return [item for part in pull(requests, ranks, [name]).values() for item in part]
     if kind not in ("tensor", "array", "sharded"):
         raise SessionStateError(
             f"gather({name!r}) joins tensors, numpy arrays or lists, not what the ranks hold (a "
@@ -259,13 +235,13 @@ def gather(view: RankView, name: str, dim: int) -> Any:
     else:
         shape, at = _whole_of_parts(name, {r: s.shape for r, s in shards.items()}, dim)
     with Segment([math.prod(shape) * first.dtype.itemsize]) as whole:
-        found = view.ask(
-            lambda number: FillRequest(number, name, shape, at), whole, verb="bringing"
+        found = requests.ask(
+            ranks, lambda number: FillRequest(number, name, shape, at), whole, verb="bringing"
         )
         apart = {rank: part for rank, part in found.items() if part is not None}
         if apart:
             (memory,) = map_shared(whole.descriptor, whole.sizes)
-            _bring_parts(view, apart, _over(memory, kind, first.dtype, shape))
+            _bring_parts(requests, apart, _over(memory, kind, first.dtype, shape))
             del memory
         (memory,) = map_private(whole.descriptor, whole.sizes)
     return _over(memory, kind, first.dtype, shape)
@@ -282,21 +258,20 @@ def _over(memory: Any, kind: str, dtype: Any, shape: Sequence[int]) -> Any:
     return over(memory, dtype, shape)
 
 
-def _bring_parts(view: RankView, parts: Mapping[int, Any], whole: Any) -> None:
-    """Bring what ranks of other hosts have put aside, in pieces: the whole is all that is here.
+def _bring_parts(requests: Requests, parts: Mapping[int, Any], whole: Any) -> None:
+    """Bring what ranks of other hosts have staged, in pieces: the whole is all that is here.
 
     Args:
-        view: With these ranks.
+        requests: Of the session.
         parts: Where the part of each belongs.
         whole: A tensor or array over the memory of all of it.
     """
     size = whole.dtype.itemsize
     limit = min(PIECE_MAX, max(PIECE_MIN, whole.nbytes // 16)) // size
-    apart = view.part(list(parts))
     try:
         for rank, part in parts.items():
             for begin, shape in _pieces(part.shape, limit):
-                piece = view.part([rank]).ask(partial(PieceRequest, begin=begin, shape=shape), [])
+                piece = requests.ask([rank], partial(PieceRequest, begin=begin, shape=shape), [])
                 window = tuple(
                     slice(at + b, at + b + n)
                     for at, b, n in zip(part.at, begin, shape, strict=True)
@@ -304,7 +279,7 @@ def _bring_parts(view: RankView, parts: Mapping[int, Any], whole: Any) -> None:
                 whole[window] = piece[rank]
     finally:
         with suppress(DistsessionError):
-            apart.post(lambda number: PieceRequest(number, None))
+            requests.post(list(parts), lambda number: PieceRequest(number, None))
 
 
 def _pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

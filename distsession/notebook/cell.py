@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distsession.cluster.base import OutputMessage
+from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, rank_label, state_and_since
+from distsession.kernel.output import Output
 from distsession.notebook import stdin
 from distsession.notebook.output import Section, Transcript, Written
 from distsession.notebook.output_html import (
@@ -27,6 +28,7 @@ from distsession.notebook.output_html import (
 )
 from distsession.notebook.terminal import TerminalOutput
 from distsession.protocol.messages import ClearOutput, Display, RankReport, Text
+from distsession.protocol.rank_state import RankState
 from distsession.ranks import ranks_text
 
 __all__ = ["CellOutput", "make_output"]
@@ -65,12 +67,14 @@ class BackgroundOutput(TerminalOutput):
             super().write(message)
 
 
-class CellOutput:
+class CellOutput(Output):
     """One run's output in a notebook.
 
     Args:
         log: Gives the path of a rank's log file, which has everything that is left out here.
     """
+
+    can_ask = True
 
     def __init__(self, log: Callable[[int], str]):
         self._log = log
@@ -240,8 +244,8 @@ class CellOutput:
 
 def _state(report: RankReport, place: tuple[int, str]) -> tuple[str, str]:
     """What a rank does, and since when; the place is that of the last time it was asked."""
-    if report.state == "idle" and report.outcome:
-        return report.outcome.partition("\n")[0], ""
+    if report.state == RankState.IDLE and report.outcome is not None:
+        return report.outcome.text, ""
     if not report.place and place[0] == report.request:
         report = replace(report, place=place[1])
     return state_and_since(report)

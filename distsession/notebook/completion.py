@@ -182,7 +182,7 @@ def ask(code: str, line: str, *, inspect: bool) -> dict[int, CompletionReply]:
     try:
         session = current_session()
         ranks = _ranks(session, line)
-        launcher = session.recovery.launcher
+        launcher = session.launcher
         dead = launcher.dead_ranks()
         living = [rank for rank in ranks if rank not in dead]
         return launcher.look(living[:ASKED], code, inspect, PATIENCE)

@@ -46,7 +46,7 @@ class Panel(Table):
     def __init__(self, session: Session):
         self._session = session
         self._observer = Snapshots(session)
-        self._overview = self._observer.look()
+        self._overview = self._observer.take()
         super().__init__(panel.snapshot_text(self._overview), panel.snapshot_html(self._overview))
 
     def bundle(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Live:
                 self._end()
                 break
             try:
-                self._update(self._observer.look())
+                self._update(self._observer.take())
             except Exception:
                 # The session is being restarted or closed. The next look will tell; and what is
                 # wrong here must not become an error beside the user's own.

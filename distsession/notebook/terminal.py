@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distsession.cluster.base import OutputMessage
+from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, rank_label, without_times
+from distsession.kernel.output import Output
 from distsession.notebook import stdin
 from distsession.notebook.lines import Lines
 from distsession.protocol.messages import Display, RankReport, Text
@@ -27,8 +28,10 @@ BATCH = 1 << 16
 """Characters that are written in one piece."""
 
 
-class TerminalOutput:
+class TerminalOutput(Output):
     """Writes one run's output to ``sys.stdout`` and ``sys.stderr``."""
+
+    can_ask = True
 
     def __init__(self) -> None:
         self._lines: dict[tuple[int, str], Lines] = {}

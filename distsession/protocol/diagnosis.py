@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 
 from distsession.protocol.cause import sentence
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.protocol.rank_state import AbortReason, Ending, Outcome, RankState
 from distsession.ranks import format_ranks
 
-__all__ = ["NO_PART", "Kind", "Verdict", "describe_operation", "diagnose", "is_any_source"]
+__all__ = ["Kind", "Verdict", "describe_operation", "diagnose", "is_any_source"]
 
 WORLD = "world"
 ANY_SOURCE = "any source"
-NO_PART = "no part in this run"
-"""The outcome of a rank that nothing was asked of, in a run beside which nothing else can be."""
 LONGEST_REASON = 200
+MISMATCH = "CollectiveMismatchError"
 
 
 class Kind(enum.StrEnum):
@@ -55,6 +55,7 @@ class Verdict:
         waiting: Ranks that wait for missing ones; of a deadlock those that never come free.
         missing: Ranks that the waiting ones miss. One may itself be waiting, for yet another.
         failed: Some missing rank has died or failed, so its own error is the cause.
+        reason: Why the process group is to be given up for it.
     """
 
     kind: Kind
@@ -62,6 +63,7 @@ class Verdict:
     waiting: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     failed: bool = False
+    reason: AbortReason = AbortReason.HANG
 
 
 def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
@@ -82,7 +84,9 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         parts = found.waits(found.stuck) if never else [found.circle(), found.why_circle()]
         parts += ["no wait can help"] if never else []
         parts += found.waits(found.late)
-        return Verdict(kind, _sentences(parts), _sorted(found.stuck), missing, failed)
+        reason = _abort_reason(kind, [reports[rank] for rank in never])
+        waiting = _sorted(found.stuck)
+        return Verdict(kind, _sentences(parts), waiting, missing, failed, reason)
     if found.late:
         missing = _union(found.missing[rank] for rank in found.late)
         sentence = _sentences(found.waits(found.late, timed=True))
@@ -131,7 +135,9 @@ class _Findings:
         self.blocked = {
             rank: report.operations[-1]
             for rank, report in self.reports.items()
-            if report.state == "running" and report.operations and report.operations[-1].is_waiting
+            if report.state == RankState.RUNNING
+            and report.operations
+            and report.operations[-1].is_waiting
         }
         self.missing = {rank: self._missing(rank) for rank in self.blocked}
         self.stuck = self._stuck()
@@ -173,7 +179,9 @@ class _Findings:
     def is_gone(self, rank: int) -> bool:
         """The rank begins no further operation of this run."""
         report = self.reports[rank]
-        return report.state == "dead" or (report.state == "idle" and bool(report.outcome))
+        return report.state == RankState.DEAD or (
+            report.state == RankState.IDLE and report.outcome is not None
+        )
 
     # --- in words ---------------------------------------------------------------------------------
 
@@ -219,7 +227,9 @@ class _Findings:
         if not self.reports:
             return ["no rank has reported"]
         done = [f"{_name(ranks)} {does}" for _, ranks, does in self._reasons(self.reports, False)]
-        at_rest = all(report.state in ("idle", "dead") for report in self.reports.values())
+        at_rest = all(
+            report.state in (RankState.IDLE, RankState.DEAD) for report in self.reports.values()
+        )
         head = "nothing runs" if at_rest else "no rank waits for a missing one"
         return [f"{head}: {'; '.join(done)}", *self._mismatches()]
 
@@ -264,29 +274,35 @@ class _Findings:
     def _does(self, rank: int, as_missing: bool) -> tuple[int, str, str]:
         """What a rank does: how grave that is, and the verb for one rank and for several."""
         report = self.reports[rank]
-        outcome = _shorten(report.outcome)
         if rank in self.blocked:
             described = describe_operation(self.blocked[rank])
             if self.missing[rank]:
                 return 4, "waits elsewhere", "wait elsewhere"
             return 5, f"is in {described}", f"are in {described}"
-        if report.state == "dead":
-            died = f"died ({outcome})" if outcome else "died"
+        if report.state == RankState.DEAD:
+            how = _shorten(report.outcome.text) if report.outcome else ""
+            died = f"died ({how})" if how else "died"
             return 0, died, died
-        if report.state == "idle":
-            return _idle(outcome, as_missing)
+        if report.state == RankState.IDLE:
+            return _idle(report.outcome, as_missing)
         one, many = (report.place,) * 2 if report.place else ("its code", "their code")
         states = {
-            "running": (7, f"runs {one}", f"run {many}"),
-            "stopped": (
+            RankState.RUNNING: (7, f"runs {one}", f"run {many}"),
+            RankState.STOPPED: (
                 6,
                 "is stopped (SIGSTOP): kill -CONT lets it go on",
                 "are stopped (SIGSTOP): kill -CONT lets them go on",
             ),
-            "debugged": (6, "is held by a debugger", "are held by a debugger"),
-            "debugging": (6, *_at("is in the debugger", "are in the debugger", report.place)),
-            "asking": (6, *_at("waits for input", "wait for input", report.place)),
-            "silent": (
+            RankState.TRACED: (6, "is held by a debugger", "are held by a debugger"),
+            RankState.DEBUGGING: (
+                6,
+                *_at("is in the debugger", "are in the debugger", report.place),
+            ),
+            RankState.WAITING_FOR_INPUT: (
+                6,
+                *_at("waits for input", "wait for input", report.place),
+            ),
+            RankState.SILENT: (
                 6,
                 "does not answer: it computes in C code that holds the interpreter's lock",
                 "do not answer: they compute in C code that holds the interpreter's lock",
@@ -305,7 +321,7 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     key = (operation.group, operation.sequence)
     inside = any((op.group, op.sequence) == key for op in report.operations)
     if inside:
-        return report.state not in ("dead", "stopped", "debugged")
+        return report.state != RankState.DEAD and not RankState(report.state).is_halted
     return key not in report.refused and report.sequences.get(key[0], 0) >= key[1]
 
 
@@ -322,26 +338,35 @@ def _has_sent(sender: RankReport, receiver: RankReport, operation: Operation) ->
 
 
 def _has_failed(report: RankReport) -> bool:
-    return report.state == "dead" or report.outcome.startswith("failed")
+    failed = report.outcome is not None and report.outcome.ending is Ending.FAILED
+    return report.state == RankState.DEAD or failed
+
+
+def _abort_reason(kind: Kind, gone: Iterable[RankReport]) -> AbortReason:
+    outcomes = [report.outcome for report in gone if _has_failed(report)]
+    if kind is Kind.ORDER or any(o is not None and o.ename == MISMATCH for o in outcomes):
+        return AbortReason.MISMATCH
+    return AbortReason.FAILED if outcomes else AbortReason.HANG
 
 
 # --- words ----------------------------------------------------------------------------------------
 
 
-def _idle(outcome: str, as_missing: bool) -> tuple[int, str, str]:
-    if not outcome:
-        none = ": nothing runs on it" if as_missing else ""
-        return 8, f"is idle{none}", f"are idle{none and ': nothing runs on them'}"
-    if outcome.startswith("failed"):
-        error = outcome.removeprefix("failed").lstrip(": ")
-        failed = f"failed ({error})" if error else "failed"
-        return 1, failed, failed
-    if outcome == NO_PART:
-        return 3, "has no part in this run", "have no part in this run"
-    how = "" if outcome == "finished" else f" ({outcome})"
-    verb = "ended" if how else "finished"
+def _idle(outcome: Outcome | None, as_missing: bool) -> tuple[int, str, str]:
     without = " without it" if as_missing else ""
-    return 2, f"{verb} its part{without}{how}", f"{verb} their part{without}{how}"
+    match outcome.ending if outcome is not None else None:
+        case Ending.FAILED | Ending.DIED:
+            assert outcome is not None
+            error = _shorten(outcome.text.removeprefix("failed: "))
+            failed = f"failed ({error})" if outcome.detail or outcome.ename else "failed"
+            return 1, failed, failed
+        case Ending.NO_PART:
+            return 3, "has no part in this run", "have no part in this run"
+        case Ending.FINISHED:
+            return 2, f"finished its part{without}", f"finished their part{without}"
+        case _:
+            none = ": nothing runs on it" if as_missing else ""
+            return 8, f"is idle{none}", f"are idle{none and ': nothing runs on them'}"
 
 
 def _name(ranks: Iterable[int]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distsession.protocol.rank_state import AbortReason, Outcome, RankState
 from distsession.ranks import HostInfo, RankInfo
 
 __all__ = [
@@ -598,16 +599,12 @@ class RankReport(_Message):
     """What one rank does.
 
     Attributes:
-        state: ``"idle"``, ``"running"``, ``"dead"``, ``"debugging"`` (its Python debugger waits
-            for a command), ``"asking"`` (its code waits for input), ``"stopped"`` (SIGSTOP),
-            ``"debugged"`` (a debugger of processes holds it), or ``"silent"`` (its main thread
-            holds the interpreter's lock, in C code, so nothing more can be known).
+        state: What it is at.
         seconds: For how long it has been in that state.
         request: Number of the request that runs; 0 if none.
         place: The line of user code that runs, such as ``"In[3] line 7"``.
-        outcome: How it ended its part of the run that others still work on: ``"finished"``, or
-            ``"failed: ValueError: x"``; for a dead rank how it died. Empty while it runs, and
-            where it may still be given work (it has no part in that run).
+        outcome: How it ended its part of the run that others still work on; for a dead rank how it
+            died. None while it runs, and where it may still be given work.
         operations: What it has begun and not ended, the one it is blocked in last.
         sequences: For each group that it took part in, how many operations it has begun.
         refused: Of these, those that it has not begun after all, as they do not match: the group
@@ -616,11 +613,11 @@ class RankReport(_Message):
     """
 
     rank: int
-    state: str
+    state: RankState
     seconds: float = 0.0
     request: int = 0
     place: str = ""
-    outcome: str = ""
+    outcome: Outcome | None = None
     operations: tuple[Operation, ...] = ()
     sequences: dict[str, int] = field(default_factory=dict)
     refused: tuple[tuple[str, int], ...] = ()
@@ -635,15 +632,14 @@ class Abort(_Message):
     """Give the process group up: free whoever waits in it, refuse it to whoever comes later.
 
     Attributes:
-        kind: Why: ``"stop"``, ``"failed"`` (a peer failed or died), ``"hang"``, ``"mismatch"`` or
-            ``"replaced"`` (a peer was or is to be replaced).
+        reason: Why.
         text: What the operations then raise.
         generation: Which group; a later one is left alone. -1 gives up none.
         interrupt: A request in which KeyboardInterrupt is to be raised too; 0 for none.
         refuse: Requests that are answered with an error, unrun, if they have not begun.
     """
 
-    kind: str
+    reason: AbortReason
     text: str
     generation: int
     interrupt: int = 0

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distsession.cluster.base import OutputMessage, Pending
 from distsession.cluster.monitor import restart_text
+from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.display import render
 from distsession.engine.script import run_script
 from distsession.errors import (
@@ -25,10 +25,10 @@ from distsession.errors import (
     RunInterrupt,
 )
 from distsession.kernel.outcome import collect, reconnected_text, run_error
+from distsession.kernel.output import Silent
 from distsession.options import add_arguments
 from distsession.protocol.messages import Text
 from distsession.session import Session
-from distsession.view import Silent
 
 __all__ = ["add_run_arguments", "exit_code", "run"]
 
@@ -144,7 +144,9 @@ def _run(session: Session, path: str, script: str, arguments: Sequence[str]) -> 
         return _say(_without_mending(str(error)), 1)
 
 
-def _wait(session: Session, future: concurrent.futures.Future[Any], pending: Pending | None) -> int:
+def _wait(
+    session: Session, future: concurrent.futures.Future[Any], pending: PendingRequest | None
+) -> int:
     """Wait for all ranks; not for long for ranks that go on when another has failed."""
     failed_at: float | None = None
     while True:

@@ -48,7 +48,7 @@ def test_a_result_on_the_gpu_arrives_on_the_cpu(session: Session) -> None:
 
 def test_the_use_of_the_ranks_own_gpu_is_known(session: Session) -> None:
     session.execute("held = torch.ones(1 << 28, device=device); torch.cuda.synchronize()")
-    gauges = session.recovery.launcher.usage(30.0)
+    gauges = session.launcher.usage(30.0)
     assert gauges is not None
     use, device = gauges.uses[0], session.infos[0].device
     assert use.gpu_memory >= 1 << 30

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from distsession import Session
+from distsession.kernel.output import Output
 from distsession.protocol.messages import Display, Text
 
 
-class Recorder:
+class Recorder(Output):
     """Keeps what the ranks put out."""
 
     def __init__(self) -> None:

@@ -302,19 +302,19 @@ def test_figures_of_an_agent_that_answers_no_more_are_not_shown(
     session = start(2)
     observer = Snapshots(session)
     deadline = time.monotonic() + 30
-    while not observer.look().lines[0].gauges:
+    while not observer.take().lines[0].gauges:
         assert time.monotonic() < deadline
     agent = psutil.Process(session._launcher._agents.pid())
     agent.suspend()
-    assert f"(pid {agent.pid}) is stopped" in observer.look().status
+    assert f"(pid {agent.pid}) is stopped" in observer.take().status
     time.sleep(3.0)
-    assert not any(line.gauges for line in observer.look().lines)
+    assert not any(line.gauges for line in observer.take().lines)
     agent.resume()
-    while not observer.look().lines[0].gauges:
+    while not observer.take().lines[0].gauges:
         assert time.monotonic() < deadline
     agent.kill()
     agent.wait()
-    gone = observer.look()
+    gone = observer.take()
     assert "agent is gone" in gone.status
     assert {line.kind for line in gone.lines} == {"dead"}
     assert not any(line.gauges for line in gone.lines)
@@ -328,7 +328,7 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
     observer = Snapshots(session)
     deadline = time.monotonic() + 60
     for _ in range(4):
-        observer.look()
+        observer.take()
     agent = psutil.Process(session.infos[1].pid).parent()
     assert agent is not None
     agent.kill()

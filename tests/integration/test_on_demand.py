@@ -130,7 +130,7 @@ def test_px_starts_it_and_says_what_it_waits_for() -> None:
     try:
         notebook.run(
             "%load_ext distsession\nimport distsession\nfrom distsession.kernel import progress\n"
-            "progress.SHOW_AFTER = 0\nsession = distsession.Session(2)"
+            "progress.SHOW_AFTER_S = 0\nsession = distsession.Session(2)"
         )
         request = notebook.client.execute("%px print(rank)")
         shown = notebook.collect(request)

@@ -326,7 +326,7 @@ def test_the_table_says_what_ranks_do_and_use(start: Callable[..., Session]) -> 
     used = None
     while used is None or not all(use.cpu_seconds > 1 for use in used.uses):
         assert time.monotonic() < deadline, used
-        used = session.recovery.launcher.usage(1.0)
+        used = session.launcher.usage(1.0)
     assert [use.pid for use in used.uses] == [info.pid for info in session.infos]
     assert all(use.rss > 10 << 20 for use in used.uses)
     assert all(use.gpu_memory == -1 for use in used.uses if not session.infos[0].device.uuid)
@@ -338,20 +338,20 @@ def test_an_agent_that_is_stopped_delays_nothing_for_long(
     session = start(2)
     agent = int(session.run(os.getppid)[0])
     asked: list[object] = []
-    agents = session.recovery.launcher._agents  # type: ignore[attr-defined]
+    agents = session.launcher._agents  # type: ignore[attr-defined]
     send = agents.send
     monkeypatch.setattr(agents, "send", lambda node, what: (asked.append(what), send(node, what)))
     os.kill(agent, signal.SIGSTOP)
     try:
         began = time.monotonic()
         for _ in range(20):
-            session.recovery.launcher.usage(0.01)
+            session.launcher.usage(0.01)
         assert "idle" in str(session.show_config())
         assert time.monotonic() - began < 10
         assert asked == [UsageRequest(1, {})]  # of more than twenty looks
     finally:
         os.kill(agent, signal.SIGCONT)
-    used = session.recovery.launcher.usage(60.0)
+    used = session.launcher.usage(60.0)
     assert used is not None
     assert [use.rank for use in used.uses] == [0, 1]
 

@@ -82,7 +82,7 @@ def test_a_rank_stopped_before_the_reconnect_is_named_and_the_next_run_goes_on(
     freeze(pid)
     try:
         break_group(session)
-        problem = session.recovery.mend()
+        problem = session.recovery.reconnect()
         assert f"rank 1 is stopped by SIGSTOP: kill -CONT {pid} lets it go on" in problem
         assert "session.restart([1]) replaces it" in problem
         assert f"kill -CONT {pid}" in session.status()
@@ -105,7 +105,7 @@ def test_a_rank_stopped_in_the_midst_of_a_reconnect_frees_the_others(
     break_group(session)
     freeze(pid)
     try:
-        assert f"kill -CONT {pid}" in session.recovery.mend()
+        assert f"kill -CONT {pid}" in session.recovery.reconnect()
         until(lambda: not any(session.channel.is_busy(rank) for rank in (0, 1)))
         session[:2].execute("")
         assert list(session[:2].evaluate("kept").values()) == [40, 41]
@@ -118,7 +118,7 @@ def test_a_stopped_rank_can_be_replaced_and_others_keep_their_variables(session:
     pid = session.infos[1].pid
     freeze(pid)
     break_group(session)
-    assert "SIGSTOP" in session.recovery.mend()
+    assert "SIGSTOP" in session.recovery.reconnect()
     session.restart([1])
     check(session, kept=False)
     assert session[[0, 2]].evaluate("kept")[2] == 42
@@ -158,7 +158,7 @@ def test_a_rank_that_is_stopped_while_another_is_replaced_frees_all(
 def test_a_run_on_a_stopped_rank_says_so(
     session: Session, output: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distsession.kernel.recovery.NOTICE_AFTER", 0.3)
+    monkeypatch.setattr("distsession.kernel.recovery.NOTICE_AFTER_S", 0.3)
     pid = session.infos[1].pid
     freeze(pid)
     timer = threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])
@@ -185,7 +185,7 @@ def test_a_rank_that_does_not_answer_is_named_after_the_limit(
     )
     time.sleep(0.5)
     break_group(session)
-    problem = session.recovery.mend()
+    problem = session.recovery.reconnect()
     assert "rank 1 did not begin with it within" in problem
     assert "session.restart([1])" in problem
     assert "session.restart([1])" in session.status()
@@ -210,7 +210,7 @@ def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
             with pytest.raises(KeyboardInterrupt):
                 session.execute("kept")
         else:
-            assert "it was stopped" in session.recovery.mend()
+            assert "it was stopped" in session.recovery.reconnect()
     finally:
         os.kill(pid, signal.SIGCONT)
     timer.join()
@@ -226,7 +226,7 @@ def test_a_rank_killed_during_a_reconnect_frees_the_others(
     freeze(pid)
     break_group(session)
     threading.Timer(0.5, os.kill, [pid, signal.SIGKILL]).start()
-    assert "rank 1 died and has to be replaced first" in session.recovery.mend()
+    assert "rank 1 died and has to be replaced first" in session.recovery.reconnect()
     assert session[0].evaluate("kept")[0] == 40
     session.restart([1])
     session[1].execute("kept = 41")
@@ -291,7 +291,7 @@ def test_a_store_that_dies_in_a_reconnect_is_replaced_and_it_is_tried_again(
         patch.setattr(reconnect, "HALTED_S", 60.0)
         thread = threading.Thread(target=disturb)
         thread.start()
-        assert session.recovery.mend() == ""
+        assert session.recovery.reconnect() == ""
         thread.join()
     assert looked
     check(session)
@@ -305,7 +305,7 @@ def test_a_store_that_ends_again_and_again_is_said_and_a_restart_brings_it_back(
         os.kill(pid, signal.SIGKILL)
         until(lambda p=pid: f"(pid {p})" in session.status())
     assert "session.restart() starts it again" in session.status()
-    assert "there is no rendezvous store" in session.recovery.mend()
+    assert "there is no rendezvous store" in session.recovery.reconnect()
     assert session[0].evaluate("kept")[0] == 40
     session.restart()
     check(session, kept=False)
@@ -343,7 +343,7 @@ def test_reconnects_leave_nothing_behind(session: Session) -> None:
     def age(times: int) -> None:
         for _ in range(times):
             break_group(session)
-            assert session.recovery.mend() == ""
+            assert session.recovery.reconnect() == ""
 
     session.client  # noqa: B018  ipyparallel's part takes descriptors, too, as it comes up
     session.execute("pair = dist.new_group([0, 1, 2])")

@@ -263,7 +263,7 @@ def test_ranks_that_wait_for_each_other_are_freed(cluster: Cluster) -> None:
 def test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "NOTICE_AFTER", 0.5)
+    monkeypatch.setattr(recovery, "NOTICE_AFTER_S", 0.5)
     monkeypatch.setattr(recovery, "NOTICE_EVERY", 0.3)
     cluster.output.clear()
     cluster.session.execute(

@@ -28,7 +28,7 @@ from distsession.errors import (
     SerializationError,
     SessionStateError,
 )
-from distsession.kernel import transfer
+from distsession.kernel import progress
 from distsession.protocol import shared_memory
 from tests.integration.conftest import Recorder
 from tests.unit.test_tensors import nested, same
@@ -446,11 +446,11 @@ def test_a_stop_before_anything_is_sent_leaves_the_names(
 ) -> None:
     session.push(x=1)
 
-    class Impatient(transfer.Progress):
+    class Impatient(progress.TransferProgress):
         def __call__(self, *_: Any) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("distsession.view.Progress", Impatient)
+    monkeypatch.setattr("distsession.kernel.requests.TransferProgress", Impatient)
     with pytest.raises(RunInterrupt, match="nothing was sent"):
         session.push(x=torch.ones(LARGE))
     assert session.pull("x")[1] == 1
@@ -472,8 +472,8 @@ def test_a_stop_while_ranks_answer_leaves_the_session_usable(session: Session) -
 def test_a_long_transfer_shows_how_far_it_is(
     session: Session, nodes: int, output: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "SHOW_AFTER", 0.0)
-    monkeypatch.setattr(transfer, "SHOW_EVERY", 0.0)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "SHOW_TRANSFER_EVERY_S", 0.0)
     monkeypatch.setattr(shared_memory, "CHUNK", 1 << 20)
     session.push(x=torch.ones(LARGE * 10))
     shown = [text for text in output.notices if text.startswith("sending")]

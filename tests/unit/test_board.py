@@ -18,6 +18,7 @@ from distsession.protocol import board as layout
 from distsession.protocol.board import Board, Region, file_size, make_file
 from distsession.protocol.diagnosis import Kind, diagnose
 from distsession.protocol.messages import RankReport
+from distsession.protocol.rank_state import Ending, Outcome, RankState
 
 RANKS = 3
 WORLD = list(range(RANKS))
@@ -74,9 +75,9 @@ class Rank:
     def drop(self, name: str, number: int = 0) -> None:
         self.recorder.drop(self.recorder.epoch, [self.stream(name, number).key])
 
-    def report(self, outcome: str = "") -> RankReport:
+    def report(self, outcome: Outcome | None = None) -> RankReport:
         region = self.recorder.region
-        state = "idle" if outcome else "running"
+        state = RankState.IDLE if outcome else RankState.RUNNING
         operations = () if outcome else region.operations()
         sequences = region.sequences()
         return RankReport(
@@ -182,10 +183,11 @@ def test_what_is_under_way_keeps_its_text_over_any_number_of_shapes(ranks: list[
     assert operation.place.startswith("test_board.py line ")
 
 
+DONE = Outcome(Ending.FINISHED)
 HANGS = {
-    "a rank failed": ({2: "failed: ValueError: late"}, Kind.DEADLOCK, True),
-    "a rank finished": ({2: "finished"}, Kind.DEADLOCK, False),
-    "all others finished": ({1: "finished", 2: "finished"}, Kind.DEADLOCK, False),
+    "a rank failed": ({2: Outcome(Ending.FAILED, "late", "ValueError")}, Kind.DEADLOCK, True),
+    "a rank finished": ({2: DONE}, Kind.DEADLOCK, False),
+    "all others finished": ({1: DONE, 2: DONE}, Kind.DEADLOCK, False),
     "a rank computes": ({}, Kind.WAIT, False),
 }
 
@@ -205,12 +207,12 @@ def old() -> Iterator[list[Rank]]:
 
 @pytest.mark.parametrize(("outcomes", "kind", "failed"), HANGS.values(), ids=HANGS)
 def test_in_an_old_session_it_is_known_who_waits_for_whom(
-    old: list[Rank], outcomes: dict[int, str], kind: Kind, failed: bool
+    old: list[Rank], outcomes: dict[int, Outcome], kind: Kind, failed: bool
 ) -> None:
     waiting = [rank for rank in old if rank.rank not in outcomes and rank.rank != 2]
     for rank in waiting:
         rank.block("barrier")
-    reports = {rank.rank: rank.report(outcomes.get(rank.rank, "")) for rank in old}
+    reports = {rank.rank: rank.report(outcomes.get(rank.rank)) for rank in old}
     verdict = diagnose(reports)
     for rank in waiting:
         rank.stream().withdraw(rank.recorder.words[rank.recorder._blocked])

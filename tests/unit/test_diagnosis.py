@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, diagnose
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 
 Reports = dict[int, RankReport]
 
@@ -28,6 +29,15 @@ def on(rank: int, state: str, **facts: Any) -> Reports:
     return {rank: RankReport(rank, state, **facts)}
 
 
+def failure(error: str) -> Outcome:
+    ename, _, evalue = error.partition(": ")
+    return Outcome(Ending.FAILED, evalue, ename)
+
+
+def is_failure(report: RankReport) -> bool:
+    return report.outcome is not None and report.outcome.ending is Ending.FAILED
+
+
 def waiting(*ranks: int, op: Operation = SUM, **sequences: int) -> Reports:
     """Some ranks that are blocked in an operation, and what else they have begun."""
     begun = {**sequences, op.group: op.sequence}
@@ -41,15 +51,18 @@ def computing(*ranks: int, line: int = 7, **sequences: int) -> Reports:
 
 
 def finished(*ranks: int, **sequences: int) -> Reports:
-    return {r: RankReport(r, "idle", outcome="finished", sequences=sequences) for r in ranks}
+    return {
+        r: RankReport(r, "idle", outcome=Outcome(Ending.FINISHED), sequences=sequences)
+        for r in ranks
+    }
 
 
 def failed(rank: int, error: str = "ValueError: x") -> Reports:
-    return on(rank, "idle", outcome=f"failed: {error}")
+    return on(rank, "idle", outcome=failure(error))
 
 
 def dead(rank: int, how: str = "killed by SIGKILL") -> Reports:
-    return on(rank, "dead", outcome=how)
+    return on(rank, "dead", outcome=Outcome(Ending.DIED, how))
 
 
 def pair(name: str, source: int, target: int, place: str, sequence: int = 1) -> Operation:
@@ -85,7 +98,10 @@ class Case:
 
     @property
     def verdict(self) -> Verdict:
-        return Verdict(self.kind, self.sentence, self.waiting, self.missing, self.failed)
+        reason = AbortReason.FAILED if self.failed else AbortReason.HANG
+        if self.kind is Kind.ORDER:
+            reason = AbortReason.MISMATCH
+        return Verdict(self.kind, self.sentence, self.waiting, self.missing, self.failed, reason)
 
 
 def nothing(id: str, reports: Reports, sentence: str) -> Case:
@@ -119,7 +135,7 @@ NOTHING = [
     ),
     nothing(
         "one is in its debugger and one asks",
-        on(0, "debugging", place="In[3] line 4") | on(1, "asking"),
+        on(0, "debugging", place="In[3] line 4") | on(1, "waiting for input"),
         "no rank waits for a missing one: rank 0 is in the debugger at In[3] line 4; "
         "rank 1 waits for input.",
     ),
@@ -211,10 +227,10 @@ WAIT = [
         on(1, "stopped", operations=(SUM,), sequences={"world": 5}),
         "is stopped (SIGSTOP): kill -CONT lets it go on",
     ),
-    wait("one is debugged", on(1, "debugged"), "is held by a debugger"),
+    wait("one is debugged", on(1, "traced"), "is held by a debugger"),
     wait(
         "one is debugged inside the operation",
-        on(1, "debugged", operations=(SUM,), sequences={"world": 5}),
+        on(1, "traced", operations=(SUM,), sequences={"world": 5}),
         "is held by a debugger",
     ),
     wait(
@@ -233,7 +249,7 @@ WAIT = [
     ),
     Case(
         "three are late for three reasons",
-        waiting(0) | computing(1) | on(2, "idle") | on(3, "debugged"),
+        waiting(0) | computing(1) | on(2, "idle") | on(3, "traced"),
         Kind.WAIT,
         f"rank 0 waits in {SUM_TEXT} (for 12 s) for rank 3, which is held by a debugger; "
         "rank 1, which runs In[3] line 7; rank 2, which is idle: nothing runs on it.",
@@ -345,7 +361,7 @@ DEADLOCK = [
     ),
     Case(
         "a rank that has no part",
-        waiting(0) | on(1, "idle", outcome="no part in this run") | finished(2, 3, world=5),
+        waiting(0) | on(1, "idle", outcome=NO_PART) | finished(2, 3, world=5),
         Kind.DEADLOCK,
         f"rank 0 waits in {SUM_TEXT} for rank 1, which has no part in this run." + NO_WAIT,
         (0,),
@@ -359,19 +375,25 @@ DEADLOCK = [
         "failed (ValueError: x)",
         failed=True,
     ),
-    deadlock("one failed without a word", on(1, "idle", outcome="failed"), "failed", failed=True),
+    deadlock(
+        "one failed without a word",
+        on(1, "idle", outcome=Outcome(Ending.FAILED)),
+        "failed",
+        failed=True,
+    ),
     deadlock("one died", dead(1), "died (killed by SIGKILL)", failed=True),
     deadlock("one died, nobody knows how", dead(1, ""), "died", failed=True),
     deadlock(
         "one died inside the operation",
-        on(1, "dead", outcome="exit code 3", operations=(SUM,), sequences={"world": 5}),
+        on(
+            1,
+            "dead",
+            outcome=Outcome(Ending.DIED, "exit code 3"),
+            operations=(SUM,),
+            sequences={"world": 5},
+        ),
         "died (exit code 3)",
         failed=True,
-    ),
-    deadlock(
-        "one was interrupted",
-        on(1, "idle", outcome="interrupted"),
-        "ended its part without it (interrupted)",
     ),
     Case(
         "two finished",
@@ -486,7 +508,7 @@ DEADLOCK += [
     ),
     Case(
         "a rank that runs again has not failed",
-        waiting(0) | on(1, "running", outcome="failed: ValueError: x") | finished(2),
+        waiting(0) | on(1, "running", outcome=failure("ValueError: x")) | finished(2),
         Kind.DEADLOCK,
         f"rank 0 waits in {SUM_TEXT} for rank 2, which finished its part without it; "
         "rank 1, which runs its code." + NO_WAIT,
@@ -591,7 +613,7 @@ def test_the_order_of_the_reports_is_nothing(case: Case) -> None:
     assert diagnose(backward) == case.verdict
 
 
-@pytest.mark.parametrize("state", ["stopped", "debugged", "silent", "idle", "dead"])
+@pytest.mark.parametrize("state", ["stopped", "traced", "silent", "idle", "dead"])
 def test_only_a_running_rank_is_blocked(state: str) -> None:
     reports = on(0, state, operations=(SUM,)) | finished(1)
     assert diagnose(reports).kind is Kind.NOTHING
@@ -709,7 +731,11 @@ def test_a_long_reason_is_cut() -> None:
 
 def test_a_message_that_is_on_its_way_is_waited_for() -> None:
     sent = {"world 1->0": 2}
-    reports = waiting(0, op=ANY) | finished(2) | on(1, "idle", outcome="finished", sequences=sent)
+    reports = (
+        waiting(0, op=ANY)
+        | finished(2)
+        | on(1, "idle", outcome=Outcome(Ending.FINISHED), sequences=sent)
+    )
     assert diagnose(reports).kind is Kind.NOTHING
     taken = replace(reports[0], sequences={**reports[0].sequences, "world 1->0": 2})
     assert diagnose(reports | {0: taken}).kind is Kind.DEADLOCK
@@ -737,8 +763,15 @@ def operations(draw: st.DrawFn) -> Operation:
 
 @st.composite
 def any_report(draw: st.DrawFn, rank: int) -> RankReport:
-    states = ["idle", "running", "running", "dead", "stopped", "debugged", "silent", "", "odd"]
-    outcomes = ["", "finished", "failed: ValueError: x", "failed", "\n", "interrupted"]
+    states = [*RankState, RankState.RUNNING]
+    outcomes = [
+        None,
+        NO_PART,
+        Outcome(Ending.FINISHED),
+        failure("ValueError: x"),
+        Outcome(Ending.FAILED),
+        Outcome(Ending.FAILED, "\n"),
+    ]
     return RankReport(
         rank,
         draw(st.sampled_from(states)),
@@ -764,7 +797,7 @@ def blocked(reports: Mapping[int, RankReport]) -> dict[int, Operation]:
 
 
 def ended(report: RankReport) -> bool:
-    return report.state == "dead" or (report.state == "idle" and report.outcome != "")
+    return report.state == "dead" or (report.state == "idle" and report.outcome is not None)
 
 
 @given(any_reports())
@@ -789,7 +822,7 @@ def test_what_explains_a_wait_is_among_the_missing(reports: Reports) -> None:
     gone = {rank for rank in verdict.missing if ended(reports[rank])}
     assert bool(gone) == (verdict.kind is Kind.DEADLOCK)
     assert verdict.failed == any(
-        reports[rank].state == "dead" or reports[rank].outcome.startswith("failed") for rank in gone
+        reports[rank].state == "dead" or is_failure(reports[rank]) for rank in gone
     )
     if verdict.kind is Kind.ORDER:
         assert set(verdict.missing) & set(verdict.waiting)
@@ -855,3 +888,8 @@ def test_the_numbers_of_the_ranks_are_only_names(reports: Reports, names: list[i
     assert (again.kind, again.failed) == (verdict.kind, verdict.failed)
     assert again.waiting == tuple(sorted(renamed(verdict.waiting)))
     assert again.missing == tuple(sorted(renamed(verdict.missing)))
+
+
+def test_a_rank_that_failed_by_a_mismatch_is_told_as_one() -> None:
+    reports = waiting(0) | failed(1, "CollectiveMismatchError: x")
+    assert diagnose(reports).reason is AbortReason.MISMATCH

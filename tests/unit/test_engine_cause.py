@@ -9,9 +9,10 @@ import pytest
 from distsession.engine import cause, failure
 from distsession.errors import CollectiveError, CollectiveMismatchError
 from distsession.protocol.messages import Abort, Aborted, Mismatch, Operation
+from distsession.protocol.rank_state import AbortReason
 
 IN = Operation("barrier", "world", (0, 1), 3)
-ABORT = Abort("failed", "rank 1 failed", 7)
+ABORT = Abort(AbortReason.FAILED, "rank 1 failed", 7)
 
 
 def given_up() -> CollectiveError:

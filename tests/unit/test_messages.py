@@ -68,6 +68,7 @@ from distsession.protocol.messages import (
     decode,
     encode,
 )
+from distsession.protocol.rank_state import AbortReason
 from distsession.ranks import DeviceInfo, HostInfo, RankInfo
 
 FRAME = FrameInfo("In[3]", 2, "step", ((1, "def step():"), (2, "    1 / 0")))
@@ -126,7 +127,7 @@ EXAMPLES: list[Any] = [
     EngineRegistered(1, 0, 4),
     dataclasses.replace(ERROR, cause=ERROR, cause_is_explicit=True),
     FRAME,
-    Abort("stop", "stopped", 3, interrupt=9, refuse=(10, 11)),
+    Abort(AbortReason.STOP, "stopped", 3, interrupt=9, refuse=(10, 11)),
     OutputEnd(0, 2),
     PrepareAgent(("json",), ("/lib",)),
     RankExited(1, 0, 77, -9, False, "last words"),
@@ -218,7 +219,7 @@ def test_a_pickle_of_something_else_is_refused(foreign: object) -> None:
 
 
 def test_a_message_without_our_mark_is_refused() -> None:
-    (frame,) = encode(Abort("stop", "", 1))
+    (frame,) = encode(Abort(AbortReason.STOP, "", 1))
     body = frame[len(MAGIC) :]
     for frames in ([], [b""], [body], [b"ds0" + body], [body, MAGIC]):
         with pytest.raises(MalformedMessage, match="without our mark"):

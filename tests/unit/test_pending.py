@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distsession.cluster.base import Budget, Pending
+from distsession.cluster.pending import OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.messages import ClearOutput, Display, OutputEnd, Reply, Text
 
@@ -25,7 +25,7 @@ def death(rank: int) -> EngineDiedError:
     return EngineDiedError(f"rank {rank} is gone", rank=rank, pid=1, returncode=-9)
 
 
-def is_done(pending: Pending) -> bool:
+def is_done(pending: PendingRequest) -> bool:
     """Whether a wait ends at once, dropping the output."""
     try:
         pending.wait(lambda message: None, timeout=0.02)
@@ -35,7 +35,7 @@ def is_done(pending: Pending) -> bool:
 
 
 def test_a_request_is_done_when_every_rank_has_answered() -> None:
-    pending = Pending(1, (0, 2))
+    pending = PendingRequest(1, (0, 2))
     pending.put_reply(reply(2), [b"two"])
     assert pending.missing == (0,)
     assert not is_done(pending)
@@ -49,7 +49,7 @@ def test_a_request_is_done_when_every_rank_has_answered() -> None:
 
 
 def test_output_is_handed_on_in_the_order_in_which_it_came() -> None:
-    pending = Pending(1, (0, 1))
+    pending = PendingRequest(1, (0, 1))
     sent: list[Any] = [
         text(0, "a"),
         text(1, "b"),
@@ -67,7 +67,7 @@ def test_output_is_handed_on_in_the_order_in_which_it_came() -> None:
 
 
 def test_a_reply_with_output_waits_for_the_end_of_that_output() -> None:
-    pending = Pending(1, (0,))
+    pending = PendingRequest(1, (0,))
     pending.put_reply(reply(0, has_output=True), [])
     assert not is_done(pending)
     pending.put_output(text(0, "late"))
@@ -78,7 +78,7 @@ def test_a_reply_with_output_waits_for_the_end_of_that_output() -> None:
 
 
 def test_the_end_of_the_output_may_come_before_the_reply() -> None:
-    pending = Pending(1, (0,))
+    pending = PendingRequest(1, (0,))
     pending.put_output(OutputEnd(0, 1))
     assert not is_done(pending)
     pending.put_reply(reply(0, has_output=True), [])
@@ -86,7 +86,7 @@ def test_the_end_of_the_output_may_come_before_the_reply() -> None:
 
 
 def test_one_ranks_output_does_not_end_anothers() -> None:
-    pending = Pending(1, (0, 1))
+    pending = PendingRequest(1, (0, 1))
     pending.put_reply(reply(0, has_output=True), [])
     pending.put_reply(reply(1, has_output=True), [])
     pending.put_output(OutputEnd(1, 1))
@@ -96,7 +96,7 @@ def test_one_ranks_output_does_not_end_anothers() -> None:
 
 
 def test_a_death_counts_as_an_answer() -> None:
-    pending = Pending(1, (0, 1))
+    pending = PendingRequest(1, (0, 1))
     pending.put_death(death(1))
     assert pending.missing == (0,)
     assert not is_done(pending)
@@ -106,7 +106,7 @@ def test_a_death_counts_as_an_answer() -> None:
 
 
 def test_a_rank_that_answered_and_then_died_has_answered() -> None:
-    pending = Pending(1, (0,))
+    pending = PendingRequest(1, (0,))
     pending.put_reply(reply(0, has_output=True), [b"value"])
     pending.put_death(death(0))
     assert is_done(pending)
@@ -115,14 +115,14 @@ def test_a_rank_that_answered_and_then_died_has_answered() -> None:
 
 
 def test_the_death_of_a_rank_that_takes_no_part_does_not_matter() -> None:
-    pending = Pending(1, (0,))
+    pending = PendingRequest(1, (0,))
     pending.put_death(death(3))
     assert pending.deaths == {}
     assert pending.missing == (0,)
 
 
 def test_a_wait_that_takes_too_long_names_the_ranks_that_are_missing() -> None:
-    pending = Pending(1, (0, 1, 2, 3))
+    pending = PendingRequest(1, (0, 1, 2, 3))
     pending.put_reply(reply(1), [])
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"^ranks 0,2-3 did not finish within 0\.1 s\.$"):
@@ -131,14 +131,14 @@ def test_a_wait_that_takes_too_long_names_the_ranks_that_are_missing() -> None:
 
 
 def test_a_wait_can_be_taken_up_again_after_it_took_too_long() -> None:
-    pending = Pending(1, (0,))
+    pending = PendingRequest(1, (0,))
     assert not is_done(pending)
     pending.put_reply(reply(0), [])
     assert is_done(pending)
 
 
 def test_a_waiting_thread_is_woken_by_the_last_answer() -> None:
-    pending = Pending(1, (0,))
+    pending = PendingRequest(1, (0,))
     waiting = threading.Thread(target=pending.wait, args=(lambda message: None,), daemon=True)
     waiting.start()
     assert waiting.is_alive()
@@ -151,8 +151,8 @@ def test_a_waiting_thread_is_woken_by_the_last_answer() -> None:
 
 
 def test_output_that_waits_is_counted_until_it_is_taken() -> None:
-    budget = Budget(limit=10)
-    pending = Pending(1, (0,), budget)
+    budget = OutputBudget(limit=10)
+    pending = PendingRequest(1, (0,), budget)
     pending.put_output(text(0, "x" * 10))
     assert not budget.is_over
     pending.put_output(text(0, "x"))
@@ -162,8 +162,8 @@ def test_output_that_waits_is_counted_until_it_is_taken() -> None:
 
 
 def test_requests_share_a_budget() -> None:
-    budget = Budget(limit=10)
-    first, second = Pending(1, (0,), budget), Pending(2, (0,), budget)
+    budget = OutputBudget(limit=10)
+    first, second = PendingRequest(1, (0,), budget), PendingRequest(2, (0,), budget)
     first.put_output(text(0, "x" * 6))
     second.put_output(text(0, "x" * 6))
     assert budget.is_over
@@ -172,13 +172,13 @@ def test_requests_share_a_budget() -> None:
 
 
 def test_a_picture_weighs_as_much_as_its_data() -> None:
-    budget = Budget(limit=1_000_000)
-    Pending(1, (0,), budget).put_output(Display(0, 1, {"image/png": b"x" * 1_000_001}, {}))
+    budget = OutputBudget(limit=1_000_000)
+    PendingRequest(1, (0,), budget).put_output(Display(0, 1, {"image/png": b"x" * 1_000_001}, {}))
     assert budget.is_over
 
 
 def test_what_is_over_the_budget_is_handed_on_all_the_same() -> None:
-    pending = Pending(1, (0,), Budget(limit=1))
+    pending = PendingRequest(1, (0,), OutputBudget(limit=1))
     for number in range(100):
         pending.put_output(text(0, str(number)))
     pending.put_reply(reply(0), [])

@@ -29,9 +29,9 @@ class Notices(Silent):
 
 @pytest.fixture
 def output(monkeypatch: pytest.MonkeyPatch) -> Notices:
-    monkeypatch.setattr(progress, "SHOW_AFTER", 0.05)
-    monkeypatch.setattr(progress, "SHOW_AFTER_IN_A_FILE", 60.0)
-    monkeypatch.setattr(progress, "SHOW_EVERY", 0.05)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.05)
+    monkeypatch.setattr(progress, "SHOW_AFTER_IN_A_FILE_S", 60.0)
+    monkeypatch.setattr(progress, "SHOW_EVERY_S", 0.05)
     return Notices()
 
 

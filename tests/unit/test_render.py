@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from distsession.display import render
 from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
+from distsession.protocol.rank_state import Ending, Outcome
 from distsession.ranks import DeviceInfo, RankInfo
 
 CELL = FrameInfo("In[3]", 2, "<module>", ((1, "x = 0"), (2, "1 / x"), (3, "print(x)")))
@@ -111,9 +112,12 @@ REDUCE = Operation(
     [
         (RankReport(0, "idle", 3.21), "0     idle   3.2 s"),
         (RankReport(0, "idle"), "0     idle"),
-        (RankReport(0, "idle", 75.0, outcome="finished"), "0     idle (finished)  75 s"),
         (
-            RankReport(0, "idle", outcome="failed: ValueError: x\nmore"),
+            RankReport(0, "idle", 75.0, outcome=Outcome(Ending.FINISHED)),
+            "0     idle (finished)  75 s",
+        ),
+        (
+            RankReport(0, "idle", outcome=Outcome(Ending.FAILED, "x\nmore", "ValueError")),
             "0     idle (failed: ValueError: x)",
         ),
         (RankReport(0, "running", 0.5, place="In[3] line 7"), "0     running In[3] line 7  0.5 s"),
@@ -137,10 +141,13 @@ REDUCE = Operation(
             RankReport(0, "running", operations=(replace(REDUCE, is_waiting=False),)),
             "0     running",
         ),
-        (RankReport(0, "stopped", 2.0, operations=(REDUCE,)), "0     stopped  2.0 s"),
-        (RankReport(0, "dead", outcome="killed by SIGKILL"), "0     dead (killed by SIGKILL)"),
+        (RankReport(0, "stopped", 2.0, operations=(REDUCE,)), "0     stopped by SIGSTOP  2.0 s"),
+        (
+            RankReport(0, "dead", outcome=Outcome(Ending.DIED, "killed by SIGKILL")),
+            "0     dead (killed by SIGKILL)",
+        ),
         (RankReport(0, "dead"), "0     dead"),
-        (RankReport(0, "debugged"), "0     held by a debugger"),
+        (RankReport(0, "traced"), "0     held by a debugger"),
         (RankReport(0, "silent"), "0     not answering"),
     ],
 )
@@ -155,9 +162,9 @@ def test_a_diagnosis_begins_with_its_verdict_and_shows_the_ranks_in_order() -> N
     assert render.diagnosis_text(reports, "rank 2 is the cause.").splitlines() == [
         "rank 2 is the cause.",
         "",
-        "rank  state    since",
+        "rank  state               since",
         "0     idle",
-        "1     stopped",
+        "1     stopped by SIGSTOP",
         "2     dead",
     ]
 
@@ -196,7 +203,7 @@ def test_stacks_are_shown_on_request_and_folded(deep: dict[int, RankReport]) -> 
 def test_a_diagnosis_in_a_notebook_says_the_same_and_escapes_it(
     deep: dict[int, RankReport],
 ) -> None:
-    deep[3] = RankReport(3, "dead", outcome="<b>")
+    deep[3] = RankReport(3, "dead", outcome=Outcome(Ending.DIED, "<b>"))
     html = render.diagnosis_html(deep, "a < b.", stacks=True)
     html = html.replace(' style="text-align:left"', "")
     assert html.startswith("<p>a &lt; b.</p><table><thead><tr><th>rank</th><th>state</th>")

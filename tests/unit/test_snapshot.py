@@ -17,7 +17,7 @@ def observe(*answers: tuple[RankUsage, ...]) -> Snapshots:
     """An observer that has read these answers of the agents."""
     told = iter(answers)
     launcher = SimpleNamespace(usage=lambda patience: UsageReply(1, next(told)))
-    session: Any = SimpleNamespace(recovery=SimpleNamespace(launcher=launcher))
+    session: Any = SimpleNamespace(launcher=launcher)
     observer = Snapshots(session)
     for _ in answers:
         observer._read()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distsession.cluster.base import NOBODY, Pending
+from distsession.cluster.pending import NOBODY, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.kernel import stdin
 from distsession.kernel.stdin import NO_INPUT, InputRequests
@@ -32,7 +32,7 @@ def board():
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stdin, "SETTLE", 0.0)
+    monkeypatch.setattr(stdin, "FIRST_REQUEST_DELAY_S", 0.0)
 
 
 def open_debugger(board: Board, rank: int, is_open: bool = True) -> None:
@@ -45,8 +45,9 @@ class Asked:
     def __init__(self, board: Board, answer: Callable[[str], str] | None):
         self.prompts: list[str] = []
         self.sent: list[tuple[int, InputReply]] = []
-        self.pending = Pending(7, (0, 1, 2))
-        self.pending.answer = lambda rank, reply: self.sent.append((rank, reply))
+        self.pending = PendingRequest(
+            7, (0, 1, 2), send=lambda rank, reply: self.sent.append((rank, reply))
+        )
 
         def ask(prompt: str, _secret: bool) -> str:
             self.prompts.append(prompt)
@@ -57,13 +58,13 @@ class Asked:
 
     def put(self, *ranks: int) -> None:
         for rank in ranks:
-            self.questions.put(InputRequest(rank, 7, 1, "? "))
+            self.questions.add(InputRequest(rank, 7, 1, "? "))
 
 
 def test_the_lowest_rank_is_asked_first(board: Board) -> None:
     asked = Asked(board, str.upper)
     asked.put(2, 0, 1)
-    asked.questions.look()
+    asked.questions.check()
     assert asked.prompts == ["[rank 0] ? ", "[rank 1] ? ", "[rank 2] ? "]
     assert asked.sent[0] == (0, InputReply(1, "[RANK 0] ? "))
 
@@ -72,13 +73,13 @@ def test_an_open_debugger_keeps_the_turn(board: Board) -> None:
     asked = Asked(board, str.upper)
     open_debugger(board, 1)
     asked.put(1)
-    asked.questions.look()
+    asked.questions.check()
     asked.put(0)
-    asked.questions.look()
+    asked.questions.check()
     asked.put(1)  # asked at once
     assert asked.prompts == ["[rank 1] ? "] * 2
     open_debugger(board, 1, is_open=False)
-    asked.questions.look()
+    asked.questions.check()
     assert asked.prompts[2:] == ["[rank 0] ? "]
 
 
@@ -86,7 +87,7 @@ def test_a_debugger_that_waits_in_a_collective_gives_the_turn_up(board: Board) -
     asked = Asked(board, str.upper)
     open_debugger(board, 1)
     asked.put(1)
-    asked.questions.look()
+    asked.questions.check()
     asked.put(0)
     region = board.regions[1]
     stream = region.add_stream(5, "world", [0, 1])
@@ -95,7 +96,7 @@ def test_a_debugger_that_waits_in_a_collective_gives_the_turn_up(board: Board) -
     board.words[at + layout.STATE] = layout.WAITING
     board.words[stream + layout.COUNT] = 1
     board.words[at] = region.incarnation(stream, 5) << layout.SEQUENCE_BITS | 1
-    asked.questions.look()
+    asked.questions.check()
     assert asked.prompts == ["[rank 1] ? ", "[rank 0] ? "]
 
 
@@ -105,7 +106,7 @@ def test_the_end_of_the_input_is_told(board: Board) -> None:
 
     asked = Asked(board, end)
     asked.put(0)
-    asked.questions.look()
+    asked.questions.check()
     assert asked.sent == [(0, InputReply(1, None))]
 
 
@@ -119,7 +120,7 @@ def test_who_cannot_be_asked_is_told_why(board: Board) -> None:
 
     asked = Asked(board, refuse)
     asked.put(0, 1)
-    asked.questions.look()
+    asked.questions.check()
     asked.put(2)
     assert asked.sent[0] == (0, InputReply(1, None, NO_INPUT))
     assert [rank for rank, _ in asked.sent] == [0, 1, 2]
@@ -130,7 +131,7 @@ def test_a_rank_that_has_died_is_not_asked_about(board: Board) -> None:
     asked = Asked(board, str.upper)
     asked.put(0, 1)
     asked.pending.put_death(EngineDiedError("it died", rank=0, pid=1, returncode=-9))
-    asked.questions.look()
+    asked.questions.check()
     assert asked.prompts == ["[rank 1] ? "]
 
 
@@ -150,7 +151,7 @@ def test_a_box_ends_when_its_rank_dies(board: Board, missed: int) -> None:
 
         asked = Asked(board, wait)
         asked.put(0)
-        asked.questions.look()
+        asked.questions.check()
         assert asked.prompts == ["[rank 0] ? "]
         assert asked.sent == []
     finally:
@@ -164,21 +165,21 @@ def test_a_stop_at_the_prompt_goes_on_to_the_caller(board: Board) -> None:
     asked = Asked(board, stop)
     asked.put(0)
     with pytest.raises(KeyboardInterrupt):
-        asked.questions.look()
+        asked.questions.check()
 
 
 def test_time_spent_in_a_debugger_does_not_count(board: Board) -> None:
     asked = Asked(board, str.upper)
     open_debugger(board, 1)
-    asked.questions.look()
+    asked.questions.check()
     time.sleep(0.3)
-    asked.questions.look()
-    assert asked.pending.paused > 0.25
+    asked.questions.check()
+    assert asked.pending.paused_s > 0.25
     open_debugger(board, 1, is_open=False)
-    before = asked.pending.paused
+    before = asked.pending.paused_s
     time.sleep(0.1)
-    asked.questions.look()
-    assert asked.pending.paused == before
+    asked.questions.check()
+    assert asked.pending.paused_s == before
 
 
 def test_a_wait_without_anybody_to_ask_refuses(board: Board) -> None:

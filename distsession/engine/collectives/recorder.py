@@ -40,6 +40,7 @@ from distsession.protocol.cause import (
     sentence,
 )
 from distsession.protocol.messages import Abort, Aborted, Called, Mismatch, Operation, TimedOut
+from distsession.protocol.rank_state import AbortReason
 
 __all__ = ["Posted", "Recorder", "Stream"]
 
@@ -165,9 +166,9 @@ class Recorder:
     def forget_stop(self) -> None:
         """What the group was given up for concerned an earlier request; it is gone all the same."""
         abort = self.abort
-        if abort is not None and abort.kind != "failed":
+        if abort is not None and abort.reason != AbortReason.FAILED:
             text = f"the process group was given up and is not connected: {abort.text}"
-            self.abort = replace(abort, kind="failed", text=text)
+            self.abort = replace(abort, reason=AbortReason.FAILED, text=text)
 
     def somebody_is_asked(self) -> bool:
         """Whether a rank's debugger is open, or waits for input: no time limit counts then."""
@@ -419,11 +420,11 @@ class Recorder:
         abort = self.abort
         assert abort is not None
         kinds = {
-            "stop": KeyboardInterrupt,
-            "mismatch": CollectiveMismatchError,
-            "hang": CollectiveHangError,
+            AbortReason.STOP: KeyboardInterrupt,
+            AbortReason.MISMATCH: CollectiveMismatchError,
+            AbortReason.HANG: CollectiveHangError,
         }
-        error = kinds.get(abort.kind, CollectiveError)(abort.text)
+        error = kinds.get(abort.reason, CollectiveError)(abort.text)
         return cause.attach(error, Aborted(operation or self._operation()))
 
     def _operation(self) -> Operation | None:

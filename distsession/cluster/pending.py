@@ -1,0 +1,276 @@
+"""A request that some ranks work on, and what arrives of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distsession.errors import EngineDiedError, RunTimeoutError
+from distsession.protocol.messages import (
+    ClearOutput,
+    Display,
+    ErrorInfo,
+    InputReply,
+    InputRequest,
+    OutputEnd,
+    Reply,
+    Text,
+)
+from distsession.protocol.serialize import Frames
+from distsession.ranks import ranks_text
+
+__all__ = ["NOBODY", "OutputBudget", "OutputMessage", "PendingRequest"]
+
+OutputMessage = Text | Display | ClearOutput
+
+NOBODY = "nobody waits for this run in the main thread, so there is nobody to ask."
+
+CHECK_EVERY_S = 0.05
+"""Seconds between two checks of whether a run can still end."""
+LONG_RUN_S, CHECK_LONG_RUN_EVERY_S = 5.0, 0.2
+"""Seconds after which a run is a long one, and between two checks from then on."""
+_QUITS = ("DebuggerQuit", "BdbQuit")
+_DONE = object()
+
+
+class OutputBudget:
+    """Counts the output that waits in this process to be shown.
+
+    While it is over its limit nothing more is read from the output socket; zmq then holds back
+    the ranks, whose output stays in their log files.
+    """
+
+    def __init__(self, limit: int = 8 << 20):
+        self._limit = limit
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def add(self, amount: int) -> None:
+        with self._lock:
+            self._held += amount
+
+    @property
+    def is_over(self) -> bool:
+        return self._held > self._limit
+
+
+def _weight(message: OutputMessage) -> int:
+    if isinstance(message, Text):
+        return len(message.text)
+    if isinstance(message, Display):
+        return sum(len(v) if isinstance(v, (str, bytes)) else 1000 for v in message.data.values())
+    return 0
+
+
+class PendingRequest:
+    """A request that some ranks work on.
+
+    The channel's thread puts in what arrives; the thread that waits takes output out as it comes,
+    and is woken only once for all replies together.
+
+    Args:
+        request: Its number.
+        ranks: That work on it.
+        budget: Counts the output that has not been shown yet.
+        send: Sends a rank what was typed.
+    """
+
+    def __init__(
+        self,
+        request: int,
+        ranks: Sequence[int],
+        budget: OutputBudget | None = None,
+        send: Callable[[int, InputReply], None] = lambda rank, reply: None,
+    ):
+        self.request = request
+        self.ranks = tuple(ranks)
+        self.replies: dict[int, tuple[Reply, Frames]] = {}
+        self.deaths: dict[int, EngineDiedError] = {}
+        self.times: dict[int, float] = {}
+        """When each rank answered or was found dead."""
+        self._open: set[int] = set()
+        self._ended: set[int] = set()
+        self._arriving: dict[int, tuple[int, int]] = {}
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._budget = budget or OutputBudget()
+        self._send = send
+        self._is_done = False
+        self._stopped = ""
+        self._was_begun = True
+        self._is_abandoned = False
+        self._is_sole = False
+        self._paused_s = 0.0
+
+    # --- the channel's thread ---------------------------------------------------------------------
+
+    def put_output(self, message: OutputMessage | OutputEnd | InputRequest) -> None:
+        if isinstance(message, OutputEnd):
+            self._ended.add(message.rank)
+            self._check_done()
+        elif isinstance(message, InputRequest):
+            self._events.put(message)
+        else:
+            self._budget.add(_weight(message))
+            self._events.put(message)
+
+    def put_progress(self, rank: int, done: int, total: int) -> None:
+        """The answer of a rank of another node is on its way: bytes that are here, of how many."""
+        self._arriving[rank] = done, total
+
+    def put_reply(self, reply: Reply, payload: Sequence[Any]) -> None:
+        self._arriving.pop(reply.rank, None)
+        if reply.rank in self.deaths:  # it died while its answer was on its way
+            return
+        if reply.has_output:
+            self._open.add(reply.rank)
+        self.times[reply.rank] = time.monotonic()
+        self.replies[reply.rank] = (reply, list(payload))
+        self._check_done()
+
+    def put_death(self, error: EngineDiedError) -> None:
+        if error.rank in self.ranks and error.rank not in self.replies:
+            self.times[error.rank] = time.monotonic()
+            self.deaths[error.rank] = error
+        self._open.discard(error.rank)
+        self._check_done()
+
+    def _check_done(self) -> None:
+        answered = len(self.replies) + len(self.deaths) == len(self.ranks)
+        if answered and self._open <= self._ended and not self._is_done:
+            self._is_done = True
+            self._events.put(_DONE)
+
+    # --- how it is --------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have neither answered nor died."""
+        return tuple(r for r in self.ranks if r not in self.replies and r not in self.deaths)
+
+    @property
+    def arriving(self) -> Mapping[int, tuple[int, int]]:
+        """Ranks of other nodes whose answers are on their way: bytes that are here, of how many."""
+        return dict(self._arriving)
+
+    @property
+    def stopped(self) -> str:
+        """Why the caller is to be told that it was stopped; empty if it was not."""
+        return self._stopped
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether its ranks had begun with it when it was stopped."""
+        return self._was_begun
+
+    @property
+    def is_sole(self) -> bool:
+        """Its caller blocks the kernel's main thread: nothing else will be asked of the ranks."""
+        return self._is_sole
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits for what its ranks send."""
+        return not self._is_abandoned and not self._stopped
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds for which somebody was asked something; no time limit counts them."""
+        return self._paused_s
+
+    @property
+    def debugger_quit(self) -> str:
+        """In whose debugger the run was ended, if it was, and where."""
+        for rank, (reply, _) in sorted(self.replies.items()):
+            if reply.error is not None and reply.error.ename in _QUITS:
+                line = _innermost_cell_line(reply.error)
+                return f"in the debugger of rank {rank}{f' at {line}' if line else ''}"
+        return ""
+
+    # --- what is done with it ---------------------------------------------------------------------
+
+    def stop(self, reason: str, *, begun: bool = True) -> None:
+        """From any thread: its caller is to be told this, once its ranks are free.
+
+        Args:
+            reason: Why, or where its ranks were.
+            begun: Whether its ranks had begun with it.
+        """
+        self._was_begun = begun
+        self._stopped = reason
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        self._is_abandoned = True
+
+    def pause(self, seconds: float) -> None:
+        """Somebody was asked something for so long, which no time limit counts."""
+        self._paused_s += seconds
+
+    def answer(self, rank: int, reply: InputReply) -> None:
+        """Send a rank what was typed."""
+        self._send(rank, reply)
+
+    def refuse(self, question: InputRequest, why: str = NOBODY) -> None:
+        """Tell a rank that nobody answers."""
+        self.answer(question.rank, InputReply(question.number, None, why))
+
+    def wait(
+        self,
+        on_output: Callable[[OutputMessage], None],
+        timeout: float | None = None,
+        check: Callable[[], None] | None = None,
+        on_input_request: Callable[[InputRequest], None] | None = None,
+    ) -> None:
+        """Hand on output until every rank has answered or died.
+
+        Args:
+            on_output: Gets each piece of output.
+            timeout: In seconds.
+            check: Called every ``CHECK_EVERY_S`` seconds meanwhile.
+            on_input_request: Gets what ranks ask; without it, they are told that nobody answers.
+
+        Raises:
+            RunTimeoutError: That took longer than ``timeout`` seconds.
+        """
+        self._is_sole = threading.current_thread() is threading.main_thread()
+        began = time.monotonic()
+        paused = self._paused_s
+        next_check = None if check is None else began + CHECK_EVERY_S
+        while True:
+            now = time.monotonic()
+            if check is not None and next_check is not None and now >= next_check:
+                check()
+                is_early = now - began < LONG_RUN_S
+                next_check = time.monotonic() + (
+                    CHECK_EVERY_S if is_early else CHECK_LONG_RUN_EVERY_S
+                )
+            deadline = None
+            if timeout is not None:
+                deadline = began + timeout + self._paused_s - paused
+            if deadline is not None and now >= deadline and self._events.empty():
+                raise RunTimeoutError(
+                    f"{ranks_text(self.missing)} did not finish within {timeout:g} s."
+                )
+            ends = [end for end in (deadline, next_check) if end is not None]
+            try:
+                event = self._events.get(timeout=max(0.0, min(ends) - now) if ends else None)
+            except queue.Empty:
+                continue
+            if event is _DONE:
+                return
+            if isinstance(event, InputRequest):
+                (on_input_request or self.refuse)(event)
+                continue
+            self._budget.add(-_weight(event))
+            on_output(event)
+
+
+def _innermost_cell_line(error: ErrorInfo) -> str:
+    """The innermost line of a cell in a traceback."""
+    for frame in reversed(error.frames):
+        if frame.filename.startswith("In["):
+            return f"{frame.filename} line {frame.lineno}"
+    return ""

@@ -1,0 +1,56 @@
+"""Where the ranks' output goes; the session itself never prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from distsession.cluster.pending import OutputMessage
+from distsession.display.render import Bundle
+from distsession.protocol.messages import RankReport
+
+__all__ = ["Output", "Silent"]
+
+
+class Output:
+    """A place for the output of one run. This one drops everything; others override what they show.
+
+    Attributes:
+        is_file: Nobody looks on, so less is told of what is under way.
+        can_ask: Somebody can be asked here, by :meth:`ask`.
+    """
+
+    is_file: bool = False
+    can_ask: bool = False
+
+    def write(self, message: OutputMessage) -> None:
+        """Take one piece of output."""
+
+    def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
+        """Called several times a second while ranks work.
+
+        Args:
+            reports: Gives what each rank does; called with True it asks the ranks for the line
+                that they are at, which takes some milliseconds.
+        """
+
+    def show(self, shown: dict[int, Bundle]) -> None:
+        """Show the value of a cell's last expression on each rank."""
+
+    def notify(self, text: str) -> None:
+        """Show a line about the run that replaces the one before; an empty one takes it away."""
+
+    def ask(self, prompt: str, secret: bool) -> str:
+        """Put to somebody what a rank asks, in the main thread.
+
+        Raises:
+            EOFError: At the end of the input.
+            NotImplementedError: This front end takes no input.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+Silent = Output
+"""Drops all output."""

@@ -1,0 +1,201 @@
+"""One request, from its submission to its results or one error."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from distsession.cluster.base import Channel
+from distsession.cluster.pending import PendingRequest
+from distsession.errors import (
+    EngineDiedError,
+    RunInterrupt,
+    RunTimeoutError,
+    SessionStateError,
+)
+from distsession.kernel.outcome import (
+    collect,
+    hang_error,
+    own_causes,
+    reconnected_text,
+    run_error,
+)
+from distsession.kernel.output import Output
+from distsession.kernel.progress import TransferProgress
+from distsession.kernel.recovery import (
+    RETURN_AFTER_INTERRUPT_S,
+    RETURN_TIMEOUT_S,
+    Recovery,
+    Watchdog,
+)
+from distsession.kernel.stdin import NO_PLACE, InputRequests
+from distsession.protocol.messages import RankReport
+from distsession.results import RankResults
+
+__all__ = ["Run"]
+
+
+class _NotBack(Exception):
+    """Ranks of a run that was stopped do not come back."""
+
+
+class Run:
+    """Waits for one request, hands on its output, and makes results or an error of its answers.
+
+    Args:
+        pending: The request.
+        recovery: Looks after it.
+        channel: That it was sent by.
+        output: Where its output goes; closed at its end.
+        began: When the call was made, by ``time.perf_counter()``.
+        timeout: Seconds after which it is interrupted.
+        progress: Shows how much of the answers is here.
+        steady: A stop comes too late for it and is only told afterwards.
+    """
+
+    def __init__(
+        self,
+        pending: PendingRequest,
+        *,
+        recovery: Recovery,
+        channel: Channel,
+        output: Output,
+        began: float,
+        timeout: float | None = None,
+        progress: TransferProgress | None = None,
+        steady: bool = False,
+    ):
+        self._pending = pending
+        self._recovery = recovery
+        self._channel = channel
+        self._output = output
+        self._began = began
+        self._timeout = timeout
+        self._progress = progress
+        self._steady = steady
+        self._watchdog = Watchdog(recovery, pending, output.notify)
+        self._input_requests = self._make_input_requests()
+        self._stopped_at = 0.0
+        self._problem: str | None = None
+        """What prevents the group from being connected anew; None where that was not tried yet."""
+
+    def finish(self) -> RankResults[Any]:
+        """Wait for all ranks; their values, or one error."""
+        pending, output = self._pending, self._output
+        is_late = False
+        try:
+            is_late = self._wait()
+            results, failed = collect(pending, time.perf_counter() - self._began)
+            shown = {
+                rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
+            }
+            if shown:
+                output.show(shown)
+        finally:
+            output.close()
+            self._channel.forget(pending)
+            self._recovery.check_damage()
+            problem = "" if pending.missing else self._reconnect()
+        if pending.stopped:
+            end = reconnected_text(problem) if pending.was_begun else ""
+            raise RunInterrupt(f"{pending.stopped}{end}")
+        if pending.debugger_quit:
+            raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
+        verdict, waited = self._watchdog.verdict, self._watchdog.waited
+        has_suffered = len(own_causes(failed, waited)) < len(failed)
+        if verdict is not None and not verdict.failed and has_suffered:
+            raise hang_error(verdict, problem, failed, waited)
+        if failed:
+            infos = self._recovery.launcher.infos
+            raise run_error(failed, results, infos, waited, problem, self._watchdog.places)
+        if is_late:
+            raise RunInterrupt("this was stopped when it was done already: the variables are set.")
+        return results
+
+    def _wait(self) -> bool:
+        """Stop, or the end of the time, reaches the ranks before it reaches the caller.
+
+        Returns:
+            Whether a stop came too late for a steady request.
+        """
+        pending = self._pending
+        try:
+            pending.wait(self._output.write, self._timeout, self._check, self._input_requests.add)
+        except _NotBack:
+            stuck = self._recovery.explain_stuck(pending)
+            raise RunInterrupt(f"{pending.stopped}{stuck}") from None
+        except KeyboardInterrupt:
+            if self._steady:
+                with suppress(RunTimeoutError):
+                    pending.wait(self._output.write, RETURN_TIMEOUT_S)
+                    return True
+            raise RunInterrupt(self._stop()) from None
+        except RunTimeoutError as error:
+            text = self._stop()
+            raise RunTimeoutError(f"{error} {text[:1].upper()}{text[1:]}") from None
+        return False
+
+    def _check(self) -> None:
+        """Called every few hundredths of a second while ranks work."""
+        pending = self._pending
+        if pending.stopped and pending.was_begun and not self._steady:  # by another thread
+            self._stopped_at = self._stopped_at or time.monotonic()
+            is_late = time.monotonic() - self._stopped_at > RETURN_AFTER_INTERRUPT_S
+            if is_late and pending.missing:
+                raise _NotBack
+        self._input_requests.check()
+        self._watchdog.check()
+        self._output.tick(self._reports)
+        if self._progress is not None:
+            self._show_transfer(self._progress)
+
+    def _reports(self, ask: bool) -> Mapping[int, RankReport]:
+        found = self._recovery.reports(self._pending.missing, ask=ask)
+        return {rank: found[rank] for rank in self._pending.ranks}
+
+    def _make_input_requests(self) -> InputRequests:
+        board = self._recovery.launcher.board
+        if threading.current_thread() is not threading.main_thread():
+            return InputRequests(self._pending, board, None)
+        ask: Callable[[str, bool], str] | None = self._output.ask if self._output.can_ask else None
+        return InputRequests(self._pending, board, ask, NO_PLACE)
+
+    def _show_transfer(self, progress: TransferProgress) -> None:
+        board = self._recovery.launcher.board
+        if board is None:
+            return
+        arriving = self._pending.arriving
+        for rank in self._pending.ranks:
+            done, total = arriving.get(rank) or board.regions[rank].transfer
+            if total:
+                progress(done, total, rank)
+
+    def _stop(self) -> str:
+        """Interrupt the request and wait a moment for its ranks; gives how that went."""
+        pending = self._pending
+        with suppress(KeyboardInterrupt):  # pressed again: do not wait
+            self._recovery.stop(pending)
+            if pending.was_begun:
+                with suppress(RunTimeoutError):
+                    pending.wait(self._output.write, RETURN_TIMEOUT_S)
+        if not pending.was_begun:
+            return pending.stopped
+        if stuck := self._recovery.explain_stuck(pending) if pending.missing else "":
+            return pending.stopped + stuck
+        return pending.stopped + reconnected_text(self._reconnect())
+
+    def _reconnect(self) -> str:
+        """Connect the group anew, once, if that is needed; gives what prevents it."""
+        if self._problem is None:
+            try:
+                self._problem = self._recovery.reconnect()
+            except KeyboardInterrupt:
+                self._problem = "it was stopped"
+            except SessionStateError as error:  # closed meanwhile
+                self._problem = str(error)
+            except EngineDiedError as error:
+                self._problem = str(error).splitlines()[0]
+        return self._problem
