@@ -147,7 +147,7 @@ class Session(RankView):
         chosen = self.requests.failed_rank if rank is None else rank
         if chosen is None:
             raise SessionStateError("nothing has failed, so there is nothing to debug.")
-        problem = self.requests.ask([chosen], DebugRequest, [])[chosen]
+        problem = self.requests.call([chosen], DebugRequest, [])[chosen]
         if problem:
             raise SessionStateError(f"rank {chosen} {problem}.")
 
@@ -348,8 +348,8 @@ class Session(RankView):
             if region.is_asking:
                 what = "is in the debugger" if region.is_in_debugger else "waits for input"
                 state += f", rank {region.rank} {what} at {region.asks_at or 'an unknown place'}"
-        trouble = self._launcher.trouble()
-        return f"{self.name}: {state} ({facts}){f'. {trouble}' if trouble else ''}"
+        problems = self._launcher.problems()
+        return f"{self.name}: {state} ({facts}){f'. {problems}' if problems else ''}"
 
     def __repr__(self) -> str:
         return f"<Session {self.status().removeprefix('session ')}>"

@@ -159,7 +159,7 @@ class Agents:
             for link in self._links.values():
                 link.close()
 
-    def hurry(self) -> None:
+    def end_at_once(self) -> None:
         """Somebody does not want to wait: what ends now is killed."""
         self._is_urgent.set()
 
@@ -204,7 +204,7 @@ class Agents:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=LOOK_S)
                 return True
-            now, signs = time.monotonic(), _signs_of_life(process.pid)
+            now, signs = time.monotonic(), _activity(process.pid)
             if signs != seen:
                 seen, seen_at = signs, now
             if now - seen_at > STUCK_S or now - began > END_S:
@@ -212,7 +212,7 @@ class Agents:
         return process.poll() is not None
 
 
-def _signs_of_life(pid: int) -> tuple[str, ...]:
+def _activity(pid: int) -> tuple[str, ...]:
     """How often a process was given a processor, by /proc; it does not change while it is stuck."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         return tuple(line for line in status if "ctxt_switches" in line)

@@ -145,7 +145,7 @@ class Launcher(ABC):
         """What a start or a restart that is under way waits for just now."""
         return ""
 
-    def trouble(self) -> str:
+    def problems(self) -> str:
         """What does not work though the ranks do; empty where all is well."""
         return ""
 
@@ -160,7 +160,7 @@ class Launcher(ABC):
         """Where the main threads of ranks are; without those that do not answer in time."""
         return {}
 
-    def look(
+    def complete(
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
     ) -> dict[int, CompletionReply]:
         """Complete code, or inspect a name, by what ranks have, also while they are busy."""

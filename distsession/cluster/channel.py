@@ -121,12 +121,12 @@ class SocketChannel(Channel):
             self._poller.register(connection.fileno(), zmq.POLLIN)
 
         if self._thread.ident:
-            self._soon(begin)
+            self._call_soon(begin)
         else:
             begin()
             self._thread.start()
 
-    def _soon(self, work: Callable[[], None]) -> None:
+    def _call_soon(self, work: Callable[[], None]) -> None:
         """Have something done by the thread that receives everything."""
         self._calls.append(work)
         if not self._closed:
@@ -184,9 +184,9 @@ class SocketChannel(Channel):
 
     def request_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Ask the control threads of ranks where their main threads are."""
-        return self.ask(ranks, StackRequest, timeout)
+        return self.query(ranks, StackRequest, timeout)
 
-    def ask(
+    def query(
         self, ranks: Sequence[int], make: Callable[[int], Any], timeout: float
     ) -> dict[int, Any]:
         """Ask the control threads of ranks something.
@@ -269,7 +269,7 @@ class SocketChannel(Channel):
             if relays in ready and not self._closed:
                 self.payloads.relays.accept()
             for descriptor, (node, agent) in list(self._agents.items()):
-                if descriptor in ready and not self._hear(node, agent):
+                if descriptor in ready and not self._receive_from_agent(node, agent):
                     poller.unregister(descriptor)
                     del self._agents[descriptor]
         for socket in (self._requests, self._replies, self._output, self._control):
@@ -288,7 +288,7 @@ class SocketChannel(Channel):
                         self._fetch(message, payload)
                         continue
                     payload = self.payloads.open(payload)
-                self._take(message, payload)
+                self._dispatch(message, payload)
             except MalformedMessage as error:
                 self.malformed += 1
                 log.warning("dropped a malformed message: %s", error)
@@ -312,15 +312,15 @@ class SocketChannel(Channel):
 
         def done(frames: Sequence[Any], error: DistsessionError | None) -> None:
             if error is None:
-                self._soon(lambda: self._take(reply, frames))
+                self._call_soon(lambda: self._dispatch(reply, frames))
             else:
                 info = ErrorInfo(type(error).__name__, str(error))
                 failed = serialize.dump_value(error, what="an error")
-                self._soon(lambda: self._take(replace(reply, error=info), failed))
+                self._call_soon(lambda: self._dispatch(replace(reply, error=info), failed))
 
         self.payloads.fetch(shared, is_wanted, note, done)
 
-    def _take(self, message: Any, payload: Sequence[Any]) -> None:
+    def _dispatch(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):
             busy = self._busy.get(message.rank)
             if busy is not None:
@@ -350,7 +350,7 @@ class SocketChannel(Channel):
             self._pending.pop(pending.request, None)
             self.payloads.forget(pending.request, taken=not pending.missing)
 
-    def _hear(self, node: int, agent: Connection) -> bool:
+    def _receive_from_agent(self, node: int, agent: Connection) -> bool:
         """Take in a message of an agent; False if there will be no more."""
         try:
             message = agent.recv()

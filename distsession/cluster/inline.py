@@ -269,7 +269,7 @@ class InlineLauncher(Launcher):
     def dead_ranks(self) -> dict[int, EngineDiedError]:
         return {}
 
-    def look(
+    def complete(
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
     ) -> dict[int, CompletionReply]:
         from distsession.engine import completion

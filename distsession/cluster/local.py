@@ -117,7 +117,7 @@ class LocalLauncher(Launcher):
             made.callback(os.close, self._board_file)
             self._agents = Agents(self.folder, self._board_file, self._pids_of)
             made.callback(self._agents.close)
-            self.channel = SocketChannel(self.folder, self._hear, self._background)
+            self.channel = SocketChannel(self.folder, self._handle_event, self._background)
             made.callback(self.channel.close)
             self.channel.payloads.relays.is_expected = self._monitor.is_gone
             self.channel.has_ended = self._has_ended
@@ -183,8 +183,8 @@ class LocalLauncher(Launcher):
         ]
         return hosts[0]
 
-    def _hear(self, event: object) -> None:
-        self._monitor.hear(event)
+    def _handle_event(self, event: object) -> None:
+        self._monitor.handle(event)
         if event is None:  # the store is gone with the first agent: no rank can go on without it
             self._agents.terminate()
 
@@ -220,7 +220,7 @@ class LocalLauncher(Launcher):
                 world,
                 self._generation,
                 deadline,
-                lambda: failure_of(pending) or halted.look(rejoining),
+                lambda: failure_of(pending) or halted.check(rejoining),
             )
         finally:
             if pending is not None:
@@ -306,7 +306,7 @@ class LocalLauncher(Launcher):
 
     def cancel_reconnect(self, pending: PendingRequest | None = None) -> bool:
         reconnect = self._reconnect
-        if reconnect is None or (pending is not None and not reconnect.asks_by(pending)):
+        if reconnect is None or (pending is not None and not reconnect.is_request_of(pending)):
             return False
         reconnect.cancel()
         return True
@@ -347,18 +347,18 @@ class LocalLauncher(Launcher):
             return f"{ranks_text(late)} to be idle and register with ipyparallel's controller"
         return ""
 
-    def trouble(self) -> str:
+    def problems(self) -> str:
         has_died = self._controller is not None and self._controller.has_died
         parts = [
-            self._group_trouble(),
+            self._group_problems(),
             self._monitor.store_ended or self._monitor.tcp_store_ended,
             CONTROLLER_GONE if has_died else "",
-            self.channel.payloads.relays.trouble(),
+            self.channel.payloads.relays.problems(),
             *self._stopped_agents(),
         ]
         return " ".join(filter(None, parts))
 
-    def _group_trouble(self) -> str:
+    def _group_problems(self) -> str:
         if not self.is_broken or self.channel.pending():
             return ""
         if self._problem:
@@ -404,15 +404,15 @@ class LocalLauncher(Launcher):
             since = self._unreported.setdefault(info.pid, now)
             is_stopped = process_state(self._agents.pid(info.node_rank)) in STOPPED
             if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
-                self._monitor.hear(RankUnreported(rank, info.pid, self.unreported(rank)))
+                self._monitor.handle(RankUnreported(rank, info.pid, self.unreported(rank)))
 
     def request_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.request_stacks(ranks, timeout)
 
-    def look(
+    def complete(
         self, ranks: Sequence[int], code: str, inspect: bool, timeout: float
     ) -> dict[int, CompletionReply]:
-        return self.channel.ask(
+        return self.channel.query(
             ranks, lambda number: CompletionRequest(number, code, inspect), timeout
         )
 
@@ -499,10 +499,10 @@ class LocalLauncher(Launcher):
             controller.start()
         controller.wait_ready(timeout)
         with self._registering:
-            self._tell(controller)
+            self._send_controller(controller)
         return controller
 
-    def _tell(self, controller: Controller) -> None:
+    def _send_controller(self, controller: Controller) -> None:
         """Tell each rank's present process once where the controller is."""
         assert self._plan is not None
         for rank in range(self._plan.world_size):
@@ -544,7 +544,7 @@ class LocalLauncher(Launcher):
         wanted = tuple(sorted({*wanted, *self._monitor.dead}))
         if ranks is not None:
             others = [rank for rank in self._living() if rank not in wanted]
-            if text := Halted(self.pids).look_twice(others):
+            if text := Halted(self.pids).check_twice(others):
                 raise SessionStateError(f"the new process group needs all ranks, but {text}.")
             be = "is" if len(wanted) == 1 else "are"
             self.abort(
@@ -569,12 +569,12 @@ class LocalLauncher(Launcher):
         try:
             infos = self._launch(wanted, deadline)
         except BaseException as error:
-            self._give_launch_up(wanted, error)
+            self._abandon_launch(wanted, error)
             raise
         self._register_anew(engine_ids)
         return infos
 
-    def _give_launch_up(self, ranks: Sequence[int], error: BaseException) -> None:
+    def _abandon_launch(self, ranks: Sequence[int], error: BaseException) -> None:
         """Nobody stays in a group that did not come together; fresh ranks that did not join end."""
         assert self._plan is not None
         late = tuple(self._monitor.late(ranks, self._generation))
@@ -585,7 +585,7 @@ class LocalLauncher(Launcher):
                 if here := tuple(rank for rank in late if rank in self._plan.ranks_of(node)):
                     self._agents.send(node, StopRanks(here))
         self._monitor.wait_exited(late, END)
-        self._monitor.lose(late)
+        self._monitor.mark_lost(late)
 
     def _wait_idle(self, ranks: Sequence[int]) -> None:
         """Ranks that are to join a new group must have nothing else to do."""
@@ -614,7 +614,7 @@ class LocalLauncher(Launcher):
             self._register_behind()
         elif controller.is_ready:
             controller.unregister([number for number in engine_ids if number >= 0])
-            self._tell(controller)
+            self._send_controller(controller)
 
     @property
     def is_alive(self) -> bool:
@@ -632,7 +632,7 @@ class LocalLauncher(Launcher):
 
     def _on_death(self, error: EngineDiedError) -> None:
         if self.board is not None:
-            self.board.regions[error.rank].ask_nothing()
+            self.board.regions[error.rank].clear_input_request()
         self.channel.mark_dead(error)
 
     # --- close ------------------------------------------------------------------------------------
@@ -640,7 +640,7 @@ class LocalLauncher(Launcher):
     def close(self) -> None:
         if os.getpid() != self._owner:  # a forked child of the kernel owns nothing of this
             return
-        with interrupts_held(self._agents.hurry):
+        with interrupts_held(self._agents.end_at_once):
             with self._closing:
                 if self._closed:
                     return
@@ -652,7 +652,7 @@ class LocalLauncher(Launcher):
                 if self._controller is not None:
                     self._controller.close()
             self._agents.close()
-            self._monitor.hear(None)
+            self._monitor.handle(None)
             self._made.close()
 
     def _pids_of(self, node: int) -> list[int]:

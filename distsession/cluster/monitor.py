@@ -96,7 +96,7 @@ class Monitor:
         self._exited: dict[int, RankExited] = {}
         self._unreported: set[int] = set()
 
-    def hear(self, message: object) -> None:
+    def handle(self, message: object) -> None:
         """Take in one message; None says that the link of the first node's agent has closed."""
         deaths: list[EngineDiedError] = []
         with self._changed:
@@ -180,7 +180,7 @@ class Monitor:
             self.store_is_down = not message.is_replaced
         log.warning("%s", self.tcp_store_ended if message.is_tcp else self.store_ended)
 
-    def lose(self, ranks: Iterable[int]) -> None:
+    def mark_lost(self, ranks: Iterable[int]) -> None:
         """These were to be started, and are ended since that did not work."""
         with self._changed:
             for rank in ranks:

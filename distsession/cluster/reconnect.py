@@ -53,7 +53,7 @@ class Halted:
         self._pids = pids
         self._since: dict[int, float] = {}
 
-    def look(self, ranks: Sequence[int]) -> str:
+    def check(self, ranks: Sequence[int]) -> str:
         """What to say of those that are halted for some time; nothing if none is."""
         pids, now = self._pids(), time.monotonic()
         halted = {rank: process_state(pids[rank]) for rank in ranks if rank in pids}
@@ -72,13 +72,13 @@ class Halted:
             f"session.restart({long}) replaces {it}"
         )
 
-    def look_twice(self, ranks: Sequence[int]) -> str:
+    def check_twice(self, ranks: Sequence[int]) -> str:
         """The same where nothing has been looked at before; takes its time only if some are."""
-        self.look(ranks)
+        self.check(ranks)
         if not self._since:
             return ""
         time.sleep(HALTED_S)
-        return self.look(ranks)
+        return self.check(ranks)
 
 
 class _Ranks(Protocol):
@@ -114,7 +114,7 @@ class Reconnect:
         self._pending: PendingRequest | None = None
         self._problem = ""
 
-    def asks_by(self, pending: PendingRequest) -> bool:
+    def is_request_of(self, pending: PendingRequest) -> bool:
         """Whether that is its request."""
         return pending is self._pending
 
@@ -143,7 +143,7 @@ class Reconnect:
         """What is to be said before ranks are asked for anything."""
         if text := self._launcher.store_problem() or self._dead_text():
             return text
-        if text := self._halted.look_twice(self._ranks):
+        if text := self._halted.check_twice(self._ranks):
             return text
         deadline = time.monotonic() + settle
         while busy := [rank for rank in self._ranks if self._channel.is_busy(rank)]:
@@ -151,7 +151,7 @@ class Reconnect:
                 return "it was stopped"
             if time.monotonic() > deadline:
                 be = "is" if len(busy) == 1 else "are"
-                return self._halted.look(busy) or (
+                return self._halted.check(busy) or (
                     f"{ranks_text(busy)} {be} still busy; the next run tries again, and "
                     f"session.restart({busy}) replaces {'it' if len(busy) == 1 else 'them'}"
                 )
@@ -176,7 +176,7 @@ class Reconnect:
         self._pending = pending
         problem = "it was stopped"
         try:
-            pending.wait(lambda _: None, limit, lambda: self._look(pending))
+            pending.wait(lambda _: None, limit, lambda: self._check(pending))
             problem = self._dead_text() or failure_of(pending)
         except _Over as over:
             problem = str(over)
@@ -194,11 +194,11 @@ class Reconnect:
         text = f"the process group is not connected: {self._problem}."
         self._launcher.abort(AbortReason.FAILED, text, refuse=requests)
 
-    def _look(self, pending: PendingRequest) -> None:
+    def _check(self, pending: PendingRequest) -> None:
         """Called now and then during an attempt; ends it where it cannot succeed."""
         if self._cancelled.is_set():
             raise _Over("it was stopped")
-        text = self._dead_text() or failure_of(pending) or self._halted.look(pending.missing)
+        text = self._dead_text() or failure_of(pending) or self._halted.check(pending.missing)
         if text:
             raise _Over(text)
 

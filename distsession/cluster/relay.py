@@ -275,22 +275,22 @@ class Relay:
                         if upload in self._sending:
                             self._sending.remove(upload)
         except OSError:
-            self._lose()
+            self._mark_lost()
 
     def _receive(self) -> None:
         try:
             while True:
-                self._hear(self.wire.receive())
+                self._handle(self.wire.receive())
         except OSError:
-            self._lose()
+            self._mark_lost()
         except Exception:
             log.exception("the stream of node %d's relay cannot be read", self.node)
-            self._lose()
+            self._mark_lost()
 
-    def _hear(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case Chunk():
-                self._take(message)
+                self._receive_chunk(message)
             case Fetched():
                 self._finish(message)
             case Stored():
@@ -304,7 +304,7 @@ class Relay:
                     self.linked |= frozenset(message.names)
                     self._changed.notify_all()
 
-    def _take(self, chunk: Chunk) -> None:
+    def _receive_chunk(self, chunk: Chunk) -> None:
         download = self._downloads.get(chunk.key)
         if download is None:  # given up with the relay
             self.wire.skip(chunk.length)
@@ -330,7 +330,7 @@ class Relay:
             problem = message.problem or "it was stopped"
             download.done([], SessionStateError(f"the result did not arrive: {problem}."))
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         with self._changed:
             if not self.is_up:
                 return

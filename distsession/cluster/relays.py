@@ -81,7 +81,7 @@ class Relays:
                 self._changed.wait(0.05)
         return True
 
-    def trouble(self) -> str:
+    def problems(self) -> str:
         """What does not work; empty where all is well."""
         down = [node for node, relay in self._relays.items() if not relay.is_up]
         if not down:

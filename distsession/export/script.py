@@ -222,7 +222,7 @@ def check_script(
         raise ExportError(f"there is no script {path}: session.export(...) writes one.")
     module = "__import__('distsession.engine.export_check', fromlist=['compare'])"
     with tempfile.TemporaryDirectory(prefix="distsession-") as folder:
-        kept = _ask(session, f"{module}.keep(globals(), {names!r}, {folder!r})")
+        kept = _evaluate(session, f"{module}.keep(globals(), {names!r}, {folder!r})")
         missing = [name for name in names if not any(name in there for there in kept.values())]
         if missing:
             raise ExportError(f"no rank of the session has {', '.join(missing)}.")
@@ -231,19 +231,19 @@ def check_script(
         try:
             with start(output=Silent, **given) as other:
                 other.run(run_script, script, [str(path)])
-                found = _ask(other, f"{module}.compare({names!r}, {folder!r})")
+                found = _evaluate(other, f"{module}.compare({names!r}, {folder!r})")
         except DistsessionError as error:
             raise ExportError(f"{path} does not run through: {error}") from error
     return _verdict(names, found, tolerance, str(path), session.options.seed is None)
 
 
-def _ask(session: Exported, expression: str) -> Any:
+def _evaluate(session: Exported, expression: str) -> Any:
     """The value of an expression on all ranks, which is no part of what ran there."""
 
     def make(number: int) -> CellRequest:
         return CellRequest(number, expression, f"In[{number}]", fetch=True, expression=True)
 
-    return session.requests.ask(session.ranks, make, [])
+    return session.requests.call(session.ranks, make, [])
 
 
 def _verdict(

@@ -117,7 +117,7 @@ class Comparison:
 
 def diff(requests: Requests, ranks: Sequence[int], expression: str) -> Comparison:
     """Compare an expression over ranks; it is evaluated once on each."""
-    summaries = requests.ask(ranks, lambda number: SummaryRequest(number, expression), [])
+    summaries = requests.call(ranks, lambda number: SummaryRequest(number, expression), [])
     try:
         return compare(expression.strip(), summaries, _Parts(requests))
     finally:
@@ -132,7 +132,7 @@ class _Parts:
         self._requests = requests
 
     def __call__(self, ranks: Sequence[int], paths: Sequence[str]) -> Mapping[int, dict[str, Any]]:
-        found: Mapping[int, dict[str, Any]] = self._requests.ask(
+        found: Mapping[int, dict[str, Any]] = self._requests.call(
             ranks, lambda number: PartsRequest(number, tuple(paths)), [], verb="bringing"
         )
         return found

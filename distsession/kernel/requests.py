@@ -138,7 +138,7 @@ class Requests:
 
     # --- the session's own ------------------------------------------------------------------------
 
-    def ask(
+    def call(
         self,
         ranks: Sequence[int],
         make: Callable[[int], Request],

@@ -33,7 +33,7 @@ def bring(requests: Requests, *, waits: bool = True) -> Timeline:
         if rank not in dead and (waits or not requests.channel.is_busy(rank))
     ]
     number = run.number
-    found = requests.ask(asked, lambda n: TimelineRequest(n, number), []) if asked else {}
+    found = requests.call(asked, lambda n: TimelineRequest(n, number), []) if asked else {}
     traces = {rank: trace for rank, trace in found.items() if trace is not None}
     if not traces:
         raise SessionStateError(

@@ -80,12 +80,12 @@ def _push_frames(requests: Requests, ranks: Sequence[int], payload: Any) -> None
     """Push a pickled dict, the same for all ranks, or for each rank its own."""
     with requests.pushing:
         try:
-            requests.ask(ranks, PushRequest, payload, verb="sending")
+            requests.call(ranks, PushRequest, payload, verb="sending")
         except BaseException:
             with suppress(DistsessionError):  # ranks that hold it already can let it go
                 requests.post(ranks, lambda number: CommitRequest(number, False))
             raise
-        requests.ask(ranks, lambda number: CommitRequest(number, True), [], steady=True)
+        requests.call(ranks, lambda number: CommitRequest(number, True), [], steady=True)
 
 
 def copy(requests: Requests, source: int, ranks: Sequence[int], names: Sequence[str]) -> None:
@@ -109,7 +109,7 @@ def pull(requests: Requests, ranks: Sequence[int], names: Sequence[str]) -> Rank
     if not names:
         raise OptionsError('pull() takes at least one name, such as pull("x").')
     try:
-        results = requests.ask(
+        results = requests.call(
             ranks, lambda number: PullRequest(number, tuple(names)), [], verb="bringing"
         )
     except RunError as error:
@@ -213,7 +213,7 @@ def _part(value: Any, dim: int, begin: int, end: int) -> Any:
 
 def gather(requests: Requests, ranks: Sequence[int], name: str, dim: int) -> Any:
     """Put the parts that ranks hold together in one piece of memory, written by the ranks."""
-    shards = requests.ask(ranks, lambda number: ShardsRequest(number, name), [])
+    shards = requests.call(ranks, lambda number: ShardsRequest(number, name), [])
     kinds = {rank: shard.kind for rank, shard in shards.items()}
     if len(set(kinds.values())) > 1:
         raise SessionStateError(f"gather({name!r}): the ranks hold different things: {kinds}.")
@@ -235,7 +235,7 @@ def gather(requests: Requests, ranks: Sequence[int], name: str, dim: int) -> Any
     else:
         shape, at = _whole_of_parts(name, {r: s.shape for r, s in shards.items()}, dim)
     with Segment([math.prod(shape) * first.dtype.itemsize]) as whole:
-        found = requests.ask(
+        found = requests.call(
             ranks, lambda number: FillRequest(number, name, shape, at), whole, verb="bringing"
         )
         apart = {rank: part for rank, part in found.items() if part is not None}
@@ -271,7 +271,7 @@ def _bring_parts(requests: Requests, parts: Mapping[int, Any], whole: Any) -> No
     try:
         for rank, part in parts.items():
             for begin, shape in _pieces(part.shape, limit):
-                piece = requests.ask([rank], partial(PieceRequest, begin=begin, shape=shape), [])
+                piece = requests.call([rank], partial(PieceRequest, begin=begin, shape=shape), [])
                 window = tuple(
                     slice(at + b, at + b + n)
                     for at, b, n in zip(part.at, begin, shape, strict=True)

@@ -185,7 +185,7 @@ def ask(code: str, line: str, *, inspect: bool) -> dict[int, CompletionReply]:
         launcher = session.launcher
         dead = launcher.dead_ranks()
         living = [rank for rank in ranks if rank not in dead]
-        return launcher.look(living[:ASKED], code, inspect, PATIENCE)
+        return launcher.complete(living[:ASKED], code, inspect, PATIENCE)
     except DistsessionError:
         return {}
 

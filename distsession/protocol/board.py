@@ -208,7 +208,7 @@ class Region:
             words[self.start + STREAM_COUNT] = count + 1
         return at
 
-    def ask_nothing(self) -> None:
+    def clear_input_request(self) -> None:
         """Its rank has died, so it is in no debugger and waits for no input; the kernel says so."""
         for word in (IN_DEBUGGER, ASKS):
             self._words[self.start + word] = 0

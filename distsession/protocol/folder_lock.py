@@ -187,7 +187,7 @@ def _boot() -> str:
     return "unknown"
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     """A forked child has no part in the session; while it held the lock, nobody could sweep."""
     for lock in list(_held):
         with contextlib.suppress(OSError):
@@ -195,4 +195,4 @@ def _let_go_in_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)

@@ -101,7 +101,7 @@ def test_a_rank_stopped_in_the_midst_of_a_reconnect_frees_the_others(
 ) -> None:
     """It comes to the request only when it goes on, long after it was given up."""
     pid = session.infos[2].pid
-    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    monkeypatch.setattr(reconnect.Halted, "check_twice", lambda *_: "")
     break_group(session)
     freeze(pid)
     try:
@@ -140,7 +140,7 @@ def test_a_restart_of_one_rank_does_not_wait_for_another_that_is_stopped(session
 def test_a_rank_that_is_stopped_while_another_is_replaced_frees_all(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    monkeypatch.setattr(reconnect.Halted, "check_twice", lambda *_: "")
     pid = session.infos[2].pid
     freeze(pid)
     try:
@@ -199,7 +199,7 @@ def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
 ) -> None:
     press = (lambda: os.kill(os.getpid(), signal.SIGINT)) if by_signal else session.interrupt
     monkeypatch.setattr(reconnect, "HALTED_S", 60.0)
-    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    monkeypatch.setattr(reconnect.Halted, "check_twice", lambda *_: "")
     pid = session.infos[1].pid
     freeze(pid)
     break_group(session)
@@ -221,7 +221,7 @@ def test_a_rank_killed_during_a_reconnect_frees_the_others(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reconnect, "HALTED_S", 60.0)
-    monkeypatch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+    monkeypatch.setattr(reconnect.Halted, "check_twice", lambda *_: "")
     pid = session.infos[1].pid
     freeze(pid)
     break_group(session)
@@ -287,7 +287,7 @@ def test_a_store_that_dies_in_a_reconnect_is_replaced_and_it_is_tried_again(
         os.kill(pid, signal.SIGCONT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reconnect.Halted, "look_twice", lambda *_: "")
+        patch.setattr(reconnect.Halted, "check_twice", lambda *_: "")
         patch.setattr(reconnect, "HALTED_S", 60.0)
         thread = threading.Thread(target=disturb)
         thread.start()

@@ -52,7 +52,7 @@ class Heard:
     def ready(self, *ranks: int, generation: int = 0, **facts: int) -> None:
         for rank in ranks:
             info = self._make(rank, generation=generation, **facts)
-            self.monitor.hear(RankReady(rank, info))
+            self.monitor.handle(RankReady(rank, info))
 
 
 @pytest.fixture
@@ -64,17 +64,17 @@ def heard(rank_info: Callable[..., RankInfo]) -> Heard:
 
 
 def test_the_host_is_known_once_the_agent_is_ready(heard: Heard) -> None:
-    heard.monitor.hear(AgentReady(HOST))
+    heard.monitor.handle(AgentReady(HOST))
     assert heard.monitor.wait_host(0, lambda: True, now()) == HOST
 
 
 def test_waiting_for_the_host_ends_when_it_is_heard(heard: Heard) -> None:
-    threading.Timer(0.05, heard.monitor.hear, [AgentReady(HOST)]).start()
+    threading.Timer(0.05, heard.monitor.handle, [AgentReady(HOST)]).start()
     assert heard.monitor.wait_host(0, lambda: True, now(10)) is HOST
 
 
 def test_an_agent_that_cannot_go_on_says_why(heard: Heard) -> None:
-    heard.monitor.hear(AgentFailed("no module named nump"))
+    heard.monitor.handle(AgentFailed("no module named nump"))
     with pytest.raises(LaunchError, match="no module named nump"):
         heard.monitor.wait_host(0, lambda: True, now(10))
 
@@ -82,7 +82,7 @@ def test_an_agent_that_cannot_go_on_says_why(heard: Heard) -> None:
 def test_an_agent_that_ended_is_not_waited_for(heard: Heard) -> None:
     with pytest.raises(LaunchError, match="ended before it was ready"):
         heard.monitor.wait_host(0, lambda: False, now(10))
-    heard.monitor.hear(None)
+    heard.monitor.handle(None)
     with pytest.raises(LaunchError, match="ended before it was ready"):
         heard.monitor.wait_host(0, lambda: True, now(10))
 
@@ -118,13 +118,13 @@ def test_a_rank_of_an_earlier_generation_does_not_count(heard: Heard) -> None:
 
 
 def test_a_rank_that_could_not_join_says_why(heard: Heard) -> None:
-    heard.monitor.hear(RankFailed(1, 0, ErrorInfo("DistNetworkError", "refused")))
+    heard.monitor.handle(RankFailed(1, 0, ErrorInfo("DistNetworkError", "refused")))
     with pytest.raises(ProcessGroupError, match=r"rank 1 could not .*: DistNetworkError: refused"):
         heard.monitor.wait_ready([0, 1], 0, now(10))
 
 
 def test_a_rank_that_died_at_its_start_ends_the_wait(heard: Heard) -> None:
-    heard.monitor.hear(exited(1, returncode=-11, log="stack"))
+    heard.monitor.handle(exited(1, returncode=-11, log="stack"))
     with pytest.raises(LaunchError, match="SIGSEGV while it was starting") as raised:
         heard.monitor.wait_ready([0, 1], 0, now(10))
     assert "stack" in str(raised.value)
@@ -132,7 +132,7 @@ def test_a_rank_that_died_at_its_start_ends_the_wait(heard: Heard) -> None:
 
 
 def test_an_agent_that_is_gone_ends_the_wait(heard: Heard) -> None:
-    heard.monitor.hear(None)
+    heard.monitor.handle(None)
     with pytest.raises(LaunchError, match=r"agent .* is gone"):
         heard.monitor.wait_ready([0], 0, now(10))
 
@@ -142,7 +142,7 @@ def test_an_agent_that_is_gone_ends_the_wait(heard: Heard) -> None:
 
 def test_the_death_of_a_rank_in_use_is_told_once_with_its_facts(heard: Heard) -> None:
     heard.ready(0, 1)
-    heard.monitor.hear(exited(1, returncode=3, log="bye"))
+    heard.monitor.handle(exited(1, returncode=3, log="bye"))
     assert list(heard.monitor.dead) == [1]
     assert [(d.rank, d.pid, d.returncode, d.log_tail) for d in heard.deaths] == [
         (1, 1001, 3, "bye")
@@ -151,14 +151,14 @@ def test_the_death_of_a_rank_in_use_is_told_once_with_its_facts(heard: Heard) ->
 
 def test_the_end_of_an_earlier_process_of_a_rank_is_no_death(heard: Heard) -> None:
     heard.ready(0)
-    heard.monitor.hear(exited(0, pid=999))
+    heard.monitor.handle(exited(0, pid=999))
     assert (heard.monitor.dead, heard.deaths) == ({}, [])
 
 
 def test_with_the_agent_all_living_ranks_are_gone(heard: Heard) -> None:
     heard.ready(0, 1, 2)
-    heard.monitor.hear(exited(1))
-    heard.monitor.hear(None)
+    heard.monitor.handle(exited(1))
+    heard.monitor.handle(None)
     assert [death.rank for death in heard.deaths] == [1, 0, 2]
     assert heard.monitor.agent_gone
     assert "session.restart()" in str(heard.monitor.dead[2])
@@ -168,7 +168,7 @@ def test_with_the_agent_all_living_ranks_are_gone(heard: Heard) -> None:
 def test_the_end_of_a_nodes_agent_takes_its_ranks_alone(heard: Heard) -> None:
     for rank in range(4):
         heard.ready(rank, node_rank=rank // 2, nodes=2)
-    heard.monitor.hear(NodeGone(1))
+    heard.monitor.handle(NodeGone(1))
     assert [death.rank for death in heard.deaths] == [2, 3]
     assert not heard.monitor.agent_gone
     text = str(heard.monitor.dead[2])
@@ -182,19 +182,19 @@ def test_the_end_of_a_nodes_agent_takes_its_ranks_alone(heard: Heard) -> None:
 
 
 def test_each_nodes_agent_is_waited_for(heard: Heard) -> None:
-    heard.monitor.hear(AgentReady(HOST))
+    heard.monitor.handle(AgentReady(HOST))
     with pytest.raises(LaunchTimeoutError):
         heard.monitor.wait_host(1, lambda: True, now())
-    heard.monitor.hear(NodeGone(1))
+    heard.monitor.handle(NodeGone(1))
     with pytest.raises(LaunchError, match="the agent of node 1 ended before it was ready"):
         heard.monitor.wait_host(1, lambda: True, now(10))
     heard.monitor.expect(1)
-    heard.monitor.hear(AgentReady(HOST, 1))
+    heard.monitor.handle(AgentReady(HOST, 1))
     assert heard.monitor.wait_host(1, lambda: True, now(10)) == HOST
 
 
 def test_the_port_of_the_store_is_waited_for(heard: Heard) -> None:
-    threading.Timer(0.05, heard.monitor.hear, [StoreReady(4711)]).start()
+    threading.Timer(0.05, heard.monitor.handle, [StoreReady(4711)]).start()
     assert heard.monitor.wait_store(now(10)) == 4711
     heard.monitor.store_port = 0
     with pytest.raises(LaunchTimeoutError, match="rendezvous store"):
@@ -204,7 +204,7 @@ def test_the_port_of_the_store_is_waited_for(heard: Heard) -> None:
 def test_ranks_end_with_a_session_that_is_closed(heard: Heard) -> None:
     heard.ready(0)
     heard.monitor.closing = True
-    heard.monitor.hear(None)
+    heard.monitor.handle(None)
     text = "rank 0 (pid 1000) ended with its session, which was closed."
     assert [str(death) for death in heard.deaths] == [text]
     with pytest.raises(LaunchError, match="the session was closed"):
@@ -224,7 +224,7 @@ def test_closing_is_said_before_the_ranks_end(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_rank_that_is_started_anew_is_no_longer_dead(heard: Heard) -> None:
     heard.ready(0, 1)
-    heard.monitor.hear(exited(1))
+    heard.monitor.handle(exited(1))
     heard.monitor.forget([1])
     assert heard.monitor.dead == {}
     heard.ready(0, 1, generation=1)
@@ -233,16 +233,16 @@ def test_a_rank_that_is_started_anew_is_no_longer_dead(heard: Heard) -> None:
 
 def test_the_end_of_ranks_can_be_waited_for(heard: Heard) -> None:
     heard.ready(0, 1)
-    heard.monitor.hear(exited(0))
+    heard.monitor.handle(exited(0))
     assert heard.monitor.wait_exited([0], 0.0)
     assert not heard.monitor.wait_exited([0, 1], 0.02)
-    threading.Timer(0.05, heard.monitor.hear, [exited(1)]).start()
+    threading.Timer(0.05, heard.monitor.handle, [exited(1)]).start()
     assert heard.monitor.wait_exited([0, 1], 10)
 
 
 def test_nobody_is_waited_for_when_the_agent_is_gone(heard: Heard) -> None:
     heard.ready(0)
-    heard.monitor.hear(None)
+    heard.monitor.handle(None)
     assert heard.monitor.wait_exited([0, 1], 0.0)
 
 
@@ -250,20 +250,20 @@ def test_nobody_is_waited_for_when_the_agent_is_gone(heard: Heard) -> None:
 
 
 def test_the_engines_of_registered_ranks_are_known(heard: Heard) -> None:
-    heard.monitor.hear(EngineRegistered(0, 0, 4))
-    heard.monitor.hear(EngineRegistered(1, 0, 2))
+    heard.monitor.handle(EngineRegistered(0, 0, 4))
+    heard.monitor.handle(EngineRegistered(1, 0, 2))
     assert heard.monitor.wait_registered([0, 1], 0.0) == {0: 4, 1: 2}
 
 
 def test_engines_that_do_not_register_are_left_out(heard: Heard) -> None:
-    heard.monitor.hear(EngineRegistered(0, 0, 4))
+    heard.monitor.handle(EngineRegistered(0, 0, 4))
     assert heard.monitor.wait_registered([0, 1], 0.02) == {0: 4}
 
 
 def test_the_engine_of_a_dead_rank_is_forgotten(heard: Heard) -> None:
     heard.ready(0)
-    heard.monitor.hear(EngineRegistered(0, 0, 4))
-    heard.monitor.hear(exited(0))
+    heard.monitor.handle(EngineRegistered(0, 0, 4))
+    heard.monitor.handle(exited(0))
     assert heard.monitor.wait_registered([0], 0.0) == {}
 
 
@@ -343,17 +343,17 @@ def test_a_rank_that_its_agent_does_not_report_is_dead_until_more_is_known(
 ) -> None:
     told: list[EngineDiedError] = []
     monitor = Monitor(told.append)
-    monitor.hear(RankReady(1, rank_info(1, generation=0)))
+    monitor.handle(RankReady(1, rank_info(1, generation=0)))
     pid = monitor.ready[1].pid
-    monitor.hear(RankUnreported(1, pid + 1, "why"))
+    monitor.handle(RankUnreported(1, pid + 1, "why"))
     assert not told
-    monitor.hear(RankUnreported(1, pid, "why"))
-    monitor.hear(RankUnreported(1, pid, "why"))
+    monitor.handle(RankUnreported(1, pid, "why"))
+    monitor.handle(RankUnreported(1, pid, "why"))
     assert [str(error) for error in told] == [
         f"rank 1 (pid {pid}) has ended; why. session.restart([1]) replaces it; restore=[...] "
         "copies variables from a rank that stays."
     ]
-    monitor.hear(exited(1, pid))
+    monitor.handle(exited(1, pid))
     assert "SIGKILL" in str(monitor.dead[1])
 
 
@@ -361,13 +361,13 @@ def test_a_late_report_is_not_taken_for_the_death_of_the_next_process(
     rank_info: Callable[..., RankInfo],
 ) -> None:
     monitor = Monitor(lambda error: None)
-    monitor.hear(RankReady(1, rank_info(1, generation=0)))
+    monitor.handle(RankReady(1, rank_info(1, generation=0)))
     pid = monitor.ready[1].pid
-    monitor.hear(RankUnreported(1, pid, "why"))
+    monitor.handle(RankUnreported(1, pid, "why"))
     monitor.forget([1])
-    monitor.hear(exited(1, pid))
+    monitor.handle(exited(1, pid))
     assert not monitor.dead
-    monitor.hear(RankReady(1, rank_info(1, generation=1)))
+    monitor.handle(RankReady(1, rank_info(1, generation=1)))
     monitor.wait_ready([1], 1, time.monotonic() + 1)
 
 
@@ -395,9 +395,9 @@ def test_whoever_waits_for_an_end_goes_on_only_when_the_death_has_been_told(
         told.append(death)
 
     monitor = Monitor(tell)
-    monitor.hear(RankReady(1, rank_info(1, generation=0)))
+    monitor.handle(RankReady(1, rank_info(1, generation=0)))
     pid = monitor.ready[1].pid
-    thread = threading.Timer(0.05, monitor.hear, [exited(1, pid)])
+    thread = threading.Timer(0.05, monitor.handle, [exited(1, pid)])
     thread.start()
     assert monitor.wait_exited([1], 5)
     assert len(told) == 1
