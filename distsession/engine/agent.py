@@ -24,6 +24,7 @@ from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from distsession.engine import store_server
+from distsession.engine.log_file import log_path
 from distsession.engine.oom import OutOfMemory
 from distsession.engine.process import signal_when_parent_ends
 from distsession.protocol import folder_lock
@@ -459,18 +460,6 @@ def _read_end(rank: _Rank, stream: str) -> str:
         f.seek(max(0, f.tell() - LOG_TAIL))
         return f.read().decode("utf-8", "replace")
     return ""
-
-
-def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
-    """Where the raw output of a rank is kept.
-
-    Args:
-        folder: Of the session.
-        rank: Which.
-        generation: In which it was forked.
-        stream: ``"out"``, ``"err"``, or ``"fault"`` for the Python stack of a crash.
-    """
-    return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 
 def _signal(pid: int, number: int) -> None:

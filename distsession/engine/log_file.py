@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["FULL", "LogFile"]
+__all__ = ["FULL", "LogFile", "log_path"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a write says when there is no room for it."""
@@ -35,6 +35,18 @@ RETRY_S = 1.0
 """Seconds between two attempts to reserve room on a full disk."""
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # <linux/falloc.h>
+
+
+def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
+    """Where the raw output of a rank is kept.
+
+    Args:
+        folder: Of the session.
+        rank: Which.
+        generation: In which it was forked.
+        stream: ``"out"``, ``"err"``, or ``"fault"`` for the Python stack of a crash.
+    """
+    return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 
 class LogFile:

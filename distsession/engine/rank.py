@@ -26,7 +26,6 @@ import torch.distributed as dist
 import zmq
 
 from distsession.engine import cause, failure, process_group, store, tensors
-from distsession.engine.agent import log_path
 from distsession.engine.capture import Capture
 from distsession.engine.collectives import abort
 from distsession.engine.collectives.group import Groups
@@ -39,6 +38,7 @@ from distsession.engine.diff import Summary
 from distsession.engine.execute import NOTHING, remember, run_call, run_cell
 from distsession.engine.forks import Forks, make_private
 from distsession.engine.ipython import ShellFront, make_shell, register
+from distsession.engine.log_file import log_path
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,

@@ -26,9 +26,15 @@ from types import FrameType
 from typing import Any
 
 from distsession.engine import cause
+from distsession.engine.collectives.operation_log import (
+    ENDED,
+    FAILED,
+    FLAGS,
+    Entry,
+    OperationLog,
+)
 from distsession.engine.collectives.operations import describe
 from distsession.engine.failure import is_user_code, short_name
-from distsession.engine.timeline import ENDED, FAILED, FLAGS, Entry, Log
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, key_of
@@ -103,7 +109,7 @@ class Recorder:
         self.region = board.regions[rank]
         self.abort: Abort | None = None
         self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self.log: Log | None = None
+        self.log: OperationLog | None = None
         """Where every operation is kept for a timeline, while code of the user runs."""
         self.names: dict[int, str] = {}
         """Texts of places, by their numbers; unlike the board's, none is overwritten."""
@@ -154,12 +160,12 @@ class Recorder:
         self.words[start + layout.SINCE] = time.monotonic_ns()
         self.words[start + layout.REQUEST] = number
 
-    def begin_log(self) -> Log:
+    def begin_log(self) -> OperationLog:
         """Every operation is kept from here on, until :attr:`log` is None again."""
         if len(self.names) > NAMES:  # only those that are cached can still be met
             known = set(self._places.values())
             self.names = {n: name for n, name in self.names.items() if n in known}
-        self.log = Log(self.names)
+        self.log = OperationLog(self.names)
         return self.log
 
     def forget_stop(self) -> None:

@@ -9,9 +9,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distsession.engine.collectives.operation_log import (
+    FAILED,
+    FLAGS,
+    IS_ASYNC,
+    IS_FUTURE,
+    begin_wait,
+    end,
+)
 from distsession.engine.collectives.operations import describe
 from distsession.engine.collectives.recorder import Recorder, Stream
-from distsession.engine.timeline import FAILED, FLAGS, IS_ASYNC, IS_FUTURE, begin_wait, end
 from distsession.errors import CollectiveError
 
 __all__ = ["AnySource", "IssuedWork", "await_collective"]
