@@ -21,7 +21,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import zmq
 
@@ -34,21 +33,21 @@ from distsession.engine.completion import CompletionServer
 from distsession.engine.control import Control, Interrupter
 from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
-from distsession.engine.diff import Summary
-from distsession.engine.execute import NOTHING, remember, run_call, run_cell
+from distsession.engine.execute import NOTHING
 from distsession.engine.forks import Forks, make_private
 from distsession.engine.ipython import ShellFront, make_shell, register
 from distsession.engine.log_file import log_path
+from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
     interrupt_children,
     redirect_standard_streams,
 )
+from distsession.engine.requests import RequestDispatcher
 from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
-from distsession.engine.transfer import Transfers
-from distsession.errors import CollectiveError, SerializationError, SessionStateError
+from distsession.errors import CollectiveError, SessionStateError
 from distsession.protocol import board as layout
 from distsession.protocol import serialize, shared_memory
 from distsession.protocol.board import Board
@@ -56,7 +55,6 @@ from distsession.protocol.messages import (
     Abort,
     CallRequest,
     CellRequest,
-    CommitRequest,
     CompletionRequest,
     ControllerInfo,
     DebugRequest,
@@ -64,22 +62,15 @@ from distsession.protocol.messages import (
     FillRequest,
     InputReply,
     MalformedMessage,
-    PartsRequest,
-    PieceRequest,
-    PullRequest,
-    PushRequest,
     RankFailed,
     RankReady,
     ReconnectRequest,
     Reply,
     Request,
-    ShardsRequest,
     Shared,
     StackReply,
     StackRequest,
     StartRanks,
-    SummaryRequest,
-    TimelineRequest,
     decode,
     encode,
 )
@@ -185,10 +176,9 @@ class Rank:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
-        self._transfers = Transfers(self._namespace, rank)
         self._looker = CompletionServer(self._namespace, rank, self._send)
-        self._front: ShellFront | None = None
-        self._summary: Summary | None = None
+        self._front: ShellFront
+        self._dispatcher: RequestDispatcher
         self._asker = RankStdin(rank, self._capture, self._recorder)
         self._debugger = Debugger(
             self._asker, self._recorder, self._capture.streams[0], self._namespace
@@ -272,12 +262,19 @@ class Rank:
         place = self._place
         self._front = make_shell(self._namespace, self._capture, self._rank)
         self._namespace.update(
-            torch=torch,
-            dist=dist,
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
-            device=place.device,
+            rank_names(place.rank, place.local_rank, place.world_size, place.device)
+        )
+        self._dispatcher = RequestDispatcher(
+            self._rank,
+            self._namespace,
+            self._front,
+            self._trace,
+            self,
+            around=self._debugger,
+            extra={
+                ReconnectRequest: self._reconnect,
+                DebugRequest: lambda _: self._debugger.post_mortem(),
+            },
         )
         threading.excepthook = self._on_thread_error
         self._asker.install()
@@ -350,7 +347,6 @@ class Rank:
             self._refuse(request, payload)
             return
         self._capture.begin(request.id)
-        assert self._front is not None
         self._front.request(request.id)
         self._recorder.request(request.id)
         self._last_place.begin(_name_of(request))
@@ -367,7 +363,7 @@ class Rank:
         self._trace.begin(request)
         try:
             with self._interruptor.user_code(request.id):
-                value, shown = self._perform(request, payload)
+                value, shown = self._dispatcher.perform(request, payload)
                 self._forks.end_child()
                 del payload
                 self._trace.end(request)
@@ -413,60 +409,9 @@ class Rank:
                     return explained
         return raised
 
-    def _perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
-        """The value of a request, and what of it is to be shown."""
-        shown = None
-        value: Any = NOTHING
-        match request:
-            case CallRequest():
-                if request.source[1]:
-                    remember(*request.source)
-                value = self._call(self._frames(payload))
-            case CellRequest():
-                value, shown = self._cell(request)
-            case ReconnectRequest():
-                self._reconnect(request)
-            case PullRequest():
-                value = self._transfers.pull(request.names)
-            case PushRequest():
-                self._stage(request, payload)
-            case CommitRequest():
-                self._transfers.assign(request.keep)
-            case ShardsRequest():
-                value = self._transfers.shards(request.name)
-            case FillRequest():
-                value = self._fill(request, payload)
-            case PieceRequest():
-                value = self._transfers.piece(request.begin, request.shape)
-            case SummaryRequest():
-                value = self._summarise(request)
-            case PartsRequest():
-                value = self._parts(request)
-            case DebugRequest():
-                value = self._debugger.post_mortem()
-            case TimelineRequest():
-                value = self._trace.of(request.run)
-        return value, shown
-
-    def _stage(self, request: PushRequest, payload: Any) -> None:
-        began, frames = time.monotonic_ns(), self._frames(payload)
-        self._transfers.stage(frames)
-        self._trace.moved(request, shared_memory.nbytes(frames), began)
-
-    def _fill(self, request: FillRequest, payload: Any) -> Any:
-        at = request.at.get(self._rank)
-        if not isinstance(payload, Shared):  # of another host, the whole is not within reach
-            return self._transfers.stage_part(request.name, at)
-        began = time.monotonic_ns()
-        with self._link.receive(payload) as descriptor:
-            (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
-        size = self._transfers.fill(request.name, request.shape, at, whole)
-        self._trace.moved(request, size, began)
-        return NOTHING
-
     # --- payloads ---------------------------------------------------------------------------------
 
-    def _frames(self, payload: Any) -> Any:
+    def read_private(self, payload: Any) -> Any:
         """The frames of a request, wherever they are."""
         if not isinstance(payload, Shared):
             return payload
@@ -477,6 +422,14 @@ class Rank:
             raise SessionStateError(
                 f"what was sent did not arrive on rank {self._rank}: {error}. Send it again."
             ) from error
+
+    def map_whole(self, payload: Any) -> Any:
+        """Memory of all ranks of this host; None where the payload has come from another host."""
+        if not isinstance(payload, Shared):
+            return None
+        with self._link.receive(payload) as descriptor:
+            (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
+        return whole
 
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Shared:
         """A value as frames, or in shared memory if it is large."""
@@ -503,48 +456,9 @@ class Rank:
         self._recorder.words[start + layout.WRITTEN] = done
         self._recorder.words[start + layout.TO_WRITE] = total
 
-    # --- requests, one by one ---------------------------------------------------------------------
-
-    def _call(self, frames: Any) -> Any:
-        try:
-            function, args, kwargs = serialize.load(frames)
-        except Exception as error:
-            raise SerializationError(
-                f"the function or its arguments cannot be rebuilt on rank {self._rank}: "
-                f"{type(error).__name__}: {error}. A module that only the notebook has must be "
-                "on sys.path here, too."
-            ) from error
-        return run_call(function, args, kwargs, self._namespace, self._debugger)
-
-    def _cell(self, request: CellRequest) -> tuple[Any, Any]:
-        assert self._front is not None
-        with self._trace.around(request):
-            value, show = run_cell(
-                request.source,
-                request.label,
-                self._namespace,
-                self._front,
-                expression=request.expression,
-                around=self._debugger,
-            )
-        shown = self._front.render(value) if show and not request.expression else None
-        return (value if request.fetch else NOTHING), shown
-
-    def _summarise(self, request: SummaryRequest) -> Any:
-        self._summary = None
-        cell = CellRequest(request.id, request.expression, "%distributed", True, True)
-        self._summary = Summary(self._cell(cell)[0])
-        return self._summary.leaves
-
-    def _parts(self, request: PartsRequest) -> Any:
-        if not request.paths or self._summary is None:
-            self._summary = None
-            return NOTHING
-        return self._summary.values(request.paths)
-
     # --- the process group ------------------------------------------------------------------------
 
-    def _reconnect(self, request: ReconnectRequest) -> None:
+    def _reconnect(self, request: ReconnectRequest) -> Any:
         with self._group_lock:  # an abort of the generation before comes too late from here on
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
@@ -559,6 +473,7 @@ class Rank:
             timeout=request.timeout,
         )
         self._announce()
+        return NOTHING
 
     def _abort(self, message: Abort) -> None:
         """From the control thread: no operation of this generation is to begin any more."""

@@ -51,6 +51,7 @@ def run_in_world(
 
     from distsession.engine.collectives import torch_private
     from distsession.engine.execute import run_call
+    from distsession.engine.namespace import rank_names
 
     backend = dist.get_backend()
     rank = first_rank + int(os.environ["RANK"])
@@ -65,14 +66,7 @@ def run_in_world(
             world_size=world_size,
             device_id=device if device.type == "cuda" else None,
         )
-        namespace = {
-            "torch": torch,
-            "dist": dist,
-            "rank": rank,
-            "local_rank": local_rank,
-            "world_size": world_size,
-            "device": device,
-        }
+        namespace = rank_names(rank, local_rank, world_size, device)
         try:
             # torch does not wait until all are connected, and rank 0 has the store: nobody may
             # leave before all others have come, and have ended.
