@@ -95,7 +95,7 @@ class _Family:
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    tells: tuple[str, ...] = ()
+    detected_by: tuple[str, ...] = ()
 
 
 _FAMILIES = (
@@ -106,7 +106,7 @@ _FAMILIES = (
         local_rank=("LOCAL_RANK",),
         local_world_size=("LOCAL_WORLD_SIZE",),
         node_rank=("GROUP_RANK", "NODE_RANK"),
-        tells=("RANK", "WORLD_SIZE"),
+        detected_by=("RANK", "WORLD_SIZE"),
     ),
     _Family(
         source="Slurm",
@@ -115,7 +115,9 @@ _FAMILIES = (
         local_rank=("SLURM_LOCALID",),
         node_rank=("SLURM_NODEID",),
         job=("SLURM_JOB_ID", "SLURM_JOBID"),
-        tells=("SLURM_PROCID",),  # a shell of salloc has the other variables, too, but is no rank
+        detected_by=(
+            "SLURM_PROCID",
+        ),  # a shell of salloc has the other variables, too, but is no rank
     ),
     _Family(
         source="Open MPI",
@@ -124,7 +126,7 @@ _FAMILIES = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-        tells=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        detected_by=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ),
     _Family(
         source="PMI",
@@ -133,7 +135,7 @@ _FAMILIES = (
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         job=("PMI_JOBID", "PALS_APID"),
-        tells=("PMI_RANK", "PMI_SIZE"),
+        detected_by=("PMI_RANK", "PMI_SIZE"),
     ),
 )
 
@@ -156,7 +158,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     """
     given = os.environ if environ is None else environ
     for family in _FAMILIES:
-        if any(given.get(name) for name in family.tells):
+        if any(given.get(name) for name in family.detected_by):
             return _read(family, given)
     if given.get("LOCAL_RANK"):
         raise OptionsError(

@@ -123,7 +123,7 @@ class InlineRank:
 
     def complete(self, code: str, inspect: bool) -> CompletionReply:
         """Complete code, or inspect a name, by what this rank has."""
-        return completion.look(CompletionRequest(0, code, inspect), 0, self._namespace)
+        return completion.handle_request(CompletionRequest(0, code, inspect), 0, self._namespace)
 
     def usage(self) -> UsageReply:
         """What this process uses."""

@@ -80,15 +80,15 @@ __all__ = ["main"]
 
 log = logging.getLogger(__name__)
 
-STAY_AWAKE_MS = 3
+REQUEST_POLL_MS = 3
 """How long to wait for the next request before ipyparallel's event loop gets its turn: a request
 that follows at once is then served without the cost of entering and leaving that loop."""
 
-SEND_TIMEOUT_MS = 50
+OUTPUT_SEND_TIMEOUT_MS = 50
 """How long a piece of output waits for a kernel that may be gone, once this process is to end."""
 
 
-class _Stop(SystemExit):
+class _Terminated(SystemExit):
     """Raised by SIGTERM: leave, running exit functions. asyncio passes it on out of a callback."""
 
 
@@ -108,8 +108,8 @@ def main(start: StartRanks, rank: int, *, agent: int, store_port: int, memory: m
     out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
     redirect_standard_streams(out, err)
     end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))
-    last_place = LastLine(memory)
-    Rank(start, rank, store_port, (out, err), last_place, end_catching).serve()
+    last_line = LastLine(memory)
+    Rank(start, rank, store_port, (out, err), last_line, end_catching).serve()
 
 
 class Rank:
@@ -121,10 +121,10 @@ class Rank:
         rank: int,
         store_port: int,
         paths: tuple[str, str],
-        last_place: LastLine,
+        last_line: LastLine,
         end_catching: Callable[[], None],
     ):
-        self._last_place = last_place
+        self._last_line = last_line
         self._generation = start.generation
         self._place = process_group.prepare(start, rank, store_port)
         self._rank = rank
@@ -139,10 +139,10 @@ class Rank:
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         self._store = store.session_store(self._place.store_path)
-        abort.be_deaf(start.folder)
-        self._store.given_up = self._given_up
+        abort.bind_listener_stand_in(start.folder)
+        self._store.abort_error = self._abort_error
         if self._groups is not None:
-            self._store.named = self._groups.store_wait
+            self._store.record_wait = self._groups.record_store_wait
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._aborted: Abort | None = None
@@ -158,43 +158,43 @@ class Rank:
             memory_path(start.folder, start.node), identity.decode()
         )
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
-        self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        self._output.setsockopt(zmq.SNDTIMEO, OUTPUT_SEND_TIMEOUT_MS)
         self._is_leaving = False
         control = _connect(context, zmq.DEALER, start.folder, "control", identity)
-        self._capture = Capture(rank, paths, self._send_output, last_place.look)
+        self._capture = Capture(rank, paths, self._send_output, last_line.update)
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
-        self._interruptor = Interrupter()
+        self._interrupter = Interrupter()
         self._control = Control(
             control,
-            self._interruptor,
-            self._obey,
+            self._interrupter,
+            self._handle_control,
             lambda: self._recorder.is_blocked,
-            self._free,
+            self._abort_backend,
             self._interrupt_children,
         )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
-        self._looker = CompletionServer(self._namespace, rank, self._send)
+        self._completion = CompletionServer(self._namespace, rank, self._send)
         self._front: ShellFront
         self._dispatcher: RequestDispatcher
-        self._asker = RankStdin(rank, self._capture, self._recorder)
+        self._stdin = RankStdin(rank, self._capture, self._recorder)
         self._debugger = Debugger(
-            self._asker, self._recorder, self._capture.streams[0], self._namespace
+            self._stdin, self._recorder, self._capture.streams[0], self._namespace
         )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
         self._forks = Forks(
             {
                 signal.SIGTERM: (self._on_terminate, signal.SIG_DFL),
-                signal.SIGINT: (self._interruptor.on_signal, signal.default_int_handler),
+                signal.SIGINT: (self._interrupter.on_signal, signal.default_int_handler),
             },
             (
                 make_private(self._recorder.words, start.board),
                 self._leave_group_to_rank,
                 self._capture.become_child,
-                last_place.uninstall,
+                last_line.uninstall,
                 end_catching,
             ),
         )
@@ -202,7 +202,7 @@ class Rank:
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_terminate)
         self._forks.install()
-        self._last_place.install()
+        self._last_line.install()
         sys.unraisablehook = self._on_unraisable
         self._capture.start()
         try:
@@ -218,23 +218,23 @@ class Rank:
             self._make_namespace()
             self._control.start()
             while True:
-                self._handle(self._next_request())
-        except _Stop:
+                self._handle_request(self._next_request())
+        except _Terminated:
             pass
         finally:
             self._leave()
 
     def _on_terminate(self, _number: int, frame: FrameType | None) -> None:
-        self._last_place.terminated(frame)
+        self._last_line.note_terminated(frame)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Stop
+        raise _Terminated
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         """What Python cannot raise it prints; a Stop that it swallows so is raised again."""
-        if isinstance(unraisable.exc_value, _Stop) and not self._forks.is_child:
+        if isinstance(unraisable.exc_value, _Terminated) and not self._forks.is_child:
             signal.signal(signal.SIGTERM, self._on_terminate)
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        elif not self._interruptor.is_swallowed(unraisable.exc_value):
+        elif not self._interrupter.is_swallowed(unraisable.exc_value):
             sys.__unraisablehook__(unraisable)
 
     def _leave(self) -> None:
@@ -277,8 +277,8 @@ class Rank:
             },
         )
         threading.excepthook = self._on_thread_error
-        self._asker.install()
-        self._debugger.install(self._interruptor.on_signal)
+        self._stdin.install()
+        self._debugger.install(self._interrupter.on_signal)
 
     def _on_thread_error(self, ended: threading.ExceptHookArgs) -> None:
         """A thread of the user's has failed: Python only prints that, and the ranks may differ."""
@@ -318,11 +318,11 @@ class Rank:
             log.warning("dropped a message that is no request: %r", message)
 
     def _receive(self) -> list[Any]:
-        if not self._requests.poll(STAY_AWAKE_MS):
-            self._loop.run_until_complete(self._arrival())
+        if not self._requests.poll(REQUEST_POLL_MS):
+            self._loop.run_until_complete(self._await_request())
         return self._requests.recv_multipart()
 
-    async def _arrival(self) -> None:
+    async def _await_request(self) -> None:
         """Let the event loop run until a request is there.
 
         zmq's descriptor signals changes, not states, so the state is read before each wait.
@@ -341,7 +341,7 @@ class Rank:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _handle(self, received: tuple[Request, Any]) -> None:
+    def _handle_request(self, received: tuple[Request, Any]) -> None:
         request, payload = received
         if request.id in self._refused:
             self._refuse(request, payload)
@@ -349,9 +349,9 @@ class Rank:
         self._capture.begin(request.id)
         self._front.request(request.id)
         self._recorder.request(request.id)
-        self._last_place.begin(_name_of(request))
-        self._recorder.forget_stop()
-        self._asker.request = request.id
+        self._last_line.begin(_name_of(request))
+        self._recorder.expire_abort()
+        self._stdin.request = request.id
         self._debugger.begin(
             steps=isinstance(request, CellRequest) and self._rank in request.debug,
             forgets=_is_run(request) and not getattr(request, "expression", False),
@@ -362,7 +362,7 @@ class Rank:
         shown = error = reason = None
         self._trace.begin(request)
         try:
-            with self._interruptor.user_code(request.id):
+            with self._interrupter.user_code(request.id):
                 value, shown = self._dispatcher.perform(request, payload)
                 self._forks.end_child()
                 del payload
@@ -371,33 +371,33 @@ class Rank:
                 # None, which most functions return, needs no frames.
                 if value is not NOTHING and value is not None:
                     answer = self._pack(request, value)
-        except _Stop:
+        except _Terminated:
             raise
         except BaseException as raised:
             self._forks.end_child(raised)
             duration = time.perf_counter() - began
-            error, shown = self._explained(raised), None
+            error, shown = self._explain(raised), None
             reason = cause.find(error, self._recorder.abort)
             self._trace.end(request, error)
         if error is None and self._thread_error is not None and _is_run(request):
             error, shown, answer = self._thread_error, None, None
             reason = cause.find(error, self._recorder.abort)
         self._debugger.end()
-        self._asker.request = 0
+        self._stdin.request = 0
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
-            if not (_is_run(request) and self._debugger.keep(error)):
+            if not (_is_run(request) and self._debugger.keep_error(error)):
                 failure.forget_frames(error)  # what ends with them may take long, and is told
-        self._last_place.end()
+        self._last_line.end()
         self._front.request(0)
         self._recorder.request(0)
         has_output = self._capture.end(request.id)
         reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
         self._send(reply, answer)
 
-    def _explained(self, raised: BaseException) -> BaseException:
+    def _explain(self, raised: BaseException) -> BaseException:
         """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
         for part in cause.chain(raised):
             if cause.has_reason(part):
@@ -483,25 +483,25 @@ class Rank:
                 self._aborted = self._recorder.abort = message
                 self._store.end_waits()
 
-    def _given_up(self) -> BaseException | None:
+    def _abort_error(self) -> BaseException | None:
         """What a wait for a key of the store raises once the group has been given up."""
         if self._recorder.abort is None:
             return None
-        error = self._recorder.error()
+        error = self._recorder.abort_error()
         is_ours = self._recorder.is_main_thread or isinstance(error, Exception)
         return error if is_ours else CollectiveError(str(error))
 
-    def _free(self, message: Abort) -> None:
-        """From the control thread: free the main thread from whatever it waits in."""
+    def _abort_backend(self, message: Abort) -> None:
+        """From the control thread: abort whatever the main thread waits in."""
         with self._group_lock:
             if message.generation < self._generation:  # it has been connected anew already
                 return
             if self._groups is None:
-                process_group.abort()
+                process_group.abort_communicators()
             else:
-                abort.shut_gloo()
+                abort.abort_gloo()
             self._store.end_waits()
-            abort.shut_store(self._place.store_port)
+            abort.abort_store(self._place.store_port)
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.
@@ -526,16 +526,16 @@ class Rank:
 
     # --- the control thread -----------------------------------------------------------------------
 
-    def _obey(self, message: Any) -> None:
+    def _handle_control(self, message: Any) -> None:
         match message:
             case Abort():
                 self._abort(message)
             case StackRequest():
                 self._send(self._stack(message.number))
             case CompletionRequest():
-                self._looker.ask(message)
+                self._completion.submit(message)
             case InputReply():
-                self._asker.answer(message)
+                self._stdin.put_reply(message)
             case ControllerInfo():
                 self._on_controller(message)
             case _:
@@ -558,7 +558,7 @@ class Rank:
 
         try:
             await register(info, self._rank, self._namespace, report)
-        except _Stop:
+        except _Terminated:
             raise
         except Exception as error:
             log.debug("could not register with ipyparallel's controller", exc_info=True)

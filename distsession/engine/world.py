@@ -58,7 +58,7 @@ def run_in_world(
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if "nccl" in backend else torch.device("cpu")
     leave_group()
-    with _environment(rank, world_size, host, port), torch_private.groups_of_torch():
+    with _environment(rank, world_size, host, port), torch_private.native_groups():
         dist.init_process_group(
             backend,
             init_method=url,

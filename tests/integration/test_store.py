@@ -131,7 +131,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 def test_every_operation_does_what_that_of_a_tcp_store_does(
     ours: store.Store, theirs: dist.Store, prefix: str
 ) -> None:
-    mine = store.Part(prefix, ours) if prefix else ours
+    mine = store.StorePart(prefix, ours) if prefix else ours
     other = dist.PrefixStore(prefix, theirs) if prefix else theirs
     pairs = zip(operations(mine, ours), operations(other, theirs), strict=True)
     for number, (left, right) in enumerate(pairs):
@@ -164,7 +164,7 @@ def test_threads_wait_at_the_same_time(ours: store.Store) -> None:
 
 def test_waits_are_ended_from_another_thread_with_the_reason(ours: store.Store) -> None:
     ours.set("a", "b")
-    ours.given_up = lambda: errors.CollectiveError("stopped") if ended else None
+    ours.abort_error = lambda: errors.CollectiveError("stopped") if ended else None
     ended: list[int] = []
 
     def end() -> None:
@@ -223,7 +223,7 @@ def test_a_store_that_ended_is_never_taken_for_the_one_in_its_place(path: str) -
     os.rename(f"{path}.x.new", f"{path}.x")
     try:
         for _ in range(2):
-            with pytest.raises(store.StoreGone, match="has ended"):
+            with pytest.raises(store.StoreEndedError, match="has ended"):
                 other.check(["a"])
         other.renew()
         assert not other.check(["a"])
