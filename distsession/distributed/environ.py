@@ -1,6 +1,7 @@
 """The environment variables by which libraries find their place among the ranks.
 
-``rank_environment`` writes those of torchrun (torch.distributed.run, "Environment Variables").
+``rank_environment`` and ``torchrun_variables`` write those of torchrun (torch.distributed.run,
+"Environment Variables"); no other module names them to set them.
 ``read_environment`` reads what torchrun, Slurm, Open MPI or a PMI launcher (MPICH, Intel MPI, Cray)
 has set.
 """
@@ -15,48 +16,16 @@ from dataclasses import dataclass
 
 from distsession.errors import OptionsError
 
-__all__ = ["RankEnvironment", "first_host", "rank_environment", "read_environment"]
+__all__ = [
+    "RankEnvironment",
+    "first_host",
+    "rank_environment",
+    "read_environment",
+    "torchrun_variables",
+]
 
 FIRST_PORT, PORTS = 15_000, 15_000
 """Where ports are that a job's number stands for: below those that systems give away."""
-
-
-def rank_environment(
-    *,
-    rank: int,
-    local_rank: int,
-    world_size: int,
-    local_world_size: int,
-    node_rank: int,
-    address: str,
-    port: int,
-    threads: int,
-    run_id: str,
-) -> dict[str, str]:
-    """What torchrun would set for this rank.
-
-    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that the store at ``MASTER_ADDR:MASTER_PORT`` is
-    there already, so that ``init_process_group("env://")`` in user code joins it as a client.
-    """
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "NODE_RANK": str(node_rank),
-        "GROUP_RANK": str(node_rank),
-        "GROUP_WORLD_SIZE": str(max(1, world_size // local_world_size)),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": str(threads),
-    }
 
 
 @dataclass(frozen=True)
@@ -82,6 +51,69 @@ class RankEnvironment:
     node_rank: int | None = None
     address: str | None = None
     port: int | None = None
+
+
+_TORCHRUN = {
+    "RANK": "rank",
+    "WORLD_SIZE": "world_size",
+    "LOCAL_RANK": "local_rank",
+    "LOCAL_WORLD_SIZE": "local_world_size",
+    "MASTER_ADDR": "address",
+    "MASTER_PORT": "port",
+}
+"""torchrun's variables by which code finds its place, and what of a place each holds."""
+
+_TORCHRUN_ROLES = {
+    "NODE_RANK": "node_rank",
+    "GROUP_RANK": "node_rank",
+    "ROLE_RANK": "rank",
+    "ROLE_WORLD_SIZE": "world_size",
+}
+"""The same, of those that torchrun has for groups of hosts and for roles."""
+
+
+def torchrun_variables(place: RankEnvironment, *, roles: bool = False) -> dict[str, str]:
+    """A place as torchrun would write it into the environment; without what is not known of it.
+
+    Args:
+        place: Of a rank, whoever has said it.
+        roles: Also what torchrun sets for groups of hosts and for roles.
+    """
+    table = {**_TORCHRUN, **_TORCHRUN_ROLES} if roles else _TORCHRUN
+    values = {name: getattr(place, fact) for name, fact in table.items()}
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def rank_environment(
+    *,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    node_rank: int,
+    address: str,
+    port: int,
+    threads: int,
+    run_id: str,
+) -> dict[str, str]:
+    """What torchrun would set for this rank.
+
+    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that the store at ``MASTER_ADDR:MASTER_PORT`` is
+    there already, so that ``init_process_group("env://")`` in user code joins it as a client.
+    """
+    place = RankEnvironment(
+        "torchrun", rank, world_size, local_rank, local_world_size, node_rank, address, port
+    )
+    return {
+        **torchrun_variables(place, roles=True),
+        "GROUP_WORLD_SIZE": str(max(1, world_size // local_world_size)),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": str(threads),
+    }
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from distsession.distributed import rank_info
-from distsession.distributed.environ import RankEnvironment, read_environment
+from distsession.distributed.environ import RankEnvironment, read_environment, torchrun_variables
 from distsession.distributed.ports import release_port
 from distsession.distributed.validate import check_backend, check_place, check_present
 from distsession.errors import OptionsError, ProcessGroupError
@@ -82,7 +82,7 @@ def initialize(
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     saved: dict[str, str | None] = {}
     if found is not None and found.source != "torchrun":
-        saved = _tell_libraries(found)
+        saved = _set_torchrun_variables(found)
     try:
         _init_group(chosen, init_method, store, mine, size, limit, found, options)
     except BaseException as error:
@@ -247,17 +247,9 @@ def _init_group(
     )
 
 
-def _tell_libraries(found: RankEnvironment) -> dict[str, str | None]:
-    """Set torchrun's variables, by which libraries find their place; gives what was there."""
-    facts = {
-        "RANK": found.rank,
-        "WORLD_SIZE": found.world_size,
-        "LOCAL_RANK": found.local_rank,
-        "LOCAL_WORLD_SIZE": found.local_world_size,
-        "MASTER_ADDR": found.address,
-        "MASTER_PORT": found.port,
-    }
-    new = {name: str(value) for name, value in facts.items() if value is not None}
+def _set_torchrun_variables(found: RankEnvironment) -> dict[str, str | None]:
+    """Set those by which libraries find their place; gives what was there."""
+    new = torchrun_variables(found)
     saved = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
     return saved

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from distsession.distributed.environ import RankEnvironment, torchrun_variables
+
 __all__ = ["leave_group", "run_in_world"]
 
 
@@ -86,14 +88,8 @@ def run_in_world(
 def _environment(rank: int, world_size: int, host: str, port: int) -> Iterator[None]:
     """The variables by which libraries find their place, and no others of the session's group."""
     before = dict(os.environ)
-    os.environ.update(
-        RANK=str(rank),
-        ROLE_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        ROLE_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=host,
-        MASTER_PORT=str(port),
-    )
+    place = RankEnvironment("torchrun", rank, world_size, address=host, port=port)
+    os.environ.update(torchrun_variables(place, roles=True))
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"):
         os.environ.pop(name, None)
     is_here = host in ("127.0.0.1", "::1", "localhost")
