@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def ours(path: str) -> Iterator[store.Store]:
     yield store.session_store(path)
-    store._stores.pop(path)._forget()
+    store._stores.pop(path)._become_child()
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_cpp_keeps_the_python_part_alive(path: str) -> None:
     gc.collect()
     inner.set("a", "b")
     assert inner.get("a") == b"b"
-    store._stores.pop(path)._forget()
+    store._stores.pop(path)._become_child()
 
 
 def test_threads_wait_at_the_same_time(ours: store.Store) -> None:
@@ -159,7 +159,7 @@ def test_threads_wait_at_the_same_time(ours: store.Store) -> None:
     for thread in threads:
         thread.join(10)
     assert sorted(got) == sorted(str(i).encode() for i in range(20))
-    assert len(ours._free) <= 21
+    assert len(ours._idle) <= 21
 
 
 def test_waits_are_ended_from_another_thread_with_the_reason(ours: store.Store) -> None:
@@ -230,7 +230,7 @@ def test_a_store_that_ended_is_never_taken_for_the_one_in_its_place(path: str) -
     finally:
         os.unlink(f"{path}.x")
         os.rename(f"{path}.y", path)
-        other._forget()
+        other._become_child()
 
 
 def test_junk_ends_the_connection_that_sent_it_and_nothing_else(
