@@ -13,9 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distsession.distributed.groups import resolved
-from distsession.distributed.handshake import Ring, as_bytes, meet, mismatch, padded, ring_of
-from distsession.distributed.header import Call, Kind, Row, pack, unpack
+from distsession.distributed.groups import resolve_group
+from distsession.distributed.handshake import (
+    GroupView,
+    as_bytes,
+    exchange_headers,
+    group_view,
+    mismatch,
+    padded,
+)
+from distsession.distributed.header import Call, Header, Kind, pack, unpack
 from distsession.distributed.objects import device_of, gather_bytes, to_length
 from distsession.errors import OptionsError
 
@@ -50,14 +57,14 @@ def all_gather(tensor: Any, group: Any = None, *, as_list: bool = False) -> Any:
         CollectiveMismatchError: Some have tensors and others not, or tensors that do not fit.
         CollectiveError: A rank's object cannot be pickled. Both are raised on every rank.
     """
-    ring = ring_of(resolved(group))
-    if ring is None:
+    view = group_view(resolve_group(group))
+    if view is None:
         return tensor if isinstance(tensor, torch.Tensor) and not as_list else [tensor]
-    row, follows = pack(tensor, Call.ALL_GATHER)
-    rows = meet(ring, row)
-    joined = _are_joined(ring, rows, as_list)
-    parts = gather_bytes(ring, rows, follows)
-    return _collected(rows, parts, tensor, joined)
+    header, payload = pack(tensor, Call.ALL_GATHER)
+    headers = exchange_headers(view, header)
+    joined = _are_joined(view, headers, as_list)
+    parts = gather_bytes(view, headers, payload)
+    return _collected(headers, parts, tensor, joined)
 
 
 def gather(tensor: Any, dst: int = 0, group: Any = None, *, as_list: bool = True) -> Any:
@@ -79,25 +86,25 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, as_list: bool = True
         CollectiveMismatchError: As for :func:`all_gather`; or ranks name different ``dst``.
         CollectiveError: As for :func:`all_gather`.
     """
-    ring = ring_of(resolved(group))
-    if ring is None:
+    view = group_view(resolve_group(group))
+    if view is None:
         if dist.is_initialized():
             return None
         return tensor if isinstance(tensor, torch.Tensor) and not as_list else [tensor]
-    root = ring.position_of(dst, "dst")
-    row, follows = pack(tensor, Call.GATHER, dst)
-    rows = meet(ring, row)
-    joined = _are_joined(ring, rows, as_list)
-    device, length = device_of(ring, rows), padded(rows)
-    here = ring.position == root
-    parts = [torch.empty(0, dtype=torch.uint8, device=device)] * ring.size
+    root = view.position_of(dst, "dst")
+    header, payload = pack(tensor, Call.GATHER, dst)
+    headers = exchange_headers(view, header)
+    joined = _are_joined(view, headers, as_list)
+    device, length = device_of(view, headers), padded(headers)
+    here = view.position == root
+    parts = [torch.empty(0, dtype=torch.uint8, device=device)] * view.size
     if length:
-        mine = to_length(as_bytes(follows, device), length)
+        mine = to_length(as_bytes(payload, device), length)
         if here:
-            every = torch.empty(ring.size * length, dtype=torch.uint8, device=device)
+            every = torch.empty(view.size * length, dtype=torch.uint8, device=device)
             parts = list(every.split(length))
-        dist.gather(mine, parts if here else None, dst, group=ring.group)
-    return _collected(rows, parts, tensor, joined) if here else None
+        dist.gather(mine, parts if here else None, dst, group=view.group)
+    return _collected(headers, parts, tensor, joined) if here else None
 
 
 def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = False) -> Any:
@@ -122,25 +129,27 @@ def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = Fa
             ``src``.
         CollectiveError: The object cannot be pickled. All are raised on every rank.
     """
-    ring = ring_of(resolved(group))
-    if ring is None:
+    view = group_view(resolve_group(group))
+    if view is None:
         return tensor
-    root = ring.position_of(src, "src")
-    here = ring.position == root
+    root = view.position_of(src, "src")
+    here = view.position == root
     # An object that a receiver gives is ignored, so it need not be pickled.
     shown = tensor if here or (isinstance(tensor, torch.Tensor) and not safe_mode) else None
-    row, follows = pack(shown, Call.BROADCAST, src)
-    rows = meet(ring, row)
-    sent = rows[root]
+    header, payload = pack(shown, Call.BROADCAST, src)
+    headers = exchange_headers(view, header)
+    sent = headers[root]
     if sent.kind is Kind.NOTHING:
         raise OptionsError(f"broadcast: rank {src} has None, which says nothing to the others.")
-    unlike = [row for row in rows if row.kind is Kind.TENSOR and _form(row) != _form(sent)]
+    unlike = [
+        header for header in headers if header.kind is Kind.TENSOR and _form(header) != _form(sent)
+    ]
     if unlike:
-        raise mismatch(ring, "values that do not fit", [str(row) for row in rows])
-    device = device_of(ring, rows if sent.kind is Kind.TENSOR else [sent])
+        raise mismatch(view, "values that do not fit", [str(header) for header in headers])
+    device = device_of(view, headers if sent.kind is Kind.TENSOR else [sent])
     if here:
         if sent.nbytes:
-            dist.broadcast(as_bytes(follows, device), src, group=ring.group)
+            dist.broadcast(as_bytes(payload, device), src, group=view.group)
         return tensor
     target = shown if isinstance(shown, torch.Tensor) else None
     data = torch.empty(0, dtype=torch.uint8, device=device)
@@ -151,11 +160,11 @@ def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = Fa
         else:
             data = torch.empty(sent.nbytes, dtype=torch.uint8, device=device)
             into = False
-        dist.broadcast(data, src, group=ring.group)
+        dist.broadcast(data, src, group=view.group)
         if into:
             return target
     if target is None:
-        return unpack(sent, data, ring.device_for(True) if sent.kind is Kind.TENSOR else None)
+        return unpack(sent, data, view.device_for(True) if sent.kind is Kind.TENSOR else None)
     target.detach().copy_(unpack(sent, data))
     return target
 
@@ -171,12 +180,12 @@ def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
     Returns:
         None; with ``async_op`` the work, or None where there is nobody to wait for.
     """
-    ring = ring_of(resolved(group))
-    if ring is None:
+    view = group_view(resolve_group(group))
+    if view is None:
         return None
-    if "cpu" not in ring.backends:
+    if "cpu" not in view.backends:
         options.setdefault("device_ids", [torch.cuda.current_device()])
-    return dist.barrier(ring.group, async_op, **options)
+    return dist.barrier(view.group, async_op, **options)
 
 
 def synchronize(device: torch.device | int | None = None) -> None:
@@ -194,31 +203,33 @@ def synchronize(device: torch.device | int | None = None) -> None:
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _form(row: Row) -> tuple[Any, ...]:
-    return row.kind, row.dtype, row.shape
+def _form(header: Header) -> tuple[Any, ...]:
+    return header.kind, header.dtype, header.shape
 
 
-def _are_joined(ring: Ring, rows: Sequence[Row], as_list: bool) -> bool:
+def _are_joined(view: GroupView, headers: Sequence[Header], as_list: bool) -> bool:
     """Whether what the ranks have becomes one tensor.
 
     Raises:
         CollectiveMismatchError: It should, but does not fit.
     """
-    tensors = sum(row.kind is Kind.TENSOR for row in rows)
+    tensors = sum(header.kind is Kind.TENSOR for header in headers)
     if as_list or not tensors:
         return False
-    same = {(row.dtype, len(row.shape), row.shape[1:]) for row in rows}
-    if tensors < len(rows) or len(same) > 1:
-        raise mismatch(ring, "values that do not fit together", [str(row) for row in rows])
+    same = {(header.dtype, len(header.shape), header.shape[1:]) for header in headers}
+    if tensors < len(headers) or len(same) > 1:
+        raise mismatch(view, "values that do not fit together", [str(header) for header in headers])
     return True
 
 
-def _collected(rows: Sequence[Row], parts: Sequence[torch.Tensor], own: Any, joined: bool) -> Any:
+def _collected(
+    headers: Sequence[Header], parts: Sequence[torch.Tensor], own: Any, joined: bool
+) -> Any:
     """The ranks' values from their bytes, as one tensor or as a list."""
     device = own.device if isinstance(own, torch.Tensor) else None
     values = [
-        unpack(row, part, device if row.kind is Kind.TENSOR else None)
-        for row, part in zip(rows, parts, strict=True)
+        unpack(header, part, device if header.kind is Kind.TENSOR else None)
+        for header, part in zip(headers, parts, strict=True)
     ]
     if not joined:
         return values

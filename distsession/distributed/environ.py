@@ -1,6 +1,7 @@
 """The environment variables by which libraries find their place among the ranks.
 
-``rank_environment`` writes those of torchrun (torch.distributed.run, "Environment Variables").
+``rank_environment`` and ``torchrun_variables`` write those of torchrun (torch.distributed.run,
+"Environment Variables"); no other module names them to set them.
 ``read_environment`` reads what torchrun, Slurm, Open MPI or a PMI launcher (MPICH, Intel MPI, Cray)
 has set.
 """
@@ -15,48 +16,16 @@ from dataclasses import dataclass
 
 from distsession.errors import OptionsError
 
-__all__ = ["RankEnvironment", "first_host", "rank_environment", "read_environment"]
+__all__ = [
+    "RankEnvironment",
+    "first_host",
+    "rank_environment",
+    "read_environment",
+    "torchrun_variables",
+]
 
 FIRST_PORT, PORTS = 15_000, 15_000
 """Where ports are that a job's number stands for: below those that systems give away."""
-
-
-def rank_environment(
-    *,
-    rank: int,
-    local_rank: int,
-    world_size: int,
-    local_world_size: int,
-    node_rank: int,
-    address: str,
-    port: int,
-    threads: int,
-    run_id: str,
-) -> dict[str, str]:
-    """What torchrun would set for this rank.
-
-    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that the store at ``MASTER_ADDR:MASTER_PORT`` is
-    there already, so that ``init_process_group("env://")`` in user code joins it as a client.
-    """
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "NODE_RANK": str(node_rank),
-        "GROUP_RANK": str(node_rank),
-        "GROUP_WORLD_SIZE": str(max(1, world_size // local_world_size)),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": str(threads),
-    }
 
 
 @dataclass(frozen=True)
@@ -84,6 +53,69 @@ class RankEnvironment:
     port: int | None = None
 
 
+_TORCHRUN = {
+    "RANK": "rank",
+    "WORLD_SIZE": "world_size",
+    "LOCAL_RANK": "local_rank",
+    "LOCAL_WORLD_SIZE": "local_world_size",
+    "MASTER_ADDR": "address",
+    "MASTER_PORT": "port",
+}
+"""torchrun's variables by which code finds its place, and what of a place each holds."""
+
+_TORCHRUN_ROLES = {
+    "NODE_RANK": "node_rank",
+    "GROUP_RANK": "node_rank",
+    "ROLE_RANK": "rank",
+    "ROLE_WORLD_SIZE": "world_size",
+}
+"""The same, of those that torchrun has for groups of hosts and for roles."""
+
+
+def torchrun_variables(place: RankEnvironment, *, roles: bool = False) -> dict[str, str]:
+    """A place as torchrun would write it into the environment; without what is not known of it.
+
+    Args:
+        place: Of a rank, whoever has said it.
+        roles: Also what torchrun sets for groups of hosts and for roles.
+    """
+    table = {**_TORCHRUN, **_TORCHRUN_ROLES} if roles else _TORCHRUN
+    values = {name: getattr(place, fact) for name, fact in table.items()}
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def rank_environment(
+    *,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    node_rank: int,
+    address: str,
+    port: int,
+    threads: int,
+    run_id: str,
+) -> dict[str, str]:
+    """What torchrun would set for this rank.
+
+    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that the store at ``MASTER_ADDR:MASTER_PORT`` is
+    there already, so that ``init_process_group("env://")`` in user code joins it as a client.
+    """
+    place = RankEnvironment(
+        "torchrun", rank, world_size, local_rank, local_world_size, node_rank, address, port
+    )
+    return {
+        **torchrun_variables(place, roles=True),
+        "GROUP_WORLD_SIZE": str(max(1, world_size // local_world_size)),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
 @dataclass(frozen=True)
 class _Family:
     """How a launcher names what it sets; of several names the first that is set counts."""
@@ -95,7 +127,7 @@ class _Family:
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    tells: tuple[str, ...] = ()
+    detected_by: tuple[str, ...] = ()
 
 
 _FAMILIES = (
@@ -106,7 +138,7 @@ _FAMILIES = (
         local_rank=("LOCAL_RANK",),
         local_world_size=("LOCAL_WORLD_SIZE",),
         node_rank=("GROUP_RANK", "NODE_RANK"),
-        tells=("RANK", "WORLD_SIZE"),
+        detected_by=("RANK", "WORLD_SIZE"),
     ),
     _Family(
         source="Slurm",
@@ -115,7 +147,9 @@ _FAMILIES = (
         local_rank=("SLURM_LOCALID",),
         node_rank=("SLURM_NODEID",),
         job=("SLURM_JOB_ID", "SLURM_JOBID"),
-        tells=("SLURM_PROCID",),  # a shell of salloc has the other variables, too, but is no rank
+        detected_by=(
+            "SLURM_PROCID",
+        ),  # a shell of salloc has the other variables, too, but is no rank
     ),
     _Family(
         source="Open MPI",
@@ -124,7 +158,7 @@ _FAMILIES = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-        tells=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        detected_by=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ),
     _Family(
         source="PMI",
@@ -133,7 +167,7 @@ _FAMILIES = (
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         job=("PMI_JOBID", "PALS_APID"),
-        tells=("PMI_RANK", "PMI_SIZE"),
+        detected_by=("PMI_RANK", "PMI_SIZE"),
     ),
 )
 
@@ -156,7 +190,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     """
     given = os.environ if environ is None else environ
     for family in _FAMILIES:
-        if any(given.get(name) for name in family.tells):
+        if any(given.get(name) for name in family.detected_by):
             return _read(family, given)
     if given.get("LOCAL_RANK"):
         raise OptionsError(

@@ -14,7 +14,7 @@ from distsession.errors import OptionsError, ProcessGroupError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["device_mesh", "get_group", "new_group", "resolved", "split_group"]
+__all__ = ["device_mesh", "get_group", "new_group", "resolve_group", "split_group"]
 
 _of_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """For each world the groups made for lists of ranks."""
@@ -41,7 +41,7 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
     return dist.new_group(chosen, **options)
 
 
-def resolved(group: Any) -> Any:
+def resolve_group(group: Any) -> Any:
     """A process group for what users give: one, or a list of ranks.
 
     The group of a list is made at its first use, in which every rank of the world has to take

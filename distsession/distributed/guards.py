@@ -128,10 +128,10 @@ def _report(error: BaseException | None, guard: str) -> None:
     if rank_info.get_world_size() == 1 or isinstance(error, KeyboardInterrupt):
         return
     mine = None if error is None else f"{type(error).__name__}: {_words(error)}"
-    told = all_gather_object(mine)
+    gathered = all_gather_object(mine)
     if error is not None:
         return  # it passes by itself
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(gathered):
         if text is not None:
             raise CollectiveError(f"rank {rank} raised in {guard}: {text}")
 

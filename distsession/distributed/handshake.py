@@ -1,6 +1,6 @@
 """Ranks telling each other what they are about to send.
 
-Before values of unknown kind or shape move, each rank gives every other a row of numbers: which
+Before values of unknown kind or shape move, each rank gives every other a header of numbers: which
 call it is in, for which root, and the kind, dtype and shape of what it brings. So receivers know
 what to make room for, and whatever does not fit together raises on every rank before it moves.
 """
@@ -16,14 +16,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distsession.distributed.header import Call, Kind, Row, unfit
+from distsession.distributed.header import Call, Header, Kind, pickle_problems
 from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
 
-__all__ = ["Ring", "alone", "as_bytes", "exchange", "meet", "mismatch", "padded", "ring_of"]
+__all__ = [
+    "GroupView",
+    "as_bytes",
+    "exchange_headers",
+    "exchange_numbers",
+    "group_view",
+    "is_alone",
+    "mismatch",
+    "padded",
+]
 
 
 @dataclass(frozen=True)
-class Ring:
+class GroupView:
     """A process group as its member sees it."""
 
     reference: weakref.ref[Any]
@@ -42,7 +51,7 @@ class Ring:
 
     @property
     def device(self) -> torch.device:
-        """Where rows and objects travel."""
+        """Where headers and objects travel."""
         return self.device_for(False)
 
     def device_for(self, on_gpu: bool) -> torch.device:
@@ -58,29 +67,29 @@ class Ring:
         return self.ranks.index(rank)
 
 
-_rings: weakref.WeakKeyDictionary[Any, Ring] = weakref.WeakKeyDictionary()
+_views: weakref.WeakKeyDictionary[Any, GroupView] = weakref.WeakKeyDictionary()
 
 
-def alone(group: Any = None) -> bool:
+def is_alone(group: Any = None) -> bool:
     """Whether there is nobody to meet: no process group, or not in this group."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
 
 
-def ring_of(group: Any = None) -> Ring | None:
+def group_view(group: Any = None) -> GroupView | None:
     """The group, or the world for None; None where this process has nobody to meet."""
-    if alone(group):
+    if is_alone(group):
         return None
     found = dist.group.WORLD if group is None else group
-    ring = _rings.get(found)
-    if ring is None:
+    view = _views.get(found)
+    if view is None:
         position = dist.get_rank(found)
         if position < 0:
             return None
         ranks = tuple(dist.get_process_group_ranks(found))
-        ring = _rings[found] = Ring(weakref.ref(found), ranks, position, backends_of(found))
-    return ring
+        view = _views[found] = GroupView(weakref.ref(found), ranks, position, backends_of(found))
+    return view
 
 
 def backends_of(group: Any) -> dict[str, str]:
@@ -90,64 +99,69 @@ def backends_of(group: Any) -> dict[str, str]:
     return {device.strip(): backend.strip() for device, colon, backend in pairs if colon}
 
 
-def exchange(ring: Ring, row: list[int]) -> list[list[int]]:
-    """Every rank's row of numbers; all have to be of the same length."""
-    mine = torch.tensor(row, dtype=torch.int64, device=ring.device)
-    every = torch.empty(ring.size, len(row), dtype=torch.int64, device=ring.device)
-    dist.all_gather(list(every.unbind()), mine, group=ring.group)
+def exchange_numbers(view: GroupView, numbers: list[int]) -> list[list[int]]:
+    """Every rank's numbers; all have to be of the same length."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=view.device)
+    every = torch.empty(view.size, len(numbers), dtype=torch.int64, device=view.device)
+    dist.all_gather(list(every.unbind()), mine, group=view.group)
     return every.tolist()
 
 
-def meet(ring: Ring, row: Row) -> list[Row]:
-    """Every rank's row, in the group's order.
+def exchange_headers(view: GroupView, header: Header) -> list[Header]:
+    """Every rank's header, in the group's order.
 
     Raises:
         CollectiveMismatchError: The ranks are in different calls, or name different roots.
         CollectiveError: A rank has something that cannot be pickled.
     """
-    rows = [Row.from_numbers(numbers) for numbers in exchange(ring, row.numbers())]
-    check_calls(ring, rows)
-    return rows
+    headers = [Header.from_numbers(numbers) for numbers in exchange_numbers(view, header.numbers())]
+    check_calls(view, headers)
+    return headers
 
 
-def check_calls(ring: Ring, rows: Sequence[Row]) -> None:
+def check_calls(view: GroupView, headers: Sequence[Header]) -> None:
     """Raise, on every rank alike, unless all are in the same call with the same root."""
-    if any(row.call != rows[0].call for row in rows):
-        raise mismatch(ring, "different calls", [Call(row.call).name.lower() for row in rows])
-    if any(row.root != rows[0].root for row in rows):
-        raise mismatch(ring, "different roots or operations", [str(row.root) for row in rows])
-    bad = [ring.ranks[i] for i, row in enumerate(rows) if row.kind is Kind.UNFIT]
+    if any(header.call != headers[0].call for header in headers):
+        raise mismatch(
+            view, "different calls", [Call(header.call).name.lower() for header in headers]
+        )
+    if any(header.root != headers[0].root for header in headers):
+        raise mismatch(
+            view, "different roots or operations", [str(header.root) for header in headers]
+        )
+    bad = [view.ranks[i] for i, header in enumerate(headers) if header.kind is Kind.UNPICKLABLE]
     if bad:
-        why = f" ({unfit[-1]})" if unfit and ring.ranks[ring.position] in bad else ""
-        unfit.clear()
+        is_ours = pickle_problems and view.ranks[view.position] in bad
+        why = f" ({pickle_problems[-1]})" if is_ours else ""
+        pickle_problems.clear()
         raise CollectiveError(
-            f"{Call(rows[0].call).name.lower()}: what rank {bad[0]} has cannot be pickled{why}."
+            f"{Call(headers[0].call).name.lower()}: what rank {bad[0]} has cannot be pickled{why}."
         )
 
 
-def mismatch(ring: Ring, what: str, each: Sequence[str]) -> CollectiveMismatchError:
+def mismatch(view: GroupView, what: str, each: Sequence[str]) -> CollectiveMismatchError:
     """An error that names what each rank has."""
-    theirs = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ring.ranks, each, strict=True))
+    theirs = "; ".join(f"rank {rank}: {text}" for rank, text in zip(view.ranks, each, strict=True))
     return CollectiveMismatchError(f"the ranks have {what}: {theirs}.")
 
 
-def as_bytes(follows: bytes | torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """What follows a row as a flat uint8 tensor; of a contiguous tensor there it is a view."""
-    if follows is None:
+def as_bytes(payload: bytes | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The payload of a header as a flat uint8 tensor; of a contiguous tensor there it is a view."""
+    if payload is None:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    if isinstance(follows, torch.Tensor):
-        flat = follows.detach().to(device).contiguous().view(-1)
+    if isinstance(payload, torch.Tensor):
+        flat = payload.detach().to(device).contiguous().view(-1)
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         return flat.resolve_neg().view(torch.uint8)
-    if not follows:
+    if not payload:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.frombuffer(bytearray(follows), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
 
 
-def padded(rows: Sequence[Row]) -> int:
+def padded(headers: Sequence[Header]) -> int:
     """The bytes that each rank sends where all have to send the same number."""
-    most = max(row.nbytes for row in rows)
-    if all(row.nbytes == most and row.dtype == rows[0].dtype for row in rows):
+    most = max(header.nbytes for header in headers)
+    if all(header.nbytes == most and header.dtype == headers[0].dtype for header in headers):
         return most
     return math.ceil(most / 16) * 16  # so that each part begins where any dtype may begin

@@ -1,6 +1,6 @@
 """What a rank says of a value before it sends it, and the value's way into bytes and back.
 
-Numbers travel in the row itself. Everything else follows as bytes, so that a dtype which the
+Numbers travel in the header itself. Everything else follows as bytes, so that a dtype which the
 backend does not know moves, too.
 """
 
@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import enum
 import io
-import numbers
 import pickle
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
 
-__all__ = ["Call", "Kind", "Row", "dumps", "loads", "pack", "plain_number", "unfit", "unpack"]
+__all__ = [
+    "Call",
+    "Header",
+    "Kind",
+    "dumps",
+    "loads",
+    "pack",
+    "pickle_problems",
+    "plain_number",
+    "unpack",
+]
 
 MAX_DIMS = 16
 _FIELDS = 8 + MAX_DIMS
@@ -50,7 +60,7 @@ class Kind(enum.IntEnum):
     BOOL = 4
     TEXT = 5
     OBJECT = 6
-    UNFIT = 7
+    UNPICKLABLE = 7
 
     @property
     def is_number(self) -> bool:
@@ -58,7 +68,7 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class Header:
     """What one rank has said: see ``pack``."""
 
     call: int
@@ -77,9 +87,9 @@ class Row:
         return [*fixed, len(self.shape), *shape]
 
     @classmethod
-    def from_numbers(cls, row: Sequence[int]) -> Row:
-        call, root, kind, dtype, on_gpu, nbytes, bits, dims = row[:8]
-        shape = tuple(row[8 : 8 + dims])
+    def from_numbers(cls, numbers: Sequence[int]) -> Header:
+        call, root, kind, dtype, on_gpu, nbytes, bits, dims = numbers[:8]
+        shape = tuple(numbers[8 : 8 + dims])
         return cls(call, root, Kind(kind), _DTYPES[dtype], bool(on_gpu), nbytes, bits, shape)
 
     def __str__(self) -> str:
@@ -92,16 +102,16 @@ class Row:
             Kind.FLOAT: "a floating-point number",
             Kind.BOOL: "a bool",
             Kind.TEXT: "a string",
-            Kind.UNFIT: "something that cannot be sent",
+            Kind.UNPICKLABLE: "something that cannot be sent",
         }.get(self.kind, "an object")
 
 
-def pack(value: Any, call: int, root: int = -1) -> tuple[Row, bytes | torch.Tensor | None]:
-    """A value's row, and what has to follow it.
+def pack(value: Any, call: int, root: int = -1) -> tuple[Header, bytes | torch.Tensor | None]:
+    """A value's header, and what has to follow it.
 
     Raises:
         TypeError: A tensor that is not dense. An object that cannot be pickled does not raise
-            here but, through its row, on all ranks.
+            here but, through its header, on all ranks.
     """
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
@@ -109,16 +119,18 @@ def pack(value: Any, call: int, root: int = -1) -> tuple[Row, bytes | torch.Tens
         if value.dim() <= MAX_DIMS:
             nbytes = value.numel() * value.element_size()
             shape = tuple(value.shape)
-            return Row(call, root, Kind.TENSOR, value.dtype, value.is_cuda, nbytes, 0, shape), value
-    kind, bits, follows = _pack_other(value)
-    size = 0 if follows is None else len(follows)
-    return Row(call, root, kind, torch.uint8, False, size, bits, ()), follows
+            return Header(
+                call, root, Kind.TENSOR, value.dtype, value.is_cuda, nbytes, 0, shape
+            ), value
+    kind, bits, payload = _pack_other(value)
+    size = 0 if payload is None else len(payload)
+    return Header(call, root, kind, torch.uint8, False, size, bits, ()), payload
 
 
 def _pack_other(value: Any) -> tuple[Kind, int, bytes | None]:
     if value is None:
         return Kind.NOTHING, 0, None
-    if isinstance(value, numbers.Number):
+    if isinstance(value, Number):
         value = plain_number(value)
     if type(value) is bool:
         return Kind.BOOL, int(value), None
@@ -131,11 +143,11 @@ def _pack_other(value: Any) -> tuple[Kind, int, bytes | None]:
     try:
         return Kind.OBJECT, 0, dumps(value)
     except Exception as error:
-        unfit.append(f"{type(error).__name__}: {error}")
-        return Kind.UNFIT, 0, None
+        pickle_problems.append(f"{type(error).__name__}: {error}")
+        return Kind.UNPICKLABLE, 0, None
 
 
-unfit: list[str] = []
+pickle_problems: list[str] = []
 """Why this rank's last value could not be pickled."""
 
 
@@ -145,29 +157,29 @@ def plain_number(value: Any) -> Any:
     return item() if callable(item) else value
 
 
-def unpack(row: Row, data: torch.Tensor | None, device: torch.device | None = None) -> Any:
-    """The value of a row.
+def unpack(header: Header, data: torch.Tensor | None, device: torch.device | None = None) -> Any:
+    """The value of a header.
 
     Args:
-        row: What the sender said.
+        header: What the sender said.
         data: The bytes that followed, of dtype uint8.
         device: Where a tensor belongs. Default: where the bytes are.
     """
-    if row.kind is Kind.NOTHING:
+    if header.kind is Kind.NOTHING:
         return None
-    if row.kind is Kind.BOOL:
-        return bool(row.bits)
-    if row.kind is Kind.INT:
-        return row.bits
-    if row.kind is Kind.FLOAT:
-        return struct.unpack("d", struct.pack("q", row.bits))[0]
-    if row.kind is Kind.TENSOR:
+    if header.kind is Kind.BOOL:
+        return bool(header.bits)
+    if header.kind is Kind.INT:
+        return header.bits
+    if header.kind is Kind.FLOAT:
+        return struct.unpack("d", struct.pack("q", header.bits))[0]
+    if header.kind is Kind.TENSOR:
         if data is None:
             data = torch.empty(0, dtype=torch.uint8, device=device)
-        here = data[: row.nbytes].view(row.dtype).view(row.shape)
+        here = data[: header.nbytes].view(header.dtype).view(header.shape)
         return here if device is None else here.to(device)
-    raw = b"" if data is None else _bytes(data[: row.nbytes])
-    return raw.decode("utf-8", "surrogatepass") if row.kind is Kind.TEXT else loads(raw)
+    raw = b"" if data is None else _bytes(data[: header.nbytes])
+    return raw.decode("utf-8", "surrogatepass") if header.kind is Kind.TEXT else loads(raw)
 
 
 def _bytes(data: torch.Tensor) -> bytes:
@@ -178,7 +190,7 @@ def _bytes(data: torch.Tensor) -> bytes:
     return bytes(raw)
 
 
-class _Pickler(pickle.Pickler):
+class _GpuTensorPickler(pickle.Pickler):
     """A GPU's tensors are unpickled on the receiver's GPU, not on the sender's."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -194,7 +206,7 @@ def _on_my_gpu(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 def dumps(value: Any) -> bytes:
     """The pickle of any object."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _GpuTensorPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 

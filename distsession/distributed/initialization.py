@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from distsession.distributed import rank_info
-from distsession.distributed.environ import RankEnvironment, read_environment
-from distsession.distributed.ports import let_go
+from distsession.distributed.environ import RankEnvironment, read_environment, torchrun_variables
+from distsession.distributed.ports import release_port
 from distsession.distributed.validate import check_backend, check_place, check_present
 from distsession.errors import OptionsError, ProcessGroupError
 
@@ -82,18 +82,18 @@ def initialize(
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     saved: dict[str, str | None] = {}
     if found is not None and found.source != "torchrun":
-        saved = _tell_libraries(found)
+        saved = _set_torchrun_variables(found)
     try:
-        _meet(chosen, init_method, store, mine, size, limit, found, options)
+        _init_group(chosen, init_method, store, mine, size, limit, found, options)
     except BaseException as error:
-        _put_back(saved)
+        _restore(saved)
         if isinstance(error, OptionsError) or not isinstance(error, RuntimeError | ValueError):
             raise
         raise ProcessGroupError(
             f"rank {mine} of {size} could not join the process group ({chosen}, "
             f"{'a given store' if store is not None else init_method}): {error}"
         ) from error
-    let_go(init_method)
+    release_port(init_method)
     rank_info.sync()
     _begun.append(saved)
     if size > 1:
@@ -118,7 +118,7 @@ def finalize(*, force: bool = False) -> None:
         dist.destroy_process_group()
         rank_info.sync()
     for variables in saved:
-        _put_back(variables)
+        _restore(variables)
 
 
 def initialize_cpu(
@@ -212,7 +212,7 @@ def _local_rank() -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _meet(
+def _init_group(
     backend: str,
     init_method: str,
     store: dist.Store | None,
@@ -247,23 +247,15 @@ def _meet(
     )
 
 
-def _tell_libraries(found: RankEnvironment) -> dict[str, str | None]:
-    """Set torchrun's variables, by which libraries find their place; gives what was there."""
-    facts = {
-        "RANK": found.rank,
-        "WORLD_SIZE": found.world_size,
-        "LOCAL_RANK": found.local_rank,
-        "LOCAL_WORLD_SIZE": found.local_world_size,
-        "MASTER_ADDR": found.address,
-        "MASTER_PORT": found.port,
-    }
-    new = {name: str(value) for name, value in facts.items() if value is not None}
+def _set_torchrun_variables(found: RankEnvironment) -> dict[str, str | None]:
+    """Set those by which libraries find their place; gives what was there."""
+    new = torchrun_variables(found)
     saved = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
     return saved
 
 
-def _put_back(variables: dict[str, str | None]) -> None:
+def _restore(variables: dict[str, str | None]) -> None:
     for name, value in variables.items():
         with contextlib.suppress(KeyError):
             if value is None:

@@ -1,4 +1,4 @@
-"""Moving what follows the rows: bytes of any length from each rank."""
+"""Moving the payloads of headers: bytes of any length from each rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distsession.distributed.groups import resolved
-from distsession.distributed.handshake import Ring, as_bytes, exchange, meet, padded, ring_of
-from distsession.distributed.header import Call, Row, dumps, loads, pack, unpack
+from distsession.distributed.groups import resolve_group
+from distsession.distributed.handshake import (
+    GroupView,
+    as_bytes,
+    exchange_headers,
+    exchange_numbers,
+    group_view,
+    padded,
+)
+from distsession.distributed.header import Call, Header, dumps, loads, pack, unpack
 from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
 
 __all__ = ["all_gather_object", "broadcast_object_list"]
 
 T = TypeVar("T")
-Follows = bytes | torch.Tensor | None
+Payload = bytes | torch.Tensor | None
 
 
-def device_of(ring: Ring, rows: Sequence[Row]) -> torch.device:
-    """Where the bytes of these rows travel; the same on all ranks."""
-    return ring.device_for(all(row.on_gpu for row in rows if row.nbytes))
+def device_of(view: GroupView, headers: Sequence[Header]) -> torch.device:
+    """Where the bytes of these headers travel; the same on all ranks."""
+    return view.device_for(all(header.on_gpu for header in headers if header.nbytes))
 
 
 def to_length(data: torch.Tensor, length: int) -> torch.Tensor:
@@ -33,21 +40,23 @@ def to_length(data: torch.Tensor, length: int) -> torch.Tensor:
     return longer
 
 
-def gather_bytes(ring: Ring, rows: Sequence[Row], follows: Follows) -> list[torch.Tensor]:
+def gather_bytes(
+    view: GroupView, headers: Sequence[Header], payload: Payload
+) -> list[torch.Tensor]:
     """Every rank's bytes, on every rank: parts of one tensor, in which they follow each other."""
-    device = device_of(ring, rows)
-    length = padded(rows)
-    every = torch.empty(ring.size * length, dtype=torch.uint8, device=device)
-    parts = list(every.split(length)) if length else [every] * ring.size
+    device = device_of(view, headers)
+    length = padded(headers)
+    every = torch.empty(view.size * length, dtype=torch.uint8, device=device)
+    parts = list(every.split(length)) if length else [every] * view.size
     if length:
-        dist.all_gather(parts, to_length(as_bytes(follows, device), length), group=ring.group)
+        dist.all_gather(parts, to_length(as_bytes(payload, device), length), group=view.group)
     return parts
 
 
-def gather_objects(ring: Ring, rows: Sequence[Row], follows: Follows) -> list[Any]:
+def gather_objects(view: GroupView, headers: Sequence[Header], payload: Payload) -> list[Any]:
     """Every rank's value, on every rank."""
-    parts = gather_bytes(ring, rows, follows)
-    return [unpack(row, part) for row, part in zip(rows, parts, strict=True)]
+    parts = gather_bytes(view, headers, payload)
+    return [unpack(header, part) for header, part in zip(headers, parts, strict=True)]
 
 
 def all_gather_object(obj: T, group: Any = None) -> list[T]:
@@ -64,11 +73,11 @@ def all_gather_object(obj: T, group: Any = None) -> list[T]:
     Raises:
         CollectiveError: A rank's object cannot be pickled. It is raised on every rank.
     """
-    ring = ring_of(resolved(group))
-    if ring is None:
+    view = group_view(resolve_group(group))
+    if view is None:
         return [obj]
-    row, follows = pack(obj, Call.ALL_GATHER_OBJECT)
-    return gather_objects(ring, meet(ring, row), follows)
+    header, payload = pack(obj, Call.ALL_GATHER_OBJECT)
+    return gather_objects(view, exchange_headers(view, header), payload)
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None) -> None:
@@ -87,27 +96,27 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = Non
     """
     if not isinstance(object_list, list):
         raise OptionsError(f"broadcast_object_list needs a list, not {type(object_list).__name__}.")
-    ring = ring_of(resolved(group))
-    if ring is None:
+    view = group_view(resolve_group(group))
+    if view is None:
         return
-    root = ring.position_of(src, "src")
+    root = view.position_of(src, "src")
     raw, reason = b"", ""
-    if ring.position == root:
+    if view.position == root:
         try:
             raw = dumps(object_list)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raw = b""
-    row, _ = pack(len(object_list), Call.BROADCAST_OBJECT_LIST, src)
-    rows = meet(ring, row)
-    lengths = [row.bits for row in rows]
+    header, _ = pack(len(object_list), Call.BROADCAST_OBJECT_LIST, src)
+    headers = exchange_headers(view, header)
+    lengths = [header.bits for header in headers]
     if any(length != lengths[0] for length in lengths):
-        each = ", ".join(f"rank {r}: {n}" for r, n in zip(ring.ranks, lengths, strict=True))
+        each = ", ".join(f"rank {r}: {n}" for r, n in zip(view.ranks, lengths, strict=True))
         raise CollectiveMismatchError(f"broadcast_object_list: lists differ in length ({each}).")
-    sent = broadcast_bytes(ring, src, raw)
+    sent = broadcast_bytes(view, src, raw)
     if not sent:
         raise _cannot_send(src, reason)
-    if ring.position != root:
+    if view.position != root:
         object_list[:] = loads(sent)
 
 
@@ -116,17 +125,17 @@ def _cannot_send(src: int, reason: str) -> CollectiveError:
     return CollectiveError(f"broadcast_object_list: what rank {src} has cannot be pickled{why}.")
 
 
-def broadcast_bytes(ring: Ring, src: int, raw: bytes) -> bytes:
+def broadcast_bytes(view: GroupView, src: int, raw: bytes) -> bytes:
     """The bytes that one rank has; the others need not know how many they are."""
-    length = exchange(ring, [len(raw)])[ring.ranks.index(src)][0]
+    length = exchange_numbers(view, [len(raw)])[view.ranks.index(src)][0]
     if not length:
         return b""
-    if ring.ranks[ring.position] == src:
-        dist.broadcast(as_bytes(raw, ring.device), src, group=ring.group)
+    if view.ranks[view.position] == src:
+        dist.broadcast(as_bytes(raw, view.device), src, group=view.group)
         return raw
     buffer = bytearray(length)
     data = torch.frombuffer(buffer, dtype=torch.uint8)
-    here = data.to(ring.device)
-    dist.broadcast(here, src, group=ring.group)
+    here = data.to(view.device)
+    dist.broadcast(here, src, group=view.group)
     data.copy_(here)
     return bytes(buffer)

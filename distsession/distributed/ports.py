@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["get_available_local_url", "let_go"]
+__all__ = ["get_available_local_url", "release_port"]
 
 _held: dict[str, socket.socket] = {}
 
@@ -28,7 +28,7 @@ def get_available_local_url() -> str:
     return url
 
 
-def let_go(url: str) -> None:
+def release_port(url: str) -> None:
     """Hold the port of this address no longer, if it was held."""
     holder = _held.pop(url, None)
     if holder is not None:

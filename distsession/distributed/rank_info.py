@@ -43,7 +43,7 @@ __all__ = [
     "sync",
 ]
 
-HOSTS_TIMEOUT = 20.0
+HOSTS_TIMEOUT_S = 20.0
 """Seconds that a rank waits for the others to say on which host they are."""
 
 _log = logging.getLogger("distsession.distributed")
@@ -59,7 +59,7 @@ class _Node:
     nodes: int = 1
 
 
-_ALONE = _Node()
+_SINGLE_NODE = _Node()
 _hint: int | None = None
 _known: tuple[Any, _Node] | None = None  # a weak reference to the group that it is about
 
@@ -251,7 +251,7 @@ def show_config() -> str:
 def _node() -> _Node:
     global _known
     if not is_initialized():
-        return _ALONE
+        return _SINGLE_NODE
     world = dist.group.WORLD
     if _known is None or _known[0]() is not world:
         # Held weakly: a group that was destroyed must not keep its sockets for our sake.
@@ -261,11 +261,11 @@ def _node() -> _Node:
 
 def _find_node(rank: int, world_size: int) -> _Node:
     if world_size == 1:
-        return _ALONE
-    told = (
+        return _SINGLE_NODE
+    is_set = (
         os.environ.get("RANK") or os.environ.get("WORLD_SIZE") or not os.environ.get("LOCAL_RANK")
     )
-    found = read_environment() if told else None
+    found = read_environment() if is_set else None
     if found is None or (found.rank, found.world_size) != (rank, world_size):
         return _node_from_hosts(rank, world_size, os.environ.get("LOCAL_RANK", ""))
     if found.local_rank is None or found.local_world_size is None:
@@ -283,11 +283,11 @@ def _node_from_hosts(rank: int, world_size: int, local_rank: str) -> _Node:
     keys = [f"distsession/host/{other}" for other in range(world_size)]
     store.set(keys[rank], socket.gethostname())
     try:
-        store.wait(keys, timedelta(seconds=HOSTS_TIMEOUT))
+        store.wait(keys, timedelta(seconds=HOSTS_TIMEOUT_S))
     except RuntimeError:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise ProcessGroupError(
-            f"nothing says which local rank this is, and within {HOSTS_TIMEOUT:g} s ranks "
+            f"nothing says which local rank this is, and within {HOSTS_TIMEOUT_S:g} s ranks "
             f"{missing} did not say on which host they are: call this on all ranks, set "
             "LOCAL_RANK and LOCAL_WORLD_SIZE with RANK and WORLD_SIZE, or use initialize()."
         ) from None

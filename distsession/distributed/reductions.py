@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 
 from distsession.distributed.containers import is_container, leaves, rebuilt
-from distsession.distributed.groups import resolved
-from distsession.distributed.handshake import Ring, alone, meet, mismatch, ring_of
+from distsession.distributed.groups import resolve_group
+from distsession.distributed.handshake import (
+    GroupView,
+    exchange_headers,
+    group_view,
+    is_alone,
+    mismatch,
+)
 from distsession.distributed.header import Call, Kind, pack, plain_number, unpack
 from distsession.distributed.objects import gather_objects
 from distsession.distributed.reduce_ops import (
@@ -90,16 +96,16 @@ def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool =
     """
     name = operation_name(op)
     if isinstance(tensor, torch.Tensor):
-        if alone(group):
+        if is_alone(group):
             plan(name, tensor.dtype, "gloo")
             return Pending([], lambda: tensor) if async_op else tensor
-        ring = ring_of(resolved(group))
-        if ring is None:
+        view = group_view(resolve_group(group))
+        if view is None:
             return Pending([], lambda: tensor) if async_op else tensor
-        work, finish = _reduce_tensor(tensor, name, ring, None, async_op)
+        work, finish = _reduce_tensor(tensor, name, view, None, async_op)
         return Pending([work], finish) if async_op else finish()
-    ring = None if alone(group) else ring_of(resolved(group))
-    works, finish = _reduce_others(tensor, name, ring, None, async_op)
+    view = None if is_alone(group) else group_view(resolve_group(group))
+    works, finish = _reduce_others(tensor, name, view, None, async_op)
     return Pending(works, finish) if async_op else finish()
 
 
@@ -122,30 +128,30 @@ def reduce(tensor: Any, dst: int = 0, op: Any = "sum", group: Any = None) -> Any
         CollectiveMismatchError: As for :func:`all_reduce`; or ranks name different ``dst``.
     """
     name = operation_name(op)
-    ring = None if alone(group) else ring_of(resolved(group))
-    if ring is None:
+    view = None if is_alone(group) else group_view(resolve_group(group))
+    if view is None:
         return all_reduce(tensor, op, group) if not dist.is_initialized() else None
-    root = ring.position_of(dst, "dst")
+    root = view.position_of(dst, "dst")
     if isinstance(tensor, torch.Tensor):
-        finish = _reduce_tensor(tensor, name, ring, dst, False)[1]
+        finish = _reduce_tensor(tensor, name, view, dst, False)[1]
     else:
-        finish = _reduce_others(tensor, name, ring, dst, False)[1]
+        finish = _reduce_others(tensor, name, view, dst, False)[1]
     result = finish()
-    return result if root == ring.position else None
+    return result if root == view.position else None
 
 
 def _reduce_tensor(
-    tensor: torch.Tensor, name: str, ring: Ring, dst: int | None, async_op: bool
+    tensor: torch.Tensor, name: str, view: GroupView, dst: int | None, async_op: bool
 ) -> tuple[Any, Callable[[], torch.Tensor]]:
     """Begin a reduction; the function that is returned ends it."""
     if tensor.layout != torch.strided:
         raise TypeError(f"only dense tensors can be reduced, and this one is {tensor.layout}.")
     kind = tensor.device.type
-    if kind not in ring.backends:
-        kind = "cpu" if "cpu" in ring.backends else "cuda"
-    how = plan(name, tensor.dtype, ring.backends[kind])
+    if kind not in view.backends:
+        kind = "cpu" if "cpu" in view.backends else "cuda"
+    how = plan(name, tensor.dtype, view.backends[kind])
     target = tensor.detach() if tensor.requires_grad else tensor
-    work = target if kind == target.device.type else target.to(ring.device)
+    work = target if kind == target.device.type else target.to(view.device)
     if how.dtype is not None:
         work = work.to(how.dtype)
     if not work.is_contiguous():
@@ -153,18 +159,18 @@ def _reduce_tensor(
     if work.is_conj() or work.is_neg():
         work = work.resolve_conj().resolve_neg()
     if dst is None:
-        handle = dist.all_reduce(work, how.op, ring.group, async_op)
+        handle = dist.all_reduce(work, how.op, view.group, async_op)
     else:
-        here = dst == ring.ranks[ring.position]
+        here = dst == view.ranks[view.position]
         if work is target and not here:
             work = work.clone()  # torch may leave anything in it
-        handle = dist.reduce(work, dst, how.op, ring.group, async_op)
+        handle = dist.reduce(work, dst, how.op, view.group, async_op)
         if not here:
             return handle, lambda: tensor
 
     def finish() -> torch.Tensor:
         if how.divide:
-            work.div_(ring.size)
+            work.div_(view.size)
         if work is not target:
             target.copy_(work)
         return tensor
@@ -173,18 +179,18 @@ def _reduce_tensor(
 
 
 def _reduce_others(
-    value: Any, name: str, ring: Ring | None, dst: int | None, async_op: bool
+    value: Any, name: str, view: GroupView | None, dst: int | None, async_op: bool
 ) -> tuple[list[Any], Callable[[], Any]]:
     if not is_container(value):
-        number = _reduced_number(_number(value, name), name, ring, dst)
+        number = _reduced_number(_number(value, name), name, view, dst)
         return [], lambda: number
     paths = list(leaves(value))
     for _, leaf in paths:
         if isinstance(leaf, torch.Tensor):
-            plan(name, leaf.dtype, _backend_of(leaf, ring))
+            plan(name, leaf.dtype, _backend_of(leaf, view))
         else:
             _number(leaf, name)
-    results = _reduced_leaves(paths, name, ring, dst, async_op)
+    results = _reduced_leaves(paths, name, view, dst, async_op)
 
     def finish() -> Any:
         done = iter([end() for _, end in results])
@@ -194,21 +200,21 @@ def _reduce_others(
 
 
 def _reduced_leaves(
-    paths: list[tuple[str, Any]], name: str, ring: Ring | None, dst: int | None, async_op: bool
+    paths: list[tuple[str, Any]], name: str, view: GroupView | None, dst: int | None, async_op: bool
 ) -> list[tuple[Any, Callable[[], Any]]]:
     """A work and an end for each leaf, in order; the structure is compared first."""
     counted = [(path, leaf) for path, leaf in paths if not isinstance(leaf, torch.Tensor)]
     mine = [_number(leaf, name) for _, leaf in counted]
-    every = [mine] if ring is None else _agreed(paths, mine, name, ring, dst)
+    every = [mine] if view is None else _agreed(paths, mine, name, view, dst)
     sums = iter([reduce_numbers(name, values) for values in zip(*every, strict=True)])
     results: list[tuple[Any, Callable[[], Any]]] = []
     for _, leaf in paths:
         if not isinstance(leaf, torch.Tensor):
             results.append((None, _giving(next(sums))))
-        elif ring is None:
+        elif view is None:
             results.append((None, _giving(leaf)))
         else:
-            results.append(_reduce_tensor(leaf, name, ring, dst, async_op))
+            results.append(_reduce_tensor(leaf, name, view, dst, async_op))
     return results
 
 
@@ -216,10 +222,10 @@ def _giving(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _backend_of(tensor: torch.Tensor, ring: Ring | None) -> str:
-    if ring is None:
+def _backend_of(tensor: torch.Tensor, view: GroupView | None) -> str:
+    if view is None:
         return "gloo"
-    return ring.backends.get(tensor.device.type) or ring.backends[ring.device.type]
+    return view.backends.get(tensor.device.type) or view.backends[view.device.type]
 
 
 def _number(value: Any, name: str) -> Any:
@@ -236,34 +242,34 @@ def _number(value: Any, name: str) -> Any:
     return number
 
 
-def _reduced_number(number: Any, name: str, ring: Ring | None, dst: int | None) -> Any:
+def _reduced_number(number: Any, name: str, view: GroupView | None, dst: int | None) -> Any:
     """Every rank gets all numbers and reduces them in the same order: alike to the last bit."""
-    if ring is None:
+    if view is None:
         return reduce_numbers(name, [number])
     root = ORDER.index(name) + (0 if dst is None else 1000 * (dst + 1))
     call = Call.ALL_REDUCE if dst is None else Call.REDUCE
-    row, follows = pack(number, call, root)
-    rows = meet(ring, row)
-    if all(row.kind.is_number for row in rows):
-        return reduce_numbers(name, [unpack(row, None) for row in rows])
-    if not all(row.kind.is_number or row.kind is Kind.OBJECT for row in rows):
-        raise mismatch(ring, "different things to reduce", [str(row) for row in rows])
-    return reduce_numbers(name, gather_objects(ring, rows, follows))
+    header, payload = pack(number, call, root)
+    headers = exchange_headers(view, header)
+    if all(header.kind.is_number for header in headers):
+        return reduce_numbers(name, [unpack(header, None) for header in headers])
+    if not all(header.kind.is_number or header.kind is Kind.OBJECT for header in headers):
+        raise mismatch(view, "different things to reduce", [str(header) for header in headers])
+    return reduce_numbers(name, gather_objects(view, headers, payload))
 
 
 def _agreed(
-    paths: list[tuple[str, Any]], mine: list[Any], name: str, ring: Ring, dst: int | None
+    paths: list[tuple[str, Any]], mine: list[Any], name: str, view: GroupView, dst: int | None
 ) -> list[list[Any]]:
     """Every rank's numbers, once it is known that all have the same structure."""
     described = "; ".join(_described(path, leaf) for path, leaf in paths)
     call = Call.ALL_REDUCE if dst is None else Call.REDUCE
-    row, follows = pack([f"{name} to {dst}: {described}", mine], call, -2)
-    rows = meet(ring, row)
-    if any(row.kind is not Kind.OBJECT for row in rows):
-        raise mismatch(ring, "different things to reduce", [str(row) for row in rows])
-    every = gather_objects(ring, rows, follows)
+    header, payload = pack([f"{name} to {dst}: {described}", mine], call, -2)
+    headers = exchange_headers(view, header)
+    if any(header.kind is not Kind.OBJECT for header in headers):
+        raise mismatch(view, "different things to reduce", [str(header) for header in headers])
+    every = gather_objects(view, headers, payload)
     if any(entry[0] != every[0][0] for entry in every):
-        raise mismatch(ring, "containers of different structure", [entry[0] for entry in every])
+        raise mismatch(view, "containers of different structure", [entry[0] for entry in every])
     return [entry[1] for entry in every]
 
 

@@ -11,9 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distsession.distributed.groups import resolved
-from distsession.distributed.handshake import as_bytes, exchange, meet, padded, ring_of
-from distsession.distributed.header import Call, Kind, Row, pack, unpack
+from distsession.distributed.groups import resolve_group
+from distsession.distributed.handshake import (
+    as_bytes,
+    exchange_headers,
+    exchange_numbers,
+    group_view,
+    padded,
+)
+from distsession.distributed.header import Call, Header, Kind, pack, unpack
 from distsession.distributed.objects import device_of, to_length
 from distsession.errors import CollectiveError, OptionsError
 
@@ -40,38 +46,38 @@ def scatter(values: Any, src: int = 0, group: Any = None) -> Any:
         CollectiveMismatchError: Ranks name different ``src``.
         CollectiveError: An object cannot be pickled. It is raised on every rank.
     """
-    ring = ring_of(resolved(group))
-    if ring is None:
+    view = group_view(resolve_group(group))
+    if view is None:
         if dist.is_initialized():
             return None
         parts = _parts_of(values, 1)
         if parts is None:
             raise OptionsError("scatter: in a world of one there has to be one value.")
         return parts[0]
-    root = ring.position_of(src, "src")
-    here = ring.position == root
-    mine = _parts_of(values, ring.size) if here else None
-    row, _ = pack(bool(mine is not None), Call.SCATTER, src)
-    rows = meet(ring, row)
-    if not rows[root].bits:
-        raise OptionsError(f"scatter: rank {src} needs one value for each of {ring.size} ranks.")
+    root = view.position_of(src, "src")
+    here = view.position == root
+    mine = _parts_of(values, view.size) if here else None
+    header, _ = pack(bool(mine is not None), Call.SCATTER, src)
+    headers = exchange_headers(view, header)
+    if not headers[root].bits:
+        raise OptionsError(f"scatter: rank {src} needs one value for each of {view.size} ranks.")
     packed = [pack(value, Call.SCATTER, src) for value in mine] if mine is not None else []
     blank = pack(None, Call.SCATTER, src)[0]
-    numbers = [number for row, _ in packed for number in row.numbers()]
+    numbers = [number for header, _ in packed for number in header.numbers()]
     width = len(blank.numbers())
-    table = exchange(ring, numbers or blank.numbers() * ring.size)[root]
-    sent = [Row.from_numbers(table[i * width : (i + 1) * width]) for i in range(ring.size)]
-    if any(row.kind is Kind.UNFIT for row in sent):
+    table = exchange_numbers(view, numbers or blank.numbers() * view.size)[root]
+    sent = [Header.from_numbers(table[i * width : (i + 1) * width]) for i in range(view.size)]
+    if any(header.kind is Kind.UNPICKLABLE for header in sent):
         raise CollectiveError(f"scatter: a value of rank {src} cannot be pickled.")
-    device, length = device_of(ring, sent), padded(sent)
+    device, length = device_of(view, sent), padded(sent)
     data = torch.empty(length, dtype=torch.uint8, device=device)
     if length:
-        outgoing = [to_length(as_bytes(follows, device), length) for _, follows in packed]
-        dist.scatter(data, outgoing or None, src, group=ring.group)
+        outgoing = [to_length(as_bytes(payload, device), length) for _, payload in packed]
+        dist.scatter(data, outgoing or None, src, group=view.group)
     if mine is not None:
-        return mine[ring.position]
-    own = sent[ring.position]
-    return unpack(own, data, ring.device_for(True) if own.kind is Kind.TENSOR else None)
+        return mine[view.position]
+    own = sent[view.position]
+    return unpack(own, data, view.device_for(True) if own.kind is Kind.TENSOR else None)
 
 
 def all_to_all(values: Any, group: Any = None) -> Any:
@@ -92,42 +98,46 @@ def all_to_all(values: Any, group: Any = None) -> Any:
         CollectiveMismatchError: Some ranks are in another call.
         CollectiveError: An object cannot be pickled. It is raised on every rank.
     """
-    ring = ring_of(resolved(group))
-    size = 1 if ring is None else ring.size
+    view = group_view(resolve_group(group))
+    size = 1 if view is None else view.size
     mine = _parts_of(values, size)
-    if ring is None:
+    if view is None:
         if mine is None and not dist.is_initialized():
             raise OptionsError("all_to_all: in a world of one there has to be one value.")
         return values
-    meeting = meet(ring, pack(bool(mine is not None), Call.ALL_TO_ALL)[0])
-    short = [rank for rank, row in zip(ring.ranks, meeting, strict=True) if not row.bits]
+    meeting = exchange_headers(view, pack(bool(mine is not None), Call.ALL_TO_ALL)[0])
+    short = [rank for rank, header in zip(view.ranks, meeting, strict=True) if not header.bits]
     if mine is None or short:
         raise OptionsError(f"all_to_all: rank {short[0]} needs one value for each of {size} ranks.")
     packed = [pack(value, Call.ALL_TO_ALL) for value in mine]
-    table = exchange(ring, [number for row, _ in packed for number in row.numbers()])
+    table = exchange_numbers(view, [number for header, _ in packed for number in header.numbers()])
     width = len(table[0]) // size
-    rows = [
-        [Row.from_numbers(line[i * width : (i + 1) * width]) for i in range(size)] for line in table
+    headers = [
+        [Header.from_numbers(line[i * width : (i + 1) * width]) for i in range(size)]
+        for line in table
     ]
-    if any(row.kind is Kind.UNFIT for line in rows for row in line):
+    if any(header.kind is Kind.UNPICKLABLE for line in headers for header in line):
         raise CollectiveError("all_to_all: a value of a rank cannot be pickled.")
-    device = device_of(ring, [row for line in rows for row in line])
-    incoming = [line[ring.position] for line in rows]
-    sizes = [row.nbytes for row in incoming]
+    device = device_of(view, [header for line in headers for header in line])
+    incoming = [line[view.position] for line in headers]
+    sizes = [header.nbytes for header in incoming]
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    outgoing = torch.cat([as_bytes(follows, device) for _, follows in packed])
-    if any(row.nbytes for line in rows for row in line):
-        sends = [row.nbytes for row, _ in packed]
-        dist.all_to_all_single(received, outgoing, sizes, sends, group=ring.group)
+    outgoing = torch.cat([as_bytes(payload, device) for _, payload in packed])
+    if any(header.nbytes for line in headers for header in line):
+        sends = [header.nbytes for header, _ in packed]
+        dist.all_to_all_single(received, outgoing, sizes, sends, group=view.group)
     # A part begins where the ones before it end, which need not be where its dtype may begin.
     parts = [part.clone() for part in received.split(sizes)]
-    own = ring.device_for(True)
+    own = view.device_for(True)
     if isinstance(values, torch.Tensor):
-        got = [unpack(row, part, values.device) for row, part in zip(incoming, parts, strict=True)]
+        got = [
+            unpack(header, part, values.device)
+            for header, part in zip(incoming, parts, strict=True)
+        ]
         return torch.cat(got)
     return [
-        unpack(row, part, own if row.kind is Kind.TENSOR else None)
-        for row, part in zip(incoming, parts, strict=True)
+        unpack(header, part, own if header.kind is Kind.TENSOR else None)
+        for header, part in zip(incoming, parts, strict=True)
     ]
 
 

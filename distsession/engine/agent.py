@@ -24,7 +24,8 @@ from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from distsession.engine import store_server
-from distsession.engine.oom import OutOfMemory
+from distsession.engine.log_file import log_path
+from distsession.engine.oom import OomKills
 from distsession.engine.process import signal_when_parent_ends
 from distsession.protocol import folder_lock
 from distsession.protocol.messages import (
@@ -44,29 +45,32 @@ from distsession.protocol.wire import memory_path
 
 log = logging.getLogger(__name__)
 
-POLL = 0.5
+PARENT_POLL_S = 0.5
 """Seconds between two looks at whether the kernel still lives."""
 
-ORPHAN_S = 5.0
+PRELOAD_IDLE_S = 0.3
+"""Seconds without a message before the next of ``DDP_IMPORTS`` is imported."""
+
+ORPHANS_TIMEOUT_S = 5.0
 """Seconds that other processes of a session whose kernel is gone have to end."""
 
-LAST_BREATH_S = 0.5
+KERNEL_END_TIMEOUT_S = 0.5
 """Seconds in which a kernel whose link has closed turns out to be gone."""
 
-GRACE = 0.4
+EXIT_GRACE_S = 0.4
 """Seconds that a rank has to leave by itself (run its exit functions) before it is killed."""
 
-STORE_ENDS = 5
+MAX_STORE_ENDS = 5
 STORE_ENDS_WITHIN_S = 10.0
 """A store that ends so often in so short a time is not started again."""
 
-LOG_TAIL = 4000
+LOG_TAIL_BYTES = 4000
 """Bytes of each log that are kept for the message about a death."""
 
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """What ``faulthandler`` catches."""
 
-FIRST_DDP_NEEDS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
+DDP_IMPORTS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
 """What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
 second. Imported while nothing else is to be done, so that ranks forked later have it."""
 
@@ -96,10 +100,10 @@ class Agent:
         self._store_port = 0
         self._store_ends: list[float] = []
         self._is_ending = False
-        self._gauges: Connection | None = None  # to the process that asks NVML
-        self._gauges_pid = 0
+        self._usage_link: Connection | None = None  # to the process that asks NVML
+        self._usage_pid = 0
         self._relay_pid = 0
-        self._oom = OutOfMemory()
+        self._oom_kills = OomKills()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
             os.set_blocking(end, False)
@@ -109,19 +113,19 @@ class Agent:
         self._wake_writer = wake_writer
 
     def serve(self) -> None:
-        """Obey the kernel until the link closes."""
-        later = list(FIRST_DDP_NEEDS)
+        """Handle what the kernel sends until the link closes."""
+        later = list(DDP_IMPORTS)
         try:
-            while self._kernel.lives and not self._kernel.is_leaving:  # an import may swallow it
-                idle = 0.3 if later and self._ranks else POLL
-                links = [self._link, *([self._gauges] if self._gauges else [])]
+            while self._kernel.is_alive and not self._kernel.is_leaving:  # an import may swallow it
+                idle = PRELOAD_IDLE_S if later and self._ranks else PARENT_POLL_S
+                links = [self._link, *([self._usage_link] if self._usage_link else [])]
                 ready = wait([*links, self._wake], timeout=idle)
-                if self._link in ready and not self._obey(self._link.recv()):
+                if self._link in ready and not self._handle(self._link.recv()):
                     return
                 if self._wake in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
-                if self._gauges in ready:
+                if self._usage_link in ready:
                     self._forward_usage()
                 self._reap()
                 if not ready and later and self._ranks:
@@ -134,7 +138,7 @@ class Agent:
             except SystemExit:  # a signal that came at the last moment
                 self._end()
 
-    def _obey(self, message: Any) -> bool:
+    def _handle(self, message: Any) -> bool:
         match message:
             case PrepareAgent():
                 return self._prepare(message)
@@ -154,8 +158,8 @@ class Agent:
                 for rank in message.ranks:
                     self._fork(message, rank)
             case StopRanks():
-                wanted = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
-                self._stop(wanted)
+                pids = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
+                self._stop(pids)
             case UsageRequest():
                 self._request_usage(message)
             case _:
@@ -236,7 +240,7 @@ class Agent:
         now = time.monotonic()
         self._store_ends = [at for at in self._store_ends if now - at < STORE_ENDS_WITHIN_S]
         self._store_ends.append(now)
-        is_replaced = len(self._store_ends) < STORE_ENDS
+        is_replaced = len(self._store_ends) < MAX_STORE_ENDS
         try:
             if is_replaced and is_tcp:
                 self._start_tcp_store(self._store_port)
@@ -248,29 +252,29 @@ class Agent:
         with contextlib.suppress(OSError):
             self._link.send(StoreEnded(pid, returncode, is_tcp, is_replaced))
 
-    # --- gauges -----------------------------------------------------------------------------------
+    # --- usage ------------------------------------------------------------------------------------
 
     def _request_usage(self, message: UsageRequest) -> None:
         from distsession.engine import usage
 
         pids = {rank.rank: pid for pid, rank in self._ranks.items()}
-        if message.gpus and not self._gauges_pid:
+        if message.gpus and not self._usage_pid:
             self._start_usage()
-        if message.gpus and self._gauges is not None:
+        if message.gpus and self._usage_link is not None:
             try:
-                self._gauges.send((message, pids))
+                self._usage_link.send((message, pids))
                 return
             except OSError:
                 log.warning("the process that asks about GPUs has ended")
-                self._gauges = None
+                self._usage_link = None
         self._link.send(usage.read(message, pids))
 
     def _start_usage(self) -> None:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
         mine, its = Pipe()
         agent = os.getpid()
-        self._gauges_pid = os.fork()
-        if self._gauges_pid == 0:
+        self._usage_pid = os.fork()
+        if self._usage_pid == 0:
             self._become_child()
             mine.close()
             with _exit_after():
@@ -278,15 +282,15 @@ class Agent:
 
                 usage.serve(its, agent)
         its.close()
-        self._gauges = mine
+        self._usage_link = mine
 
     def _forward_usage(self) -> None:
-        assert self._gauges is not None
+        assert self._usage_link is not None
         try:
-            self._link.send(self._gauges.recv())
+            self._link.send(self._usage_link.recv())
         except EOFError:
             log.warning("the process that asks about GPUs has ended")
-            self._gauges = None
+            self._usage_link = None
 
     def _start_relay(self, folder: str) -> None:
         """Fork the process that payloads to and from another node pass through."""
@@ -318,15 +322,15 @@ class Agent:
                     message, rank_number, agent=agent, store_port=self._store_port, memory=memory
                 )
         self._ranks[pid] = _Rank(rank_number, message.generation, message.folder, memory)
-        self._oom.note(pid)
+        self._oom_kills.watch(pid)
 
     def _become_child(self) -> None:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         self._link.close()
-        if self._gauges is not None:
-            self._gauges.close()
+        if self._usage_link is not None:
+            self._usage_link.close()
         os.close(self._wake)
         os.close(self._wake_writer)
 
@@ -336,7 +340,7 @@ class Agent:
             if pid in self._ranks:
                 self._ranks[pid].stopping = True
                 _signal(pid, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + EXIT_GRACE_S
         while pids & self._ranks.keys() and time.monotonic() < deadline:
             self._reap()
             time.sleep(0.002)
@@ -362,7 +366,7 @@ class Agent:
             oom = False, 0
             if pid in self._ranks:
                 _signal_group(pid, signal.SIGKILL)
-                oom = self._oom.look(pid)
+                oom = self._oom_kills.check(pid)
             _, status = os.waitpid(pid, 0)
             self._report(pid, os.waitstatus_to_exitcode(status), oom)
 
@@ -370,8 +374,8 @@ class Agent:
         if pid in (self._store_pid, self._tcp_store_pid):
             self._replace_store(pid, returncode)
             return
-        if pid == self._gauges_pid:
-            self._gauges_pid = -1  # it would end again
+        if pid == self._usage_pid:
+            self._usage_pid = -1  # it would end again
             return
         if pid == self._relay_pid:
             self._relay_pid = 0
@@ -410,7 +414,7 @@ class Agent:
         self._kernel.is_leaving = True
         self._is_ending = True
         self._stop(set(self._ranks))
-        for pid in (self._store_pid, self._tcp_store_pid, self._gauges_pid, self._relay_pid):
+        for pid in (self._store_pid, self._tcp_store_pid, self._usage_pid, self._relay_pid):
             if pid > 0:
                 _signal(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -434,7 +438,7 @@ class Kernel:
         signal_when_parent_ends(signal.SIGHUP)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return os.getppid() == self._pid
 
     def _on_terminate(self, *_: Any) -> None:
@@ -442,7 +446,7 @@ class Kernel:
         self._leave()
 
     def _on_hangup(self, *_: Any) -> None:
-        if not self.lives:
+        if not self.is_alive:
             self._leave()
 
     def _leave(self) -> None:
@@ -456,21 +460,9 @@ def _read_end(rank: _Rank, stream: str) -> str:
     path = log_path(rank.folder, rank.rank, rank.generation, stream)
     with contextlib.suppress(OSError), open(path, "r+b") as f:
         f.truncate(f.seek(0, os.SEEK_END))  # gives back what was reserved behind the end
-        f.seek(max(0, f.tell() - LOG_TAIL))
+        f.seek(max(0, f.tell() - LOG_TAIL_BYTES))
         return f.read().decode("utf-8", "replace")
     return ""
-
-
-def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
-    """Where the raw output of a rank is kept.
-
-    Args:
-        folder: Of the session.
-        rank: Which.
-        generation: In which it was forked.
-        stream: ``"out"``, ``"err"``, or ``"fault"`` for the Python stack of a crash.
-    """
-    return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 
 def _signal(pid: int, number: int) -> None:
@@ -520,7 +512,7 @@ def main() -> NoReturn:
     # On our own logger: a handler on the root would make the user's basicConfig() do nothing.
     logging.getLogger("distsession").addHandler(logging.StreamHandler())
     try:
-        if kernel.lives:
+        if kernel.is_alive:
             link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
             assert isinstance(link, Connection)
             link.send(AgentStarted(node))
@@ -534,9 +526,9 @@ def main() -> NoReturn:
         def is_anothers() -> bool:
             """Whether to leave the folder to the kernel or, at last, to the next start's sweep."""
             waited = time.monotonic() - began
-            if kernel.lives and (kernel.has_terminated or waited > LAST_BREATH_S):
+            if kernel.is_alive and (kernel.has_terminated or waited > KERNEL_END_TIMEOUT_S):
                 return True
-            return waited > ORPHAN_S
+            return waited > ORPHANS_TIMEOUT_S
 
         folder_lock.remove_unused(folder, lock, is_anothers)
     sys.exit(0)

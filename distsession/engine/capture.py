@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from distsession.engine.log_file import FULL, LogFile
+from distsession.engine.log_file import DISK_FULL, LogFile
 from distsession.protocol.messages import Display, OutputEnd, Text
 
 __all__ = ["Capture", "LogStream"]
@@ -30,14 +30,14 @@ __all__ = ["Capture", "LogStream"]
 log = logging.getLogger(__name__)
 
 STREAMS = ("stdout", "stderr")
-CHUNK = 1 << 16
-INTERVAL = 0.05
+CHUNK_BYTES = 1 << 16
+PUMP_INTERVAL_S = 0.05
 """Seconds between two looks at the files while output is expected."""
-CHECK_EVERY = 1 << 20
+CHECK_EVERY_BYTES = 1 << 20
 """Bytes of Python's own prints between two looks at how far they are ahead."""
-AHEAD = 32 << 20
+MAX_AHEAD_BYTES = 32 << 20
 """Bytes by which Python's own prints may be ahead of what the kernel has taken."""
-MARKS_AHEAD = 256
+MAX_MARKS_AHEAD = 256
 """Displays by which a rank may be ahead of what the kernel has taken."""
 DISK_IS_FULL = """
 distsession: there is no space left on the disk of {}, where the logs of the ranks are. What ranks \
@@ -113,7 +113,7 @@ class Capture:
         rank: The rank.
         paths: The two log files.
         send: Sends a message to the kernel. It may block for as long as the kernel is behind.
-        look: Called by the pump whenever it wakes.
+        on_wake: Called by the pump whenever it wakes.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class Capture:
         rank: int,
         paths: tuple[str, str],
         send: Callable[[Any], None],
-        look: Callable[[], None] = lambda: None,
+        on_wake: Callable[[], None] = lambda: None,
     ):
         self._rank = rank
-        self._look = look
+        self._on_wake = on_wake
         self._send = send
         self._folder = os.path.dirname(paths[0])
         self._files = [LogFile(path) for path in paths]
@@ -175,14 +175,14 @@ class Capture:
                         break
                     rest = rest[os.write(index + 1, rest) :]
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in DISK_FULL:
                     raise
                 file.is_full = True
             if rest:
-                self._pass_by(index, bytes(rest))
+                self._append_text(index, bytes(rest))
                 self._warn()
             self._unchecked += len(data)
-        if self._unchecked > CHECK_EVERY:
+        if self._unchecked > CHECK_EVERY_BYTES:
             self._unchecked = 0
             self._wait_for_kernel()
 
@@ -194,26 +194,26 @@ class Capture:
         self._wake.set()
         self._wait_for_kernel()
 
-    def _pass_by(self, index: int, data: bytes) -> None:
+    def _append_text(self, index: int, data: bytes) -> None:
         """Send text that is not in its file after all that is."""
         sizes = self._sizes()
         last = self._marks[-1] if self._marks else None
         if last is not None and last.text is not None and last.sizes == sizes:
             stream, text = last.text
-            if stream == index and len(text) < CHUNK:
+            if stream == index and len(text) < CHUNK_BYTES:
                 text += data
                 return
         self._marks.append(_Mark(sizes, text=(index, bytearray(data))))
         self._messages += 1
-        self._unchecked = CHECK_EVERY  # look soon: it is kept in memory until it is sent
+        self._unchecked = CHECK_EVERY_BYTES  # check soon: it is kept in memory until it is sent
 
     def _warn(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            self._pass_by(1, DISK_IS_FULL.format(self._folder).encode())
+            self._append_text(1, DISK_IS_FULL.format(self._folder).encode())
 
     def _wait_for_kernel(self) -> None:
-        while len(self._marks) > MARKS_AHEAD or self._unsent() > AHEAD:
+        while len(self._marks) > MAX_MARKS_AHEAD or self._unsent() > MAX_AHEAD_BYTES:
             self._wake.set()
             time.sleep(0.005)
 
@@ -251,13 +251,13 @@ class Capture:
 
     def _pump(self) -> None:
         while True:
-            self._wake.wait(INTERVAL)
+            self._wake.wait(PUMP_INTERVAL_S)
             self._wake.clear()
             try:
-                self._look()
+                self._on_wake()
                 self._drain()
                 for index in range(len(self._files)):
-                    self._look_after(index)
+                    self._maintain(index)
             except Exception:  # the rank must go on, and say so where its agent keeps the log
                 log.exception("output of rank %d could not be sent", self._rank)
                 time.sleep(1.0)
@@ -273,7 +273,7 @@ class Capture:
                     with self._write_lock:  # whose owner may be adding to it
                         self._marks.popleft()
                     self._send_decoded(*mark.text)
-                    self._look_after(mark.text[0])
+                    self._maintain(mark.text[0])
                 if mark.message is not None:
                     self._send(mark.message)
                 if mark.begin is not None:
@@ -284,21 +284,21 @@ class Capture:
     def _send_text(self, sizes: tuple[int, int], stop: Callable[[], bool] | None = None) -> None:
         for index, size in enumerate(sizes):
             while self._sent[index] < size and not (stop and stop()):
-                wanted = min(CHUNK, size - self._sent[index])
-                data = self._files[index].read(wanted, self._sent[index])
+                count = min(CHUNK_BYTES, size - self._sent[index])
+                data = self._files[index].read(count, self._sent[index])
                 if not data:
                     break  # the file was cut short by someone else
                 self._send_decoded(index, data)
                 self._sent[index] += len(data)
-                self._look_after(index)
+                self._maintain(index)
 
     def _send_decoded(self, index: int, data: bytes | bytearray) -> None:
         text = self._decoders[index].decode(data)
         if text:
             self._send(Text(self._rank, self._request, STREAMS[index], text))
 
-    def _look_after(self, index: int) -> None:
-        if not self._files[index].look_after(self._sent[index]):
+    def _maintain(self, index: int) -> None:
+        if not self._files[index].maintain(self._sent[index]):
             with self._write_lock:
                 self._warn()
 
@@ -310,12 +310,12 @@ def _write_plainly(index: int, data: bytes) -> None:
         while view:
             view = view[os.write(index + 1, view) :]
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL:
             raise
 
 
 @contextlib.contextmanager
-def streams_set(out: Any, err: Any) -> Iterator[None]:
+def redirected(out: Any, err: Any) -> Iterator[None]:
     """Let ``sys.stdout`` and ``sys.stderr`` be these for a while."""
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield

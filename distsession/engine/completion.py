@@ -29,16 +29,16 @@ from distsession.engine.names import (
     find,
     has_own,
     is_foreign,
-    known,
     module_type,
+    require_stored,
 )
 from distsession.protocol.messages import CompletionReply, CompletionRequest
 
-__all__ = ["CompletionServer", "complete", "describe", "look"]
+__all__ = ["CompletionServer", "complete", "describe", "handle_request"]
 
 log = logging.getLogger(__name__)
 
-LIMIT = 500
+MAX_COMPLETIONS = 500
 """How many completions are given."""
 
 _EXPRESSION = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*|\[(?:-?\d+|'[^'\[\]]*'|\"[^\"\[\]]*\")\])*"
@@ -70,13 +70,13 @@ class CompletionServer:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def ask(self, question: CompletionRequest) -> None:
+    def submit(self, request: CompletionRequest) -> None:
         """From the control thread."""
-        self._newest = question
+        self._newest = request
         self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._serve, name="distsession-look", daemon=True
+                target=self._serve, name="distsession-completion", daemon=True
             )
             self._thread.start()
 
@@ -84,21 +84,23 @@ class CompletionServer:
         while True:
             self._wake.wait()
             self._wake.clear()
-            question, self._newest = self._newest, None
-            if question is None:
+            request, self._newest = self._newest, None
+            if request is None:
                 continue
             try:
-                self._send(look(question, self._rank, dict(self._namespace)))
+                self._send(handle_request(request, self._rank, dict(self._namespace)))
             except Exception:
-                log.exception("could not look at %r", question)
+                log.exception("could not answer %r", request)
 
 
-def look(question: CompletionRequest, rank: int, namespace: Mapping[str, Any]) -> CompletionReply:
+def handle_request(
+    request: CompletionRequest, rank: int, namespace: Mapping[str, Any]
+) -> CompletionReply:
     """The answer to a question."""
-    if question.inspect:
-        return CompletionReply(rank, question.number, text=describe(question.code, namespace))
-    start, matches = complete(question.code, namespace)
-    return CompletionReply(rank, question.number, start, tuple(matches[:LIMIT]))
+    if request.inspect:
+        return CompletionReply(rank, request.number, text=describe(request.code, namespace))
+    start, matches = complete(request.code, namespace)
+    return CompletionReply(rank, request.number, start, tuple(matches[:MAX_COMPLETIONS]))
 
 
 # --- completion -----------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def complete(code: str, namespace: Mapping[str, Any]) -> tuple[int, list[Match]]
         if found is not None:
             prefix = found["prefix"]
             try:
-                value = known(find(found["base"], namespace))
+                value = require_stored(find(found["base"], namespace))
             except Missing:
                 return len(code), []
             return len(code) - len(prefix), matches(value, found)

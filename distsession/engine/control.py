@@ -19,14 +19,14 @@ __all__ = ["Control", "Interrupter"]
 
 log = logging.getLogger(__name__)
 
-AGAIN = 0.3
+INTERRUPT_RETRY_S = 0.3
 """Seconds after which an interrupt that had no effect is repeated, once."""
-ENDING = 0.06
+ABORT_GRACE_S = 0.06
 """Seconds for which operations that are under way may still end by themselves: gloo (torch 2.13)
 now and then loses one when its connections are shut in the midst of it."""
-SWALLOWED = 0.02
+SWALLOWED_RETRY_S = 0.02
 """Seconds after which an interrupt that Python has swallowed is repeated."""
-FREED = 0.1
+FREED_GRACE_S = 0.1
 """Seconds that a main thread which waited in a collective has to come back by itself."""
 
 
@@ -38,7 +38,7 @@ class Interrupter:
 
     def __init__(self) -> None:
         self._running = 0
-        self._wanted = 0
+        self._target = 0
         self._raised: KeyboardInterrupt | None = None
         self._main = threading.main_thread()
         signal.signal(signal.SIGINT, self.on_signal)
@@ -53,19 +53,19 @@ class Interrupter:
             self._running = 0
             self._raised = None
 
-    def want(self, request: int) -> None:
+    def target(self, request: int) -> None:
         """From another thread: this request is to be interrupted, once."""
-        self._wanted = request
+        self._target = request
 
     def interrupt(self) -> None:
-        """From another thread: interrupt what is wanted, if it still has to be."""
-        if self._wanted and self._running == self._wanted and self._main.ident is not None:
+        """From another thread: interrupt that request, if it still runs."""
+        if self._target and self._running == self._target and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """The handler of SIGINT."""
-        if self._running and self._running == self._wanted:
-            self._wanted = 0
+        if self._running and self._running == self._target:
+            self._target = 0
             self._raised = KeyboardInterrupt()
             raise self._raised
 
@@ -76,8 +76,8 @@ class Interrupter:
         """
         if error is None or error is not self._raised:
             return False
-        self._raised, self._wanted = None, self._running
-        threading.Timer(SWALLOWED, self.interrupt).start()
+        self._raised, self._target = None, self._running
+        threading.Timer(SWALLOWED_RETRY_S, self.interrupt).start()
         return True
 
 
@@ -86,27 +86,27 @@ class Control:
 
     Args:
         socket: Connected to the kernel's control socket. Used by this thread alone.
-        interruptor: Reaches the main thread.
-        obey: Called with every message; for an ``Abort``, before the interrupt.
+        interrupter: Reaches the main thread.
+        handle: Called with every message; for an ``Abort``, before the interrupt.
         is_blocked: Whether the main thread waits in a collective, which the abort will free.
-        free: Called with an ``Abort`` once operations under way have had time to end.
+        abort_backend: Called with an ``Abort`` once operations under way have had time to end.
         interrupt_children: Interrupts what a request has started, if it still runs.
     """
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        interruptor: Interrupter,
-        obey: Callable[[Any], None],
+        interrupter: Interrupter,
+        handle: Callable[[Any], None],
         is_blocked: Callable[[], bool],
-        free: Callable[[Abort], None],
+        abort_backend: Callable[[Abort], None],
         interrupt_children: Callable[[int], None],
     ):
         self._socket = socket
-        self._interruptor = interruptor
-        self._obey = obey
+        self._interrupter = interrupter
+        self._handle_message = handle
         self._is_blocked = is_blocked
-        self._free = free
+        self._abort_backend = abort_backend
         self._interrupt_children = interrupt_children
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.malformed = 0
@@ -124,7 +124,7 @@ class Control:
                     self.malformed += 1
                     log.warning("dropped a malformed message: %s", error)
                     continue
-                self._safely(self._hear, message)
+                self._safely(self._handle, message)
             now = time.monotonic()
             due = [action for at, action in self._timers if at <= now]
             self._timers = [(at, action) for at, action in self._timers if at > now]
@@ -139,28 +139,31 @@ class Control:
         except Exception:
             log.exception("could not do what was asked: %r", args)
 
-    def _hear(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         if not isinstance(message, Abort):
-            self._obey(message)
+            self._handle_message(message)
             return
         blocked = self._is_blocked()
         if message.interrupt:
-            self._interruptor.want(message.interrupt)
-        self._obey(message)
-        self._after(ENDING, lambda: self._free(message))
+            self._interrupter.target(message.interrupt)
+        self._handle_message(message)
+        self._schedule(ABORT_GRACE_S, lambda: self._abort_backend(message))
         if not message.interrupt:
             return
         if blocked:  # it will be free in a moment; a signal then would be one too many
-            self._after(ENDING + FREED, self._interruptor.interrupt)
-            self._after(ENDING + FREED + AGAIN, lambda: self._insist(message.interrupt))
+            self._schedule(ABORT_GRACE_S + FREED_GRACE_S, self._interrupter.interrupt)
+            self._schedule(
+                ABORT_GRACE_S + FREED_GRACE_S + INTERRUPT_RETRY_S,
+                lambda: self._interrupt_again(message.interrupt),
+            )
         else:
-            self._interruptor.interrupt()
-            self._after(AGAIN, lambda: self._insist(message.interrupt))
+            self._interrupter.interrupt()
+            self._schedule(INTERRUPT_RETRY_S, lambda: self._interrupt_again(message.interrupt))
 
-    def _insist(self, request: int) -> None:
+    def _interrupt_again(self, request: int) -> None:
         """The main thread may wait for a process that it has started: that is interrupted, too."""
-        self._interruptor.interrupt()
+        self._interrupter.interrupt()
         self._interrupt_children(request)
 
-    def _after(self, seconds: float, action: Callable[[], object]) -> None:
+    def _schedule(self, seconds: float, action: Callable[[], object]) -> None:
         self._timers.append((time.monotonic() + seconds, action))

@@ -25,7 +25,7 @@ from distsession.engine.failure import is_own_file, is_user_code, short_name
 
 __all__ = ["DeathRecord", "LastLine", "catch_faults", "make_memory", "read_fault", "read_memory"]
 
-SIZE = 512
+MEMORY_BYTES = 512
 _LONGEST_STACK = 12
 _NOTHING, _BEGUN, _SEEN, _EXITING, _TERMINATED = b"\0", b"b", b"s", b"e", b"t"
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -54,7 +54,7 @@ class DeathRecord:
 
 def make_memory() -> mmap.mmap:
     """Memory that a process shares with those that it forks; it has no descriptor and no file."""
-    return mmap.mmap(-1, SIZE)
+    return mmap.mmap(-1, MEMORY_BYTES)
 
 
 class LastLine:
@@ -85,7 +85,7 @@ class LastLine:
     def uninstall(self) -> None:
         """In a forked process, whose end is no death of the rank."""
         os._exit = self._exit
-        self.look = _look_nowhere  # type: ignore[method-assign]
+        self.update = _do_nothing  # type: ignore[method-assign]
 
     def begin(self, what: str) -> None:
         """A request begins; ``what`` is the cell or the function that it runs."""
@@ -97,7 +97,7 @@ class LastLine:
         self._runs = False
         self._memory[:1] = _NOTHING
 
-    def look(self) -> None:
+    def update(self) -> None:
         """From another thread, now and then: note where the main thread is."""
         if not self._runs:
             return
@@ -107,16 +107,16 @@ class LastLine:
             if not self._runs:  # the request has ended meanwhile
                 self._memory[:1] = _NOTHING
 
-    def terminated(self, frame: FrameType | None) -> None:
+    def note_terminated(self, frame: FrameType | None) -> None:
         """SIGTERM has come, at this frame."""
         self._write(_TERMINATED, _place_of(frame) if self._runs else "")
 
     def _write(self, kind: bytes, text: str) -> None:
-        data = kind + text.encode("utf-8", "replace")[: SIZE - 2] + b"\0"
+        data = kind + text.encode("utf-8", "replace")[: MEMORY_BYTES - 2] + b"\0"
         self._memory[: len(data)] = data
 
 
-def _look_nowhere() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -131,7 +131,7 @@ def _place_of(frame: FrameType | None) -> str:
 
 def read_memory(memory: mmap.mmap) -> DeathRecord:
     """By the agent: what a rank that has ended left in its memory."""
-    data = memory[:SIZE]
+    data = memory[:MEMORY_BYTES]
     kind, text = data[:1], data[1:].partition(b"\0")[0].decode("utf-8", "replace")
     if kind == _BEGUN:
         return DeathRecord(runs=text)

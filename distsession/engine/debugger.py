@@ -41,22 +41,22 @@ class Debugger:
     """The debugger of a rank's main thread. It is open from its first prompt until it lets go.
 
     Args:
-        asker: Asks for commands.
+        stdin: Asks for commands.
         recorder: Shows others where the debugger stands.
         stream: What it prints goes there.
         namespace: Of the user, where pdb leaves names of its own.
     """
 
     def __init__(
-        self, asker: RankStdin, recorder: Recorder, stream: Any, namespace: dict[str, Any]
+        self, stdin: RankStdin, recorder: Recorder, stream: Any, namespace: dict[str, Any]
     ):
-        self.asker = asker
+        self.stdin = stdin
         self.stream = stream
         self._namespace = namespace
         self._recorder = recorder
         self._pdb: _RankPdb | None = None
         self._failed: BaseException | None = None
-        self._is_refused = False
+        self._is_disabled = False
         self._hook = sys.breakpointhook
 
     def install(self, on_interrupt: Callable[[int, FrameType | None], None]) -> None:
@@ -81,7 +81,7 @@ class Debugger:
                 found = found.__traceback__
             if found is None:
                 raise ValueError("there is no traceback to look at.")
-            self._look(found)
+            self._open_at(found)
 
         def interrupt(_: pdb.Pdb, number: int, frame: FrameType | None) -> None:
             on_interrupt(number, frame)
@@ -100,11 +100,11 @@ class Debugger:
             steps: Stop at its first line.
             forgets: Let go of the error of the one before.
         """
-        self._is_refused = False
+        self._is_disabled = False
         # What ipyparallel's engine imports between two requests sets a hook of its own (debugpy).
         sys.breakpointhook = self._hook
         if forgets:
-            self.forget()
+            self.forget_error()
         if steps:
             self._pdb = _RankPdb(self)
             self._pdb.begin()
@@ -137,11 +137,11 @@ class Debugger:
 
     def set_trace(self, frame: FrameType, *, header: str | None = None, **_: Any) -> None:
         """Stop in this frame."""
-        obstacle = self.asker.obstacle
-        if obstacle and not self._is_refused:
+        obstacle = self.stdin.obstacle
+        if obstacle and not self._is_disabled:
             place = f"{failure.short_name(frame.f_code.co_filename)} line {frame.f_lineno}"
             self.stream.write(f"breakpoint() at {place} is passed over: {obstacle}.\n")
-        if obstacle or self._is_refused:
+        if obstacle or self._is_disabled:
             return
         if self._pdb is None:
             self._pdb = _RankPdb(self)
@@ -149,13 +149,13 @@ class Debugger:
             self._pdb.message(header)
         self._pdb.stop_in(frame)
 
-    def refuse(self) -> None:
+    def disable(self) -> None:
         """There is nobody who could answer: pass over what is still to come of this request."""
-        self._is_refused = True
+        self._is_disabled = True
 
     # --- post mortem ------------------------------------------------------------------------------
 
-    def keep(self, error: BaseException) -> bool:
+    def keep_error(self, error: BaseException) -> bool:
         """Keep what a cell failed with, and so its frames and variables; False if it is no cause.
 
         What was stopped, or freed from a wait for a rank that failed, is none.
@@ -166,7 +166,7 @@ class Debugger:
         self._failed = error
         return True
 
-    def forget(self) -> None:
+    def forget_error(self) -> None:
         """Let go of the error that was kept."""
         if self._failed is not None:
             failure.forget_frames(self._failed)
@@ -182,11 +182,11 @@ class Debugger:
             )
         last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1:]
         self.stream.write("".join(f"{line}\n" for line in last))
-        self._look(error.__traceback__)
+        self._open_at(error.__traceback__)
         return ""
 
-    def _look(self, trace: TracebackType) -> None:
-        if obstacle := self.asker.obstacle:
+    def _open_at(self, trace: TracebackType) -> None:
+        if obstacle := self.stdin.obstacle:
             raise NoInputError(f"{obstacle}.")
         debugger = _RankPdb(self)
         debugger.reset()
@@ -196,7 +196,7 @@ class Debugger:
             self._clean()
 
     def _clean(self) -> None:
-        self._say_open(False)
+        self._set_open(False)
         for name in _NAMES_OF_PDB:
             self._namespace.pop(name, None)
 
@@ -205,28 +205,28 @@ class Debugger:
     @contextmanager
     def opened(self, at: FrameType, lineno: int) -> Iterator[None]:
         """Its prompts stand here meanwhile."""
-        before, self.asker.place = self.asker.place, self._recorder.place_of(at, lineno)
-        self._say_open(True)
+        before, self.stdin.place = self.stdin.place, self._recorder.place_of(at, lineno)
+        self._set_open(True)
         try:
             yield
         finally:
-            self.asker.place = before
+            self.stdin.place = before
 
-    def _say_open(self, is_open: bool) -> None:
+    def _set_open(self, is_open: bool) -> None:
         self._recorder.words[self._recorder.region.start + layout.IN_DEBUGGER] = is_open
 
-    def released(self) -> None:
+    def on_continue(self) -> None:
         """It lets the code run."""
-        self._say_open(False)
+        self._set_open(False)
 
 
 class _RankPdb(pdb.Pdb):
     def __init__(self, debugger: Debugger):
         super().__init__(completekey=None, skip=[_OWN_MODULES], nosigint=True)  # type: ignore[arg-type]
         self.stdout = debugger.stream
-        self.stdin = _Lines(debugger.asker)  # type: ignore[assignment]
+        self.stdin = _StdinLines(debugger.stdin)  # type: ignore[assignment]
         self._debugger = debugger
-        self._lets_go = True
+        self._continues = True
         self._quits = False
         self._has_stopped = False
 
@@ -235,16 +235,16 @@ class _RankPdb(pdb.Pdb):
     @property
     def is_active(self) -> bool:
         """Whether it wants to see what runs: it steps, or has breakpoints."""
-        return not self._lets_go or bool(self.breaks)
+        return not self._continues or bool(self.breaks)
 
     def begin(self) -> None:
         """Stop at the first line that runs."""
-        self._lets_go, self._has_stopped = False, True
+        self._continues, self._has_stopped = False, True
         self.reset()
 
     def stop_in(self, frame: FrameType) -> None:
         """Stop in this frame, which has called ``breakpoint()``."""
-        self._lets_go = self._has_stopped = False
+        self._continues = self._has_stopped = False
         self.set_trace(frame)
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[Any, int]:
@@ -275,14 +275,14 @@ class _RankPdb(pdb.Pdb):
     def interaction(self, frame: FrameType | None, traceback: Any) -> None:
         """Take commands until one lets the code go on."""
         self._has_stopped = True
-        self._lets_go = frame is None
+        self._continues = frame is None
         at, lineno = _end_of(frame, traceback)
         try:
             with self._debugger.opened(at, lineno):
                 super().interaction(frame, traceback)
         finally:
-            if self._lets_go or self._quits:
-                self._debugger.released()
+            if self._continues or self._quits:
+                self._debugger.on_continue()
         if self._quits and frame is not None:
             raise DebuggerQuit("q was typed in the debugger.")
 
@@ -291,7 +291,7 @@ class _RankPdb(pdb.Pdb):
         self.cmdloop()
 
     def set_continue(self) -> None:
-        self._lets_go = True
+        self._continues = True
         super().set_continue()
 
     def set_quit(self) -> None:
@@ -300,23 +300,23 @@ class _RankPdb(pdb.Pdb):
 
     def do_EOF(self, arg: str) -> bool | None:
         """The end of the input, or nobody there."""
-        why = self._debugger.asker.why
+        why = self._debugger.stdin.refusal
         if why:
             self.message(f"The debugger is passed over: {why}")
-            self._debugger.refuse()
+            self._debugger.disable()
             return self.do_continue("")
         return super().do_EOF(arg)
 
 
-class _Lines(io.TextIOBase):
+class _StdinLines(io.TextIOBase):
     """What a debugger within the debugger (its command ``debug``) reads from."""
 
-    def __init__(self, asker: RankStdin):
-        self._asker = asker
+    def __init__(self, stdin: RankStdin):
+        self._stdin = stdin
 
     def readline(self, _size: int | None = -1, /) -> str:  # type: ignore[override]
         try:
-            return f"{self._asker.ask('')}\n"
+            return f"{self._stdin.read_line('')}\n"
         except EOFError:
             return ""
 

@@ -183,7 +183,7 @@ def _on_cpu(value: Any) -> Any:
 # --- others ---------------------------------------------------------------------------------------
 
 
-class _Pickler(pickle.Pickler):
+class _DigestPickler(pickle.Pickler):
     """Pickles the same for the same value: tensors without where they are, nothing by reference."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -198,7 +198,7 @@ class _Pickler(pickle.Pickler):
 
 def _pickled(value: Any) -> bytes:
     target = io.BytesIO()
-    pickler = _Pickler(target, protocol=5)
+    pickler = _DigestPickler(target, protocol=5)
     pickler.fast = True
     pickler.dump(value)
     return target.getvalue()

@@ -12,12 +12,12 @@ from typing import Any
 
 from distsession.engine import script
 
-__all__ = ["compare", "keep"]
+__all__ = ["compare", "save"]
 
 DIFFERENT = math.inf
 
 
-def keep(variables: Mapping[str, Any], names: Sequence[str], folder: str) -> list[str]:
+def save(variables: Mapping[str, Any], names: Sequence[str], folder: str) -> list[str]:
     """Save variables of this rank, for :func:`compare`; gives the names that are there."""
     import torch
 

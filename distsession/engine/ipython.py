@@ -27,7 +27,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionInfo
 from traitlets.config import Config
 
-from distsession.engine.capture import Capture, streams_set
+from distsession.engine.capture import Capture, redirected
 from distsession.protocol.messages import ClearOutput, ControllerInfo, Display
 
 __all__ = ["ShellFront", "make_shell", "register"]
@@ -155,7 +155,7 @@ class _Kernel(IPythonParallelKernel):
             if self.px_streams is None:
                 yield
                 return
-            with streams_set(*self.px_streams):
+            with redirected(*self.px_streams):
                 try:
                     yield
                 finally:

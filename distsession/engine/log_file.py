@@ -3,8 +3,8 @@
 Writers append to the file, Python's own prints and any C library or subprocess, and nobody can ask
 them to wait or to open another one. So it is one file for as long as the rank lives. Blocks behind
 its end are reserved, so that they can go on writing when the disk is full. Blocks at its front are
-given back when it is longer than ``LIMIT``, or when the disk is full: a hole is punched, which
-changes no offset and which no writer notices.
+given back when it is longer than ``LIMIT_BYTES``, or when the disk is full: a hole is punched,
+which changes no offset and which no writer notices.
 """
 
 from __future__ import annotations
@@ -16,25 +16,37 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["FULL", "LogFile"]
+__all__ = ["DISK_FULL", "LogFile", "log_path"]
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a write says when there is no room for it."""
 
-LIMIT = 1 << 30
+LIMIT_BYTES = 1 << 30
 """Bytes of a log file that are kept."""
-LIMIT_STEP = 16 << 20
+LIMIT_STEP_BYTES = 16 << 20
 """Bytes that are given back together when a file is longer."""
-RESERVED = 256 << 10
+RESERVED_BYTES = 256 << 10
 """Bytes that are reserved behind the end of a file."""
-LAST = 64 << 10
+LAST_BYTES = 64 << 10
 """Bytes that are kept of a file on a full disk: a message about a death shows the last lines."""
-BLOCK = 1 << 16
+BLOCK_BYTES = 1 << 16
 """Holes begin and end at multiples of it, which those of any file system divide."""
 RETRY_S = 1.0
 """Seconds between two attempts to reserve room on a full disk."""
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # <linux/falloc.h>
+
+
+def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
+    """Where the raw output of a rank is kept.
+
+    Args:
+        folder: Of the session.
+        rank: Which.
+        generation: In which it was forked.
+        stream: ``"out"``, ``"err"``, or ``"fault"`` for the Python stack of a crash.
+    """
+    return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 
 class LogFile:
@@ -63,9 +75,9 @@ class LogFile:
 
     def has_room(self, size: int) -> bool:
         """Whether Python may write as much on a full disk; half of the room is for others."""
-        return self.size + size <= self._reserved - RESERVED // 2
+        return self.size + size <= self._reserved - RESERVED_BYTES // 2
 
-    def look_after(self, sent: int) -> bool:
+    def maintain(self, sent: int) -> bool:
         """Keep room behind the end, and no more than the limit before it.
 
         Args:
@@ -77,35 +89,35 @@ class LogFile:
         if self._fallocate is None:
             return True
         size = self.size
-        if sent - self._begin > LIMIT + LIMIT_STEP:
-            self._give_back(sent - LIMIT)
-        if size + RESERVED // 2 <= self._reserved:
+        if sent - self._begin > LIMIT_BYTES + LIMIT_STEP_BYTES:
+            self._punch_hole(sent - LIMIT_BYTES)
+        if size + RESERVED_BYTES // 2 <= self._reserved:
             return True
-        if time.monotonic() < self._next_attempt and sent - LAST < self._begin + BLOCK:
+        if time.monotonic() < self._next_attempt and sent - LAST_BYTES < self._begin + BLOCK_BYTES:
             return True
         self.is_full = not self._reserve(size)
         if not self.is_full:
             return True
-        while self._give_back(min((self._begin + sent + BLOCK) // 2, sent - LAST)):
+        while self._punch_hole(min((self._begin + sent + BLOCK_BYTES) // 2, sent - LAST_BYTES)):
             if self._reserve(size):
                 return False
         # Less than wanted: what was given back may be less, and other ranks take from it, too.
-        any(self._reserve(size, RESERVED >> halvings) for halvings in range(1, 7))
+        any(self._reserve(size, RESERVED_BYTES >> halvings) for halvings in range(1, 7))
         self._next_attempt = time.monotonic() + RETRY_S
         return False
 
-    def _reserve(self, size: int, room: int = RESERVED) -> bool:
+    def _reserve(self, size: int, room: int = RESERVED_BYTES) -> bool:
         assert self._fallocate is not None
         problem = self._fallocate(self._descriptor, _KEEP_SIZE, size, room)
-        if problem in FULL:
+        if problem in DISK_FULL:
             return False
         # Where a file system cannot do this, there is no use in asking again.
         self._reserved = sys.maxsize if problem else size + room
         return True
 
-    def _give_back(self, until: int) -> bool:
+    def _punch_hole(self, until: int) -> bool:
         """Punch a hole up to about there; whether that was possible."""
-        until = until // BLOCK * BLOCK
+        until = until // BLOCK_BYTES * BLOCK_BYTES
         if until <= self._begin or self._fallocate is None:
             return False
         mode = _PUNCH_HOLE | _KEEP_SIZE

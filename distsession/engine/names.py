@@ -21,7 +21,7 @@ from types import (
 )
 from typing import Any
 
-__all__ = ["Missing", "children", "find", "has_own", "is_foreign", "known", "module_type"]
+__all__ = ["Missing", "children", "find", "has_own", "is_foreign", "module_type", "require_stored"]
 
 
 class Missing(Exception):
@@ -48,13 +48,13 @@ def _follow(node: ast.AST, namespace: Mapping[str, Any]) -> Any:
         case ast.Name(id=name) if hasattr(builtins, name):
             return getattr(builtins, name)
         case ast.Attribute(value=inner, attr=name):
-            return _attribute(known(_follow(inner, namespace)), name)
+            return _attribute(require_stored(_follow(inner, namespace)), name)
         case ast.Subscript(value=inner, slice=key):
-            return _item(known(_follow(inner, namespace)), key)
+            return _item(require_stored(_follow(inner, namespace)), key)
     raise Missing
 
 
-def known(value: Any) -> Any:
+def require_stored(value: Any) -> Any:
     """A value that can be looked into; not what would have to be computed first."""
     if isinstance(value, (property, GetSetDescriptorType, MemberDescriptorType, cached_property)):
         raise Missing

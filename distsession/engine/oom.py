@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["OutOfMemory"]
+__all__ = ["OomKills"]
 
 _NO_LIMIT = 1 << 60
 """What version 1 has as the limit where there is none is about 2**63."""
 
 
-class OutOfMemory:
+class OomKills:
     """Remembers the counts, to see which of them rises.
 
     Args:
@@ -29,14 +29,14 @@ class OutOfMemory:
         self._counts: dict[str, int] = {}
         self._folders: dict[int, str] = {}
 
-    def note(self, pid: int) -> None:
+    def watch(self, pid: int) -> None:
         """A process has been started; once it has ended, the system tells no cgroup of it."""
         folder = self._folder(pid)
         self._folders[pid] = folder
         if folder and folder not in self._counts:
             self._counts[folder] = _count(folder)
 
-    def look(self, pid: int) -> tuple[bool, int]:
+    def check(self, pid: int) -> tuple[bool, int]:
         """Whether a process that has ended on SIGKILL was killed so.
 
         Returns:

@@ -21,10 +21,10 @@ from distsession.errors import CollectiveError
 from distsession.protocol.messages import StartRanks
 from distsession.ranks import RankInfo
 
-__all__ = ["Place", "abort", "join", "leave", "prepare", "rank_info"]
+__all__ = ["Place", "abort_communicators", "join", "leave", "prepare", "rank_info"]
 
 
-GIVEN_UP = "given up"
+ABANDONED = "given up"
 """Key in a generation's part of the store: somebody waited for all others, and does no longer."""
 
 
@@ -133,14 +133,14 @@ def join(
     if groups is not None:
         client = store.session_store(place.store_path)
         client.renew()
-        meeting = store.Part(part, client)
+        meeting = store.StorePart(part, client)
         groups.prepare(meeting, generation, timeout)
         if not alone:
-            _meet(meeting, place.world_size, timeout)
+            _await_ranks(meeting, place.world_size, timeout)
     else:
         meeting = dist.PrefixStore(part, store.connect_tcp(place.store_port))
     if groups is not None and groups.has_world:
-        groups.reconnect(meeting)
+        groups.reconnect_world(meeting)
     else:
         leave()
         dist.init_process_group(
@@ -152,15 +152,15 @@ def join(
             device_id=place.device if place.device.type == "cuda" else None,
         )
     if groups is not None:
-        groups.agree(meeting, alone=alone)
+        groups.reconnect_others(meeting, alone=alone)
         if place.rank == 0:  # all have come, so nobody needs what is left of earlier ones
-            client.keep("generation", f"{part}/")
+            client.delete_others("generation", f"{part}/")
 
 
-def _meet(meeting: dist.Store, world_size: int, timeout: float | None) -> None:
+def _await_ranks(meeting: dist.Store, world_size: int, timeout: float | None) -> None:
     """Wait for all ranks here, where one can be told to stop, rather than within gloo."""
     count = meeting.add("arrived", 1)
-    if meeting.check([GIVEN_UP]):
+    if meeting.check([ABANDONED]):
         raise CollectiveError("connecting the process group was given up before it began here.")
     if count == world_size:
         meeting.set("all have arrived", "")
@@ -170,7 +170,7 @@ def _meet(meeting: dist.Store, world_size: int, timeout: float | None) -> None:
     except BaseException:
         # Who comes later, having been stopped, must not look for this rank within gloo.
         with contextlib.suppress(Exception):
-            meeting.set(GIVEN_UP, "")
+            meeting.set(ABANDONED, "")
         raise
 
 
@@ -180,7 +180,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def abort() -> None:
+def abort_communicators() -> None:
     """Give the group of a backend that can do so up (NCCL); from any thread."""
     if dist.is_initialized():
         with contextlib.suppress(Exception):

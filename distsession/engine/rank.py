@@ -21,12 +21,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import zmq
 
 from distsession.engine import cause, failure, process_group, store, tensors
-from distsession.engine.agent import log_path
 from distsession.engine.capture import Capture
 from distsession.engine.collectives import abort
 from distsession.engine.collectives.group import Groups
@@ -35,20 +33,21 @@ from distsession.engine.completion import CompletionServer
 from distsession.engine.control import Control, Interrupter
 from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
-from distsession.engine.diff import Summary
-from distsession.engine.execute import NOTHING, remember, run_call, run_cell
+from distsession.engine.execute import NOTHING
 from distsession.engine.forks import Forks, make_private
 from distsession.engine.ipython import ShellFront, make_shell, register
+from distsession.engine.log_file import log_path
+from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
     die_with_parent,
     forget_inherited_finalizers,
     interrupt_children,
     redirect_standard_streams,
 )
+from distsession.engine.requests import RequestDispatcher
 from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
-from distsession.engine.transfer import Transfers
-from distsession.errors import CollectiveError, SerializationError, SessionStateError
+from distsession.errors import CollectiveError, SessionStateError
 from distsession.protocol import board as layout
 from distsession.protocol import serialize, shared_memory
 from distsession.protocol.board import Board
@@ -56,7 +55,6 @@ from distsession.protocol.messages import (
     Abort,
     CallRequest,
     CellRequest,
-    CommitRequest,
     CompletionRequest,
     ControllerInfo,
     DebugRequest,
@@ -64,22 +62,15 @@ from distsession.protocol.messages import (
     FillRequest,
     InputReply,
     MalformedMessage,
-    PartsRequest,
-    PieceRequest,
-    PullRequest,
-    PushRequest,
     RankFailed,
     RankReady,
     ReconnectRequest,
     Reply,
     Request,
-    ShardsRequest,
     Shared,
     StackReply,
     StackRequest,
     StartRanks,
-    SummaryRequest,
-    TimelineRequest,
     decode,
     encode,
 )
@@ -90,15 +81,15 @@ __all__ = ["main"]
 
 log = logging.getLogger(__name__)
 
-STAY_AWAKE_MS = 3
+REQUEST_POLL_MS = 3
 """How long to wait for the next request before ipyparallel's event loop gets its turn: a request
 that follows at once is then served without the cost of entering and leaving that loop."""
 
-SEND_TIMEOUT_MS = 50
+OUTPUT_SEND_TIMEOUT_MS = 50
 """How long a piece of output waits for a kernel that may be gone, once this process is to end."""
 
 
-class _Stop(SystemExit):
+class _Terminated(SystemExit):
     """Raised by SIGTERM: leave, running exit functions. asyncio passes it on out of a callback."""
 
 
@@ -118,8 +109,8 @@ def main(start: StartRanks, rank: int, *, agent: int, store_port: int, memory: m
     out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
     redirect_standard_streams(out, err)
     end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))
-    last_place = LastLine(memory)
-    Rank(start, rank, store_port, (out, err), last_place, end_catching).serve()
+    last_line = LastLine(memory)
+    Rank(start, rank, store_port, (out, err), last_line, end_catching).serve()
 
 
 class Rank:
@@ -131,10 +122,10 @@ class Rank:
         rank: int,
         store_port: int,
         paths: tuple[str, str],
-        last_place: LastLine,
+        last_line: LastLine,
         end_catching: Callable[[], None],
     ):
-        self._last_place = last_place
+        self._last_line = last_line
         self._generation = start.generation
         self._place = process_group.prepare(start, rank, store_port)
         self._rank = rank
@@ -149,10 +140,10 @@ class Rank:
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         self._store = store.session_store(self._place.store_path)
-        abort.be_deaf(start.folder)
-        self._store.given_up = self._given_up
+        abort.bind_listener_stand_in(start.folder)
+        self._store.abort_error = self._abort_error
         if self._groups is not None:
-            self._store.named = self._groups.store_wait
+            self._store.record_wait = self._groups.record_store_wait
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._aborted: Abort | None = None
@@ -168,44 +159,43 @@ class Rank:
             memory_path(start.folder, start.node), identity.decode()
         )
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
-        self._output.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        self._output.setsockopt(zmq.SNDTIMEO, OUTPUT_SEND_TIMEOUT_MS)
         self._is_leaving = False
         control = _connect(context, zmq.DEALER, start.folder, "control", identity)
-        self._capture = Capture(rank, paths, self._send_output, last_place.look)
+        self._capture = Capture(rank, paths, self._send_output, last_line.update)
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
-        self._interruptor = Interrupter()
+        self._interrupter = Interrupter()
         self._control = Control(
             control,
-            self._interruptor,
-            self._obey,
+            self._interrupter,
+            self._handle_control,
             lambda: self._recorder.is_blocked,
-            self._free,
+            self._abort_backend,
             self._interrupt_children,
         )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._namespace: dict[str, Any] = {}
-        self._transfers = Transfers(self._namespace, rank)
-        self._looker = CompletionServer(self._namespace, rank, self._send)
-        self._front: ShellFront | None = None
-        self._summary: Summary | None = None
-        self._asker = RankStdin(rank, self._capture, self._recorder)
+        self._completion = CompletionServer(self._namespace, rank, self._send)
+        self._front: ShellFront
+        self._dispatcher: RequestDispatcher
+        self._stdin = RankStdin(rank, self._capture, self._recorder)
         self._debugger = Debugger(
-            self._asker, self._recorder, self._capture.streams[0], self._namespace
+            self._stdin, self._recorder, self._capture.streams[0], self._namespace
         )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
         self._forks = Forks(
             {
                 signal.SIGTERM: (self._on_terminate, signal.SIG_DFL),
-                signal.SIGINT: (self._interruptor.on_signal, signal.default_int_handler),
+                signal.SIGINT: (self._interrupter.on_signal, signal.default_int_handler),
             },
             (
                 make_private(self._recorder.words, start.board),
                 self._leave_group_to_rank,
                 self._capture.become_child,
-                last_place.uninstall,
+                last_line.uninstall,
                 end_catching,
             ),
         )
@@ -213,7 +203,7 @@ class Rank:
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_terminate)
         self._forks.install()
-        self._last_place.install()
+        self._last_line.install()
         sys.unraisablehook = self._on_unraisable
         self._capture.start()
         try:
@@ -229,23 +219,23 @@ class Rank:
             self._make_namespace()
             self._control.start()
             while True:
-                self._handle(self._next_request())
-        except _Stop:
+                self._handle_request(self._next_request())
+        except _Terminated:
             pass
         finally:
             self._leave()
 
     def _on_terminate(self, _number: int, frame: FrameType | None) -> None:
-        self._last_place.terminated(frame)
+        self._last_line.note_terminated(frame)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Stop
+        raise _Terminated
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         """What Python cannot raise it prints; a Stop that it swallows so is raised again."""
-        if isinstance(unraisable.exc_value, _Stop) and not self._forks.is_child:
+        if isinstance(unraisable.exc_value, _Terminated) and not self._forks.is_child:
             signal.signal(signal.SIGTERM, self._on_terminate)
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        elif not self._interruptor.is_swallowed(unraisable.exc_value):
+        elif not self._interrupter.is_swallowed(unraisable.exc_value):
             sys.__unraisablehook__(unraisable)
 
     def _leave(self) -> None:
@@ -273,16 +263,23 @@ class Rank:
         place = self._place
         self._front = make_shell(self._namespace, self._capture, self._rank)
         self._namespace.update(
-            torch=torch,
-            dist=dist,
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
-            device=place.device,
+            rank_names(place.rank, place.local_rank, place.world_size, place.device)
+        )
+        self._dispatcher = RequestDispatcher(
+            self._rank,
+            self._namespace,
+            self._front,
+            self._trace,
+            self,
+            around=self._debugger,
+            extra={
+                ReconnectRequest: self._reconnect,
+                DebugRequest: lambda _: self._debugger.post_mortem(),
+            },
         )
         threading.excepthook = self._on_thread_error
-        self._asker.install()
-        self._debugger.install(self._interruptor.on_signal)
+        self._stdin.install()
+        self._debugger.install(self._interrupter.on_signal)
 
     def _on_thread_error(self, ended: threading.ExceptHookArgs) -> None:
         """A thread of the user's has failed: Python only prints that, and the ranks may differ."""
@@ -322,11 +319,11 @@ class Rank:
             log.warning("dropped a message that is no request: %r", message)
 
     def _receive(self) -> list[Any]:
-        if not self._requests.poll(STAY_AWAKE_MS):
-            self._loop.run_until_complete(self._arrival())
+        if not self._requests.poll(REQUEST_POLL_MS):
+            self._loop.run_until_complete(self._await_request())
         return self._requests.recv_multipart()
 
-    async def _arrival(self) -> None:
+    async def _await_request(self) -> None:
         """Let the event loop run until a request is there.
 
         zmq's descriptor signals changes, not states, so the state is read before each wait.
@@ -345,18 +342,17 @@ class Rank:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _handle(self, received: tuple[Request, Any]) -> None:
+    def _handle_request(self, received: tuple[Request, Any]) -> None:
         request, payload = received
         if request.id in self._refused:
             self._refuse(request, payload)
             return
         self._capture.begin(request.id)
-        assert self._front is not None
         self._front.request(request.id)
         self._recorder.request(request.id)
-        self._last_place.begin(_name_of(request))
-        self._recorder.forget_stop()
-        self._asker.request = request.id
+        self._last_line.begin(_name_of(request))
+        self._recorder.expire_abort()
+        self._stdin.request = request.id
         self._debugger.begin(
             steps=isinstance(request, CellRequest) and self._rank in request.debug,
             forgets=_is_run(request) and not getattr(request, "expression", False),
@@ -367,8 +363,8 @@ class Rank:
         shown = error = reason = None
         self._trace.begin(request)
         try:
-            with self._interruptor.user_code(request.id):
-                value, shown = self._perform(request, payload)
+            with self._interrupter.user_code(request.id):
+                value, shown = self._dispatcher.perform(request, payload)
                 self._forks.end_child()
                 del payload
                 self._trace.end(request)
@@ -376,33 +372,33 @@ class Rank:
                 # None, which most functions return, needs no frames.
                 if value is not NOTHING and value is not None:
                     answer = self._pack(request, value)
-        except _Stop:
+        except _Terminated:
             raise
         except BaseException as raised:
             self._forks.end_child(raised)
             duration = time.perf_counter() - began
-            error, shown = self._explained(raised), None
+            error, shown = self._explain(raised), None
             reason = cause.find(error, self._recorder.abort)
             self._trace.end(request, error)
         if error is None and self._thread_error is not None and _is_run(request):
             error, shown, answer = self._thread_error, None, None
             reason = cause.find(error, self._recorder.abort)
         self._debugger.end()
-        self._asker.request = 0
+        self._stdin.request = 0
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
-            if not (_is_run(request) and self._debugger.keep(error)):
+            if not (_is_run(request) and self._debugger.keep_error(error)):
                 failure.forget_frames(error)  # what ends with them may take long, and is told
-        self._last_place.end()
+        self._last_line.end()
         self._front.request(0)
         self._recorder.request(0)
         has_output = self._capture.end(request.id)
         reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
         self._send(reply, answer)
 
-    def _explained(self, raised: BaseException) -> BaseException:
+    def _explain(self, raised: BaseException) -> BaseException:
         """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
         for part in cause.chain(raised):
             if cause.has_reason(part):
@@ -414,60 +410,9 @@ class Rank:
                     return explained
         return raised
 
-    def _perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
-        """The value of a request, and what of it is to be shown."""
-        shown = None
-        value: Any = NOTHING
-        match request:
-            case CallRequest():
-                if request.source[1]:
-                    remember(*request.source)
-                value = self._call(self._frames(payload))
-            case CellRequest():
-                value, shown = self._cell(request)
-            case ReconnectRequest():
-                self._reconnect(request)
-            case PullRequest():
-                value = self._transfers.pull(request.names)
-            case PushRequest():
-                self._stage(request, payload)
-            case CommitRequest():
-                self._transfers.assign(request.keep)
-            case ShardsRequest():
-                value = self._transfers.shards(request.name)
-            case FillRequest():
-                value = self._fill(request, payload)
-            case PieceRequest():
-                value = self._transfers.piece(request.begin, request.shape)
-            case SummaryRequest():
-                value = self._summarise(request)
-            case PartsRequest():
-                value = self._parts(request)
-            case DebugRequest():
-                value = self._debugger.post_mortem()
-            case TimelineRequest():
-                value = self._trace.of(request.run)
-        return value, shown
-
-    def _stage(self, request: PushRequest, payload: Any) -> None:
-        began, frames = time.monotonic_ns(), self._frames(payload)
-        self._transfers.stage(frames)
-        self._trace.moved(request, shared_memory.nbytes(frames), began)
-
-    def _fill(self, request: FillRequest, payload: Any) -> Any:
-        at = request.at.get(self._rank)
-        if not isinstance(payload, Shared):  # of another host, the whole is not within reach
-            return self._transfers.stage_part(request.name, at)
-        began = time.monotonic_ns()
-        with self._link.receive(payload) as descriptor:
-            (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
-        size = self._transfers.fill(request.name, request.shape, at, whole)
-        self._trace.moved(request, size, began)
-        return NOTHING
-
     # --- payloads ---------------------------------------------------------------------------------
 
-    def _frames(self, payload: Any) -> Any:
+    def read_private(self, payload: Any) -> Any:
         """The frames of a request, wherever they are."""
         if not isinstance(payload, Shared):
             return payload
@@ -478,6 +423,14 @@ class Rank:
             raise SessionStateError(
                 f"what was sent did not arrive on rank {self._rank}: {error}. Send it again."
             ) from error
+
+    def map_whole(self, payload: Any) -> Any:
+        """Memory of all ranks of this host; None where the payload has come from another host."""
+        if not isinstance(payload, Shared):
+            return None
+        with self._link.receive(payload) as descriptor:
+            (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
+        return whole
 
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Shared:
         """A value as frames, or in shared memory if it is large."""
@@ -504,48 +457,9 @@ class Rank:
         self._recorder.words[start + layout.WRITTEN] = done
         self._recorder.words[start + layout.TO_WRITE] = total
 
-    # --- requests, one by one ---------------------------------------------------------------------
-
-    def _call(self, frames: Any) -> Any:
-        try:
-            function, args, kwargs = serialize.load(frames)
-        except Exception as error:
-            raise SerializationError(
-                f"the function or its arguments cannot be rebuilt on rank {self._rank}: "
-                f"{type(error).__name__}: {error}. A module that only the notebook has must be "
-                "on sys.path here, too."
-            ) from error
-        return run_call(function, args, kwargs, self._namespace, self._debugger)
-
-    def _cell(self, request: CellRequest) -> tuple[Any, Any]:
-        assert self._front is not None
-        with self._trace.around(request):
-            value, show = run_cell(
-                request.source,
-                request.label,
-                self._namespace,
-                self._front,
-                expression=request.expression,
-                around=self._debugger,
-            )
-        shown = self._front.render(value) if show and not request.expression else None
-        return (value if request.fetch else NOTHING), shown
-
-    def _summarise(self, request: SummaryRequest) -> Any:
-        self._summary = None
-        cell = CellRequest(request.id, request.expression, "%distributed", True, True)
-        self._summary = Summary(self._cell(cell)[0])
-        return self._summary.leaves
-
-    def _parts(self, request: PartsRequest) -> Any:
-        if not request.paths or self._summary is None:
-            self._summary = None
-            return NOTHING
-        return self._summary.values(request.paths)
-
     # --- the process group ------------------------------------------------------------------------
 
-    def _reconnect(self, request: ReconnectRequest) -> None:
+    def _reconnect(self, request: ReconnectRequest) -> Any:
         with self._group_lock:  # an abort of the generation before comes too late from here on
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
@@ -560,6 +474,7 @@ class Rank:
             timeout=request.timeout,
         )
         self._announce()
+        return NOTHING
 
     def _abort(self, message: Abort) -> None:
         """From the control thread: no operation of this generation is to begin any more."""
@@ -569,25 +484,25 @@ class Rank:
                 self._aborted = self._recorder.abort = message
                 self._store.end_waits()
 
-    def _given_up(self) -> BaseException | None:
+    def _abort_error(self) -> BaseException | None:
         """What a wait for a key of the store raises once the group has been given up."""
         if self._recorder.abort is None:
             return None
-        error = self._recorder.error()
+        error = self._recorder.abort_error()
         is_ours = self._recorder.is_main_thread or isinstance(error, Exception)
         return error if is_ours else CollectiveError(str(error))
 
-    def _free(self, message: Abort) -> None:
-        """From the control thread: free the main thread from whatever it waits in."""
+    def _abort_backend(self, message: Abort) -> None:
+        """From the control thread: abort whatever the main thread waits in."""
         with self._group_lock:
             if message.generation < self._generation:  # it has been connected anew already
                 return
             if self._groups is None:
-                process_group.abort()
+                process_group.abort_communicators()
             else:
-                abort.shut_gloo()
+                abort.abort_gloo()
             self._store.end_waits()
-            abort.shut_store(self._place.store_port)
+            abort.abort_store(self._place.store_port)
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.
@@ -612,16 +527,16 @@ class Rank:
 
     # --- the control thread -----------------------------------------------------------------------
 
-    def _obey(self, message: Any) -> None:
+    def _handle_control(self, message: Any) -> None:
         match message:
             case Abort():
                 self._abort(message)
             case StackRequest():
                 self._send(self._stack(message.number))
             case CompletionRequest():
-                self._looker.ask(message)
+                self._completion.submit(message)
             case InputReply():
-                self._asker.answer(message)
+                self._stdin.put_reply(message)
             case ControllerInfo():
                 self._on_controller(message)
             case _:
@@ -644,7 +559,7 @@ class Rank:
 
         try:
             await register(info, self._rank, self._namespace, report)
-        except _Stop:
+        except _Terminated:
             raise
         except Exception as error:
             log.debug("could not register with ipyparallel's controller", exc_info=True)

@@ -2,7 +2,7 @@
 
 What the kernel sends crosses the stream once, into shared memory; each rank of the node gets a
 descriptor of it. What a rank hands over stays in the rank's shared memory until the kernel asks
-for it, and goes from there to the stream. The main thread obeys the kernel; a second one sends, so
+for it, and goes from there to the stream. The main thread receives; a second one sends, so
 that neither direction waits for the other. The relay ends when the stream does, or with the agent.
 """
 
@@ -42,7 +42,7 @@ __all__ = ["Relay", "serve"]
 
 log = logging.getLogger(__name__)
 
-COME = 1.0
+LINK_TIMEOUT_S = 1.0
 """Seconds that a rank which is ready may take to connect."""
 
 
@@ -76,20 +76,20 @@ class Relay:
         self._node = node
         self._pool = Pool()
         self._payloads: dict[int, _Incoming] = {}
-        self._wanted: queue.SimpleQueue[Fetch | Discard] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[Fetch | Discard] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
 
     def serve(self) -> None:
-        """Obey the kernel until the stream ends."""
+        """Handle what the kernel sends until the stream ends."""
         threading.Thread(target=self._send, name="distsession-relay", daemon=True).start()
         with contextlib.suppress(OSError):
             while True:
-                self._obey(self._wire.receive())
+                self._handle(self._wire.receive())
 
-    def _obey(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case Chunk():
-                self._take(message)
+                self._receive_chunk(message)
             case Open():
                 self._open(message)
             case Hand():
@@ -97,7 +97,7 @@ class Relay:
             case Release():
                 self._release(message)
             case Fetch() | Discard():
-                self._wanted.put(message)
+                self._to_send.put(message)
             case Cancel():
                 self._cancelled.add(message.key)
             case LinkRanks():
@@ -120,7 +120,7 @@ class Relay:
         else:
             self._payloads[message.key] = _Incoming(memory, sum(message.sizes))
 
-    def _take(self, chunk: Chunk) -> None:
+    def _receive_chunk(self, chunk: Chunk) -> None:
         incoming = self._payloads.get(chunk.key)
         if incoming is None:  # it was refused or given up, and this was under way already
             self._wire.skip(chunk.length)
@@ -137,7 +137,7 @@ class Relay:
             return
         for name in message.names:
             try:
-                self._links.link(name, COME).send(incoming.segment, message.number)
+                self._links.link(name, LINK_TIMEOUT_S).send(incoming.segment, message.number)
             except OSError as error:  # if it has died, that is told elsewhere
                 log.warning("%s does not take shared memory: %s", name, error)
 
@@ -154,7 +154,7 @@ class Relay:
         linked = []
         for name in names:
             with contextlib.suppress(OSError):  # it has died
-                self._links.link(name, COME)
+                self._links.link(name, LINK_TIMEOUT_S)
                 linked.append(name)
         self._wire.send(Linked(tuple(linked)))
 
@@ -163,26 +163,26 @@ class Relay:
     def _send(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                self._fetch(self._wanted.get())
+                self._fetch(self._to_send.get())
 
-    def _fetch(self, wanted: Fetch | Discard) -> None:
-        shared = Shared(wanted.sender, wanted.number, ())
-        if isinstance(wanted, Discard):
+    def _fetch(self, message: Fetch | Discard) -> None:
+        shared = Shared(message.sender, message.number, ())
+        if isinstance(message, Discard):
             with contextlib.suppress(OSError):
-                self._links.link(wanted.sender, COME).discard(shared)
+                self._links.link(message.sender, LINK_TIMEOUT_S).discard(shared)
             return
         problem = ""
         with contextlib.ExitStack() as stack:
             try:
-                link = self._links.link(wanted.sender, COME)
+                link = self._links.link(message.sender, LINK_TIMEOUT_S)
                 descriptor = stack.enter_context(link.receive(shared))
             except OSError as error:
                 problem = f"its rank has not handed it over: {error}"
             else:
                 at = 0
-                while at < wanted.length and wanted.key not in self._cancelled:
-                    count = min(CHUNK, wanted.length - at)
-                    self._wire.send_file(wanted.key, at, descriptor, count)
+                while at < message.length and message.key not in self._cancelled:
+                    count = min(CHUNK, message.length - at)
+                    self._wire.send_file(message.key, at, descriptor, count)
                     at += count
-        self._cancelled.discard(wanted.key)
-        self._wire.send(Fetched(wanted.key, problem))
+        self._cancelled.discard(message.key)
+        self._wire.send(Fetched(message.key, problem))

@@ -40,28 +40,28 @@ class RankStdin:
         self._rank = rank
         self._capture = capture
         self._recorder = recorder
-        self._answers: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
         self._number = 0
         self._process = os.getpid()
         self.request = 0
         """The request that runs; 0 for none."""
         self.place = 0
         """Where the debugger stands, as a word of the board; 0 where none is open."""
-        self.why = ""
+        self.refusal = ""
         """Why the last question could not be asked."""
 
     def install(self) -> None:
         """Let ``input()`` and ``getpass()`` ask."""
 
-        def ask(prompt: object = "", /) -> str:
-            return self.ask(str(prompt))
+        def read_line(prompt: object = "", /) -> str:
+            return self.read_line(str(prompt))
 
-        def ask_secretly(prompt: str = "Password: ", stream: Any = None) -> str:
-            return self.ask(prompt, secret=True)
+        def read_secret(prompt: str = "Password: ", stream: Any = None) -> str:
+            return self.read_line(prompt, secret=True)
 
-        ask.__name__ = ask.__qualname__ = "input"
-        builtins.input = ask
-        getpass.getpass = ask_secretly
+        read_line.__name__ = read_line.__qualname__ = "input"
+        builtins.input = read_line
+        getpass.getpass = read_secret
 
     @property
     def obstacle(self) -> str:
@@ -74,16 +74,16 @@ class RankStdin:
             return "a rank can ask only in cells and functions that the session runs"
         return ""
 
-    def ask(self, prompt: str, *, secret: bool = False) -> str:
+    def read_line(self, prompt: str, *, secret: bool = False) -> str:
         """A line of input, without its end.
 
         Raises:
-            NobodyAnswers: There is nobody who could be asked.
+            NoInputError: There is nobody who could be asked.
             EOFError: The input is at its end, or the run was stopped.
         """
-        self.why = ""
-        if why := self.obstacle:
-            raise NoInputError(f"{why}.")
+        self.refusal = ""
+        if obstacle := self.obstacle:
+            raise NoInputError(f"{obstacle}.")
         abort = self._recorder.abort
         if abort is not None and abort.interrupt == self.request:
             raise EOFError("the run was stopped.")
@@ -93,18 +93,18 @@ class RankStdin:
         words[start + layout.ASKS] = 1
         try:
             self._capture.show(InputRequest(self._rank, self.request, self._number, prompt, secret))
-            reply = self._answers.get()
+            reply = self._replies.get()
             while reply.number != self._number:  # to a question that a Stop has ended
-                reply = self._answers.get()
+                reply = self._replies.get()
         finally:
             words[start + layout.ASKS] = 0
-        self.why = reply.why
+        self.refusal = reply.why
         if reply.why:
             raise NoInputError(reply.why)
         if reply.text is None:
             raise EOFError("the input is at its end.")
         return reply.text
 
-    def answer(self, reply: InputReply) -> None:
+    def put_reply(self, reply: InputReply) -> None:
         """From the control thread: somebody has answered."""
-        self._answers.put(reply)
+        self._replies.put(reply)

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from distsession.engine.process import die_with_parent
 from distsession.engine.store_server import EMPTY, WORD, Op, pack, unpack
 
-__all__ = ["Part", "Store", "StoreGone", "connect_tcp", "serve_tcp", "session_store"]
+__all__ = ["Store", "StoreEndedError", "StorePart", "connect_tcp", "serve_tcp", "session_store"]
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """torch's own for a store."""
-AT_ONCE_S = 0.05
+UNREPORTED_WAIT_S = 0.05
 """A key that comes within this time was not waited for: nothing is said of it."""
 CONNECT_TIMEOUT_S = 5.0
 """How long a store that takes the place of one that has ended may need to come up."""
-CONNECT_AGAIN_S = 0.01
+CONNECT_RETRY_S = 0.01
 
-GONE = (
+ENDED = (
     "the session's rendezvous store has ended, and what was in it is lost. It is replaced by "
     "itself, and the process group is connected anew before the next run."
 )
@@ -40,7 +40,7 @@ GONE = (
 _Value = str | bytes
 
 
-class StoreGone(dist.DistNetworkError):
+class StoreEndedError(dist.DistNetworkError):
     """The store's process has ended, or another one has taken its place."""
 
 
@@ -83,12 +83,12 @@ class _Connection:
         return data
 
 
-def _nothing() -> BaseException | None:
+def _no_error() -> BaseException | None:
     return None
 
 
 @contextlib.contextmanager
-def _unnamed(_keys: Sequence[str], _is_limited: bool) -> Iterator[None]:
+def _no_record(_keys: Sequence[str], _is_limited: bool) -> Iterator[None]:
     yield
 
 
@@ -106,21 +106,21 @@ class Store(dist.Store):
         super().__init__()
         self._path = path
         self._server: bytes | None = None
-        self._free: list[_Connection] = []
+        self._idle: list[_Connection] = []
         self._waiting: set[_Connection] = set()
-        self.given_up: Callable[[], BaseException | None] = _nothing
+        self.abort_error: Callable[[], BaseException | None] = _no_error
         """Why no wait may go on; None while one may."""
-        self.named: Callable[[Sequence[str], bool], contextlib.AbstractContextManager[None]]
-        self.named = _unnamed
+        self.record_wait: Callable[[Sequence[str], bool], contextlib.AbstractContextManager[None]]
+        self.record_wait = _no_record
         """Lets others see that there is a wait for some keys, and whether it has an end."""
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._become_child)
 
     # --- life -------------------------------------------------------------------------------------
 
     def renew(self) -> None:
         """A generation begins: it may be another server, and is the same one until it ends."""
         self._server = None
-        self._drop_free()
+        self._close_idle()
         self.set_timeout(DEFAULT_TIMEOUT)
 
     def end_waits(self) -> int:
@@ -131,33 +131,33 @@ class Store(dist.Store):
                 connection.socket.shutdown(socket.SHUT_RDWR)
         return len(waiting)
 
-    def keep(self, start: str, present: str) -> None:
+    def delete_others(self, start: str, present: str) -> None:
         """Delete all keys that begin in one way but not in the other."""
-        self._ask(Op.KEEP, [start.encode(), present.encode()])
+        self._request(Op.DELETE_OTHERS, [start.encode(), present.encode()])
 
     @property
     def _limit(self) -> timedelta:
         limit: timedelta = self.timeout  # type: ignore[attr-defined]
         return limit
 
-    def _drop_free(self) -> None:
-        while self._free:
-            self._free.pop().socket.close()
+    def _close_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().socket.close()
 
-    def _forget(self) -> None:
+    def _become_child(self) -> None:
         """In a forked child: the connections are those of the parent."""
-        self._drop_free()
+        self._close_idle()
         for connection in self._waiting:
             connection.socket.close()
         self._waiting = set()
-        self.given_up, self.named = _nothing, _unnamed
+        self.abort_error, self.record_wait = _no_error, _no_record
 
-    # --- asking -----------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _connection(self) -> _Connection:
-        while self._free:
+        while self._idle:
             with contextlib.suppress(IndexError):  # another thread was faster
-                return self._free.pop()
+                return self._idle.pop()
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             try:
@@ -165,14 +165,14 @@ class Store(dist.Store):
                 break
             except OSError as error:
                 # Where a generation begins, another store may be about to come up.
-                if self._server is not None or time.monotonic() > deadline or self.given_up():
-                    raise (self.given_up() or StoreGone(GONE)) from error
-                time.sleep(CONNECT_AGAIN_S)
+                if self._server is not None or time.monotonic() > deadline or self.abort_error():
+                    raise (self.abort_error() or StoreEndedError(ENDED)) from error
+                time.sleep(CONNECT_RETRY_S)
         if self._server is None:
             self._server = connection.server
         if connection.server != self._server:
             connection.socket.close()
-            raise StoreGone(GONE)
+            raise StoreEndedError(ENDED)
         return connection
 
     @contextlib.contextmanager
@@ -183,13 +183,13 @@ class Store(dist.Store):
             yield connection
         except (BrokenPipeError, ConnectionResetError) as error:
             connection.socket.close()
-            raise (self.given_up() or StoreGone(GONE)) from error
+            raise (self.abort_error() or StoreEndedError(ENDED)) from error
         except BaseException:
             connection.socket.close()
             raise
-        self._free.append(connection)
+        self._idle.append(connection)
 
-    def _ask(self, code: int, parts: Sequence[bytes]) -> list[bytes]:
+    def _request(self, code: int, parts: Sequence[bytes]) -> list[bytes]:
         with self._using() as connection:
             connection.send(pack(code, parts))
             return connection.receive(None)[1]
@@ -199,15 +199,15 @@ class Store(dist.Store):
     ) -> list[bytes]:
         """Ask for what may not be there yet."""
         deadline = time.monotonic() + limit.total_seconds()
-        soon = time.monotonic() + AT_ONCE_S
+        soon = time.monotonic() + UNREPORTED_WAIT_S
         with self._using() as connection:
             self._waiting.add(connection)
             try:
                 connection.send(pack(code, [_bytes(key) for key in keys]))
                 if not connection.is_readable(min(soon, deadline)) and soon < deadline:
-                    if error := self.given_up():
+                    if error := self.abort_error():
                         raise error
-                    with self.named(keys, is_limited):
+                    with self.record_wait(keys, is_limited):
                         return connection.receive(deadline)[1]
                 return connection.receive(deadline)[1]
             except TimeoutError:
@@ -220,7 +220,7 @@ class Store(dist.Store):
     # --- what torch asks of a store ---------------------------------------------------------------
 
     def set(self, key: str, value: _Value) -> None:
-        self._ask(Op.SET, [_bytes(key), _bytes(value)])
+        self._request(Op.SET, [_bytes(key), _bytes(value)])
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -231,17 +231,17 @@ class Store(dist.Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[_Value]) -> None:
         pairs = zip(keys, values, strict=True)
-        self._ask(Op.SET, [_bytes(part) for pair in pairs for part in pair])
+        self._request(Op.SET, [_bytes(part) for pair in pairs for part in pair])
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(Op.ADD, [_bytes(key), b"%d" % value])[0])
+        return int(self._request(Op.ADD, [_bytes(key), b"%d" % value])[0])
 
     def compare_set(self, key: str, expected_value: _Value, desired_value: _Value) -> bytes:
         parts = [_bytes(key), _bytes(expected_value), _bytes(desired_value)]
-        return self._ask(Op.COMPARE_SET, parts)[0]
+        return self._request(Op.COMPARE_SET, parts)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(Op.CHECK, [_bytes(key) for key in keys])[0] == b"1"
+        return self._request(Op.CHECK, [_bytes(key) for key in keys])[0] == b"1"
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = self._limit if timeout is None else timeout
@@ -249,13 +249,13 @@ class Store(dist.Store):
         self._await(Op.WAIT, keys, limit, is_limited=is_limited)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(Op.DELETE, [_bytes(key)])[0] == b"1"
+        return self._request(Op.DELETE, [_bytes(key)])[0] == b"1"
 
     def num_keys(self) -> int:
-        return int(self._ask(Op.COUNT, [])[0])
+        return int(self._request(Op.COUNT, [])[0])
 
     def append(self, key: str, value: _Value) -> None:
-        self._ask(Op.APPEND, [_bytes(key), _bytes(value)])
+        self._request(Op.APPEND, [_bytes(key), _bytes(value)])
 
     def has_extended_api(self) -> bool:
         return True
@@ -264,10 +264,10 @@ class Store(dist.Store):
         return self  # any number of threads may use it
 
     def list_keys(self) -> list[str]:
-        return [key.decode() for key in self._ask(Op.KEYS, [])]
+        return [key.decode() for key in self._request(Op.KEYS, [])]
 
     def queue_push(self, key: str, value: _Value) -> None:
-        self._ask(Op.PUSH, [_bytes(key), _bytes(value)])
+        self._request(Op.PUSH, [_bytes(key), _bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         if block:
@@ -281,7 +281,7 @@ class Store(dist.Store):
         return parts[0]
 
     def queue_len(self, key: str) -> int:
-        return int(self._ask(Op.LENGTH, [_bytes(key)])[0])
+        return int(self._request(Op.LENGTH, [_bytes(key)])[0])
 
     # The names under which C++ looks for two of them (torch 2.13).
     deleteKey = delete_key
@@ -291,7 +291,7 @@ class Store(dist.Store):
         raise TypeError("cannot pickle a store: each process has its own connection to it")
 
 
-class Part(dist.PrefixStore):
+class StorePart(dist.PrefixStore):
     """A part of the store; what torch does not pass on to a store in Python goes there directly."""
 
     def __init__(self, prefix: str, store: Store):

@@ -25,15 +25,15 @@ __all__ = ["Op", "bind", "pack", "serve", "socket_path", "unpack"]
 
 WORD = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of <sys/socket.h>: pid, uid, gid
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 BACKLOG = 4096
 
 
 class Op:
     """Operations, as the first byte of a request."""
 
-    SET, GET, ADD, COMPARE_SET, CHECK, WAIT, DELETE, COUNT, APPEND, KEYS, KEEP = range(1, 12)
-    PUSH, POP, LENGTH = range(12, 15)
+    SET, GET, ADD, COMPARE_SET, CHECK, WAIT, DELETE, COUNT = range(1, 9)
+    APPEND, KEYS, DELETE_OTHERS, PUSH, POP, LENGTH = range(9, 15)
 
 
 OK, EMPTY = 0, 1
@@ -78,7 +78,7 @@ class _Client:
     socket: socket.socket
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
-    waits: tuple[int, list[bytes]] | None = None
+    waits_for: tuple[int, list[bytes]] | None = None
     """A request that cannot be answered yet."""
 
 
@@ -89,7 +89,7 @@ class _Server:
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiting: dict[bytes, set[_Client]] = {}
-        self._hello = pack(OK, [os.urandom(16)])
+        self._greeting = pack(OK, [os.urandom(16)])
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
 
@@ -105,7 +105,7 @@ class _Server:
                     if events & selectors.EVENT_READ:
                         self._receive(key.data)
                 except (OSError, ValueError, IndexError, struct.error):
-                    self._drop(key.data)
+                    self._close(key.data)
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -121,9 +121,9 @@ class _Server:
         connection.setblocking(False)
         client = _Client(connection)
         self._selector.register(connection, selectors.EVENT_READ, client)
-        self._send(client, self._hello)
+        self._send(client, self._greeting)
 
-    def _drop(self, client: _Client) -> None:
+    def _close(self, client: _Client) -> None:
         self._stop_waiting(client)
         try:
             self._selector.unregister(client.socket)
@@ -132,9 +132,9 @@ class _Server:
         client.socket.close()
 
     def _receive(self, client: _Client) -> None:
-        data = client.socket.recv(CHUNK)
+        data = client.socket.recv(CHUNK_BYTES)
         if not data:
-            self._drop(client)
+            self._close(client)
             return
         received = client.received
         received += data
@@ -145,13 +145,13 @@ class _Server:
                 return
             code, parts = unpack(bytes(received[WORD.size : end]))
             del received[:end]
-            self._do(client, code, parts)
+            self._handle(client, code, parts)
 
     def _answer(self, client: _Client, parts: Sequence[bytes] = (), code: int = OK) -> None:
         try:
             self._send(client, pack(code, parts))
         except OSError:  # it has ended
-            self._drop(client)
+            self._close(client)
 
     def _send(self, client: _Client, frame: bytes) -> None:
         client.to_send += frame
@@ -169,7 +169,7 @@ class _Server:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _do(self, client: _Client, code: int, parts: list[bytes]) -> None:
+    def _handle(self, client: _Client, code: int, parts: list[bytes]) -> None:
         values = self._values
         answer: list[bytes] = []
         match code:
@@ -177,7 +177,7 @@ class _Server:
                 for key, value in zip(parts[::2], parts[1::2], strict=True):
                     self._set(key, value)
             case Op.GET | Op.WAIT | Op.POP:
-                self._try(client, code, parts)
+                self._answer_or_wait(client, code, parts)
                 return
             case Op.ADD:
                 answer = [b"%d" % (int(values.get(parts[0], b"0")) + int(parts[1]))]
@@ -199,11 +199,11 @@ class _Server:
                 self._set(parts[0], values.get(parts[0], b"") + parts[1])
             case Op.KEYS:
                 answer = list(values)
-            case Op.KEEP:
-                self._keep(*parts)
+            case Op.DELETE_OTHERS:
+                self._delete_others(*parts)
             case Op.PUSH:
                 self._queues.setdefault(parts[0], deque()).append(parts[1])
-                self._came(parts[0])
+                self._on_arrival(parts[0])
             case Op.LENGTH:
                 answer = [b"%d" % len(self._queues.get(parts[0], ()))]
             case _:
@@ -212,12 +212,12 @@ class _Server:
 
     def _set(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        self._came(key)
+        self._on_arrival(key)
 
     def _is_here(self, key: bytes) -> bool:
         return key in self._values or bool(self._queues.get(key))
 
-    def _keep(self, start: bytes, present: bytes) -> None:
+    def _delete_others(self, start: bytes, present: bytes) -> None:
         """Forget all keys that begin like the present ones, but are not of them."""
         for table in (self._values, self._queues):
             for key in [k for k in table if k.startswith(start) and not k.startswith(present)]:
@@ -225,7 +225,7 @@ class _Server:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _try(self, client: _Client, code: int, keys: list[bytes]) -> bool:
+    def _answer_or_wait(self, client: _Client, code: int, keys: list[bytes]) -> bool:
         """Answer a request for keys, or keep it until they are here."""
         if code == Op.POP and not self._queues.get(keys[0]):
             if len(keys) > 1:  # it does not want to wait
@@ -239,30 +239,30 @@ class _Server:
             table = self._values.__contains__ if code == Op.GET else self._is_here
             missing = [key for key in keys if not table(key)]
         if missing:
-            client.waits = code, keys
+            client.waits_for = code, keys
             for key in missing:
                 self._waiting.setdefault(key, set()).add(client)
             return False
         self._answer(client, [self._values[key] for key in keys] if code == Op.GET else ())
         return True
 
-    def _came(self, key: bytes) -> None:
+    def _on_arrival(self, key: bytes) -> None:
         for client in list(self._waiting.get(key, ())):
-            assert client.waits is not None
-            code, keys = client.waits
+            assert client.waits_for is not None
+            code, keys = client.waits_for
             self._stop_waiting(client)
-            self._try(client, code, keys)
+            self._answer_or_wait(client, code, keys)
 
     def _stop_waiting(self, client: _Client) -> None:
-        if client.waits is None:
+        if client.waits_for is None:
             return
-        for key in client.waits[1]:
+        for key in client.waits_for[1]:
             waiting = self._waiting.get(key)
             if waiting is not None:
                 waiting.discard(client)
                 if not waiting:
                     del self._waiting[key]
-        client.waits = None
+        client.waits_for = None
 
 
 def serve(listener: socket.socket, agent: int) -> None:

@@ -1,8 +1,4 @@
-"""What this rank does in a cell, kept for a timeline.
-
-Each operation costs a small list, kept in a queue. Texts and sizes are made when they are asked
-for.
-"""
+"""What this rank does in a cell, kept for a timeline."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distsession.engine.collectives.operations import describe, size
+from distsession.engine.collectives.operation_log import OperationLog
+from distsession.engine.collectives.recorder import Recorder
 from distsession.engine.profiler import profiled
 from distsession.protocol import shared_memory
-from distsession.protocol.board import LINE_BITS, LINE_MASK
 from distsession.protocol.messages import (
     CallRequest,
     CellRequest,
@@ -25,27 +21,10 @@ from distsession.protocol.messages import (
     PushRequest,
     Request,
 )
-from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
+from distsession.timeline.records import RankTrace, TransferRecord
 
-if TYPE_CHECKING:
-    from distsession.engine.collectives.recorder import Recorder
+__all__ = ["Trace"]
 
-__all__ = [
-    "ENDED",
-    "FAILED",
-    "FLAGS",
-    "IS_ASYNC",
-    "IS_FUTURE",
-    "OPERATIONS",
-    "Entry",
-    "Log",
-    "Trace",
-    "begin_wait",
-    "end",
-]
-
-OPERATIONS = 20_000
-"""How many operations of a cell are kept; the earlier ones of a longer cell are only counted."""
 KEPT = 3
 """How many cells are kept: those of the session's own, such as an export's, are among them."""
 TRANSFERS = 200
@@ -60,75 +39,10 @@ _TRANSFERS: dict[type[Any], str] = {
 }
 
 
-# An operation, while it happens: a list, since an object would cost three times as much.
-STREAM, SEQUENCE, KEY, PLACE, BEGAN, ENDED, BLOCKED, FLAGS = range(8)
-IS_ASYNC, IS_FUTURE, FAILED = 1, 2, 4
-
-Entry = list[Any]
-
-
-def begin_wait(entry: Entry, *, is_over: bool) -> None:
-    """The rank begins to wait for an operation that it issued before."""
-    if not entry[ENDED]:
-        now = time.monotonic_ns()
-        entry[BLOCKED] = entry[BLOCKED] or now
-        if is_over:
-            entry[ENDED] = now
-
-
-def end(entry: Entry) -> None:
-    """An operation is over, or is seen to be."""
-    if not entry[ENDED]:
-        entry[ENDED] = time.monotonic_ns()
-
-
-class Log:
-    """The operations of one cell.
-
-    Args:
-        names: Texts of places, by number.
-    """
-
-    def __init__(self, names: dict[int, str]):
-        self.names = names
-        self.count = 0
-        self.entries: deque[Entry] = deque(maxlen=OPERATIONS)
-        self.append = self.entries.append
-
-    def records(self) -> tuple[OperationRecord, ...]:
-        """As the notebook gets them."""
-        texts: dict[tuple[Any, ...], tuple[int, str]] = {}
-        return tuple(self._record(entry, texts) for entry in list(self.entries))
-
-    def _record(
-        self, entry: Entry, texts: dict[tuple[Any, ...], tuple[int, str]]
-    ) -> OperationRecord:
-        stream, sequence, key, place, began, ended, blocked, flags = entry
-        known = texts.get(key)
-        if known is None:
-            known = texts[key] = size(key), describe(key).partition(" ")[2]
-        file = self.names.get(place >> LINE_BITS, "")
-        return OperationRecord(
-            name=key[0],
-            group=stream.name,
-            members=stream.members,
-            sequence=sequence,
-            size=known[0],
-            detail=known[1],
-            place=f"{file} line {place & LINE_MASK}" if file else "",
-            began=began,
-            ended=ended,
-            blocked=blocked if flags & IS_ASYNC else began,
-            is_async=bool(flags & IS_ASYNC),
-            is_future=bool(flags & IS_FUTURE),
-            failed=bool(flags & FAILED),
-        )
-
-
 class _Run:
     """One cell or call."""
 
-    def __init__(self, number: int, label: str, log: Log):
+    def __init__(self, number: int, label: str, log: OperationLog):
         self.number = number
         self.label = label
         self.log = log
@@ -160,7 +74,7 @@ class Trace:
         """A request begins; those that run a cell or a function begin a record."""
         match request:
             case CellRequest(label=label, expression=False) | CallRequest(name=label):
-                log = Log({}) if self._recorder is None else self._recorder.begin_log()
+                log = OperationLog({}) if self._recorder is None else self._recorder.begin_log()
                 self._runs.append(_Run(request.id, label, log))
 
     @contextmanager

@@ -58,7 +58,7 @@ class Transfers:
     def __init__(self, namespace: dict[str, Any], rank: int):
         self._namespace = namespace
         self._rank = rank
-        self._aside: dict[str, Any] = {}
+        self._staged: dict[str, Any] = {}
         self._part: Any = None
 
     # --- pull -------------------------------------------------------------------------------------
@@ -102,22 +102,22 @@ class Transfers:
     # --- push -------------------------------------------------------------------------------------
 
     def stage(self, payload: Sequence[Any]) -> None:
-        """Rebuild values, to be assigned or dropped later."""
-        self._aside = {}
+        """Rebuild values, to be committed or discarded later."""
+        self._staged = {}
         try:
-            self._aside = serialize.load(payload)
+            self._staged = serialize.load(payload)
         except Exception as error:
             raise SerializationError(
                 f"what was pushed cannot be rebuilt: {type(error).__name__}: {error}. A module "
                 "that only the notebook has must be on sys.path of the ranks, too."
             ) from error
 
-    def assign(self, keep: bool) -> None:
-        """Set the names to what was put aside, or forget it.
+    def commit(self, keep: bool) -> None:
+        """Set the names to what was staged, or discard it.
 
         A function of a cell gets this rank's variables for its globals again.
         """
-        values, self._aside = self._aside, {}
+        values, self._staged = self._staged, {}
         if not keep:
             return
         for name, value in values.items():
@@ -194,7 +194,7 @@ class Transfers:
         return Part(tuple(at), tuple(value.shape))
 
     def piece(self, begin: Sequence[int] | None, shape: Sequence[int]) -> Any:
-        """A piece of the part that was put aside; where it is to begin nowhere, forget the part."""
+        """A piece of the part that was staged; where it is to begin nowhere, forget the part."""
         if begin is None:
             self._part = None
             return None

@@ -18,13 +18,13 @@ from typing import Any
 from distsession.engine.process import die_with_parent
 from distsession.protocol.messages import RankUsage, UsageReply, UsageRequest
 
-__all__ = ["GpuReader", "gpu_uuid", "process_use", "read", "serve"]
+__all__ = ["GpuReader", "gpu_uuid", "process_usage", "read", "serve"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def process_use(pid: int) -> tuple[float, int]:
+def process_usage(pid: int) -> tuple[float, int]:
     """Seconds of processor time that a process has used, and bytes of memory that it holds.
 
     Raises:
@@ -51,9 +51,9 @@ def read(
     uses = []
     for rank, pid in sorted(pids.items()):
         with contextlib.suppress(OSError):
-            cpu_seconds, rss = process_use(pid)
+            cpu_seconds, rss = process_usage(pid)
             uuid = message.gpus.get(rank)
-            known = gpus.use(uuid) if gpus is not None and uuid else {}
+            known = gpus.usage(uuid) if gpus is not None and uuid else {}
             uses.append(RankUsage(rank, pid, time.monotonic(), cpu_seconds, rss, **known))
     return UsageReply(message.number, tuple(uses), message.node)
 
@@ -71,20 +71,20 @@ def serve(link: Connection, agent: int) -> None:
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
-def gpu_uuid(index: int, visible: str, told: str) -> str:
+def gpu_uuid(index: int, visible: str, uuid: str) -> str:
     """By which UUID NVML knows a GPU of torch's.
 
     Args:
         index: torch's number of it, which counts what ``CUDA_VISIBLE_DEVICES`` shows.
         visible: The value of that variable.
-        told: The UUID that CUDA tells; for a part of a GPU (MIG) it may be that of the whole.
+        uuid: The UUID that CUDA tells; for a part of a GPU (MIG) it may be that of the whole.
     """
     names = [name.strip() for name in visible.split(",")]
     if index < len(names) and names[index].startswith("MIG-"):
         return names[index]
-    if not told or told.startswith(("GPU-", "MIG-")):
-        return told
-    return f"GPU-{told}"
+    if not uuid or uuid.startswith(("GPU-", "MIG-")):
+        return uuid
+    return f"GPU-{uuid}"
 
 
 class GpuReader:
@@ -104,39 +104,39 @@ class GpuReader:
             return
         self._nvml = found
         for handle in self._devices():
-            uuid = self._ask("nvmlDeviceGetUUID", handle)
+            uuid = self._call("nvmlDeviceGetUUID", handle)
             if uuid is not None:
                 self._handles[uuid.decode() if isinstance(uuid, bytes) else uuid] = handle
 
-    def use(self, uuid: str) -> dict[str, int]:
+    def usage(self, uuid: str) -> dict[str, int]:
         """What is used of a GPU, as fields of a ``RankUsage``; without what is not known."""
         handle = self._handles.get(uuid)
         if handle is None:
             return {}
         known: dict[str, int] = {}
-        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        memory = self._call("nvmlDeviceGetMemoryInfo", handle)
         if memory is not None:
             known |= {"gpu_memory": int(memory.used), "gpu_total": int(memory.total)}
-        rates = self._ask("nvmlDeviceGetUtilizationRates", handle)  # parts of a GPU have none
+        rates = self._call("nvmlDeviceGetUtilizationRates", handle)  # parts of a GPU have none
         if rates is not None:
             known["gpu_percent"] = int(rates.gpu)
         return known
 
     def _devices(self) -> Iterator[Any]:
         """The GPUs, each followed by its parts if it is divided."""
-        for number in range(self._ask("nvmlDeviceGetCount") or 0):
-            handle = self._ask("nvmlDeviceGetHandleByIndex", number)
+        for number in range(self._call("nvmlDeviceGetCount") or 0):
+            handle = self._call("nvmlDeviceGetHandleByIndex", number)
             if handle is None:
                 continue
             yield handle
-            mode = self._ask("nvmlDeviceGetMigMode", handle)
+            mode = self._call("nvmlDeviceGetMigMode", handle)
             if mode and mode[0]:
-                for part in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-                    inside = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, part)
+                for part in range(self._call("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+                    inside = self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, part)
                     if inside is not None:
                         yield inside
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         """What a function of NVML gives; None where it does not, or this NVML has none such."""
         try:
             return getattr(self._nvml, name)(*args)

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from distsession.distributed.environ import RankEnvironment, torchrun_variables
+
 __all__ = ["leave_group", "run_in_world"]
 
 
@@ -51,13 +53,14 @@ def run_in_world(
 
     from distsession.engine.collectives import torch_private
     from distsession.engine.execute import run_call
+    from distsession.engine.namespace import rank_names
 
     backend = dist.get_backend()
     rank = first_rank + int(os.environ["RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if "nccl" in backend else torch.device("cpu")
     leave_group()
-    with _environment(rank, world_size, host, port), torch_private.groups_of_torch():
+    with _environment(rank, world_size, host, port), torch_private.native_groups():
         dist.init_process_group(
             backend,
             init_method=url,
@@ -65,14 +68,7 @@ def run_in_world(
             world_size=world_size,
             device_id=device if device.type == "cuda" else None,
         )
-        namespace = {
-            "torch": torch,
-            "dist": dist,
-            "rank": rank,
-            "local_rank": local_rank,
-            "world_size": world_size,
-            "device": device,
-        }
+        namespace = rank_names(rank, local_rank, world_size, device)
         try:
             # torch does not wait until all are connected, and rank 0 has the store: nobody may
             # leave before all others have come, and have ended.
@@ -92,14 +88,8 @@ def run_in_world(
 def _environment(rank: int, world_size: int, host: str, port: int) -> Iterator[None]:
     """The variables by which libraries find their place, and no others of the session's group."""
     before = dict(os.environ)
-    os.environ.update(
-        RANK=str(rank),
-        ROLE_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        ROLE_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=host,
-        MASTER_PORT=str(port),
-    )
+    place = RankEnvironment("torchrun", rank, world_size, address=host, port=port)
+    os.environ.update(torchrun_variables(place, roles=True))
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"):
         os.environ.pop(name, None)
     is_here = host in ("127.0.0.1", "::1", "localhost")

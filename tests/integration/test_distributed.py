@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import distsession.distributed as dd
 from distsession import RunError, Session
-from distsession.distributed.ports import let_go
+from distsession.distributed.ports import release_port
 from distsession.errors import CollectiveError, OptionsError, ProcessGroupError
 from tests.integration.distributed_checks import CHECKS
 
@@ -230,7 +230,7 @@ def test_ranks_meet_at_an_address_that_was_held_for_them() -> None:
     url = dd.get_available_local_url()
     shown = join([{}, {}], init_method=url, rank=None, world_size=2)
     assert [entry[0] for entry in shown] == [[0, 2, 0, 2], [1, 2, 1, 2]]
-    let_go(url)
+    release_port(url)
 
 
 def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_addresses_differ_and_no_other_program_gets_their_ports() -> None:
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
     for url in urls:
-        let_go(url)
+        release_port(url)
 
 
 def test_a_group_of_one_at_an_address() -> None:
@@ -299,7 +299,7 @@ def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
         dd.initialize("gloo", init_method=url, rank=0, world_size=2, timeout=1)
     assert time.monotonic() - began < 30
     assert not dist.is_initialized()
-    let_go(url)
+    release_port(url)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -175,7 +175,7 @@ def test_a_log_that_is_too_long_loses_its_front(
 ) -> None:
     (tmp_path / "short_logs.py").write_text(
         "from distsession.engine import log_file\n"
-        "log_file.LIMIT = 1 << 20\nlog_file.LIMIT_STEP = 1 << 18\n"
+        "log_file.LIMIT_BYTES = 1 << 20\nlog_file.LIMIT_STEP_BYTES = 1 << 18\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     output = Recorder()

@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def ours(path: str) -> Iterator[store.Store]:
     yield store.session_store(path)
-    store._stores.pop(path)._forget()
+    store._stores.pop(path)._become_child()
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 def test_every_operation_does_what_that_of_a_tcp_store_does(
     ours: store.Store, theirs: dist.Store, prefix: str
 ) -> None:
-    mine = store.Part(prefix, ours) if prefix else ours
+    mine = store.StorePart(prefix, ours) if prefix else ours
     other = dist.PrefixStore(prefix, theirs) if prefix else theirs
     pairs = zip(operations(mine, ours), operations(other, theirs), strict=True)
     for number, (left, right) in enumerate(pairs):
@@ -143,7 +143,7 @@ def test_cpp_keeps_the_python_part_alive(path: str) -> None:
     gc.collect()
     inner.set("a", "b")
     assert inner.get("a") == b"b"
-    store._stores.pop(path)._forget()
+    store._stores.pop(path)._become_child()
 
 
 def test_threads_wait_at_the_same_time(ours: store.Store) -> None:
@@ -159,12 +159,12 @@ def test_threads_wait_at_the_same_time(ours: store.Store) -> None:
     for thread in threads:
         thread.join(10)
     assert sorted(got) == sorted(str(i).encode() for i in range(20))
-    assert len(ours._free) <= 21
+    assert len(ours._idle) <= 21
 
 
 def test_waits_are_ended_from_another_thread_with_the_reason(ours: store.Store) -> None:
     ours.set("a", "b")
-    ours.given_up = lambda: errors.CollectiveError("stopped") if ended else None
+    ours.abort_error = lambda: errors.CollectiveError("stopped") if ended else None
     ended: list[int] = []
 
     def end() -> None:
@@ -223,14 +223,14 @@ def test_a_store_that_ended_is_never_taken_for_the_one_in_its_place(path: str) -
     os.rename(f"{path}.x.new", f"{path}.x")
     try:
         for _ in range(2):
-            with pytest.raises(store.StoreGone, match="has ended"):
+            with pytest.raises(store.StoreEndedError, match="has ended"):
                 other.check(["a"])
         other.renew()
         assert not other.check(["a"])
     finally:
         os.unlink(f"{path}.x")
         os.rename(f"{path}.y", path)
-        other._forget()
+        other._become_child()
 
 
 def test_junk_ends_the_connection_that_sent_it_and_nothing_else(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distsession import OptionsError, RunError, Session, SessionStateError
-from distsession.engine.timeline import OPERATIONS
+from distsession.engine.collectives.operation_log import OPERATIONS
 from distsession.timeline.timeline import Timeline
 from distsession.timeline.waits import Step
 

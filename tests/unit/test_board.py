@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distsession.engine.collectives.recorder import TAGS, Recorder, Stream
+from distsession.engine.collectives.recorder import MAX_TAGS, Recorder, Stream
 from distsession.errors import CollectiveMismatchError
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, Region, file_size, make_file
@@ -65,7 +65,7 @@ class Rank:
         """Post an operation, find all that the peers have posted alike, and end it."""
         stream = self.stream(name, number, tag)
         at = post(stream, key)
-        stream.look(at)
+        stream.compare(at)
         stream.end(at)
 
     def block(self, *key: Any, name: str = "world", number: int = 0) -> None:
@@ -73,7 +73,7 @@ class Rank:
         self.recorder.block(at)
 
     def drop(self, name: str, number: int = 0) -> None:
-        self.recorder.drop(self.recorder.epoch, [self.stream(name, number).key])
+        self.recorder.drop_streams(self.recorder.epoch, [self.stream(name, number).key])
 
     def report(self, outcome: Outcome | None = None) -> RankReport:
         region = self.recorder.region
@@ -332,12 +332,12 @@ def test_any_number_of_tags_needs_little_room(ranks: list[Rank]) -> None:
         message(ranks, tag)
     for rank in ranks[:2]:
         used = rank.recorder.words[rank.recorder.region.start + layout.STREAM_COUNT]
-        assert used <= 4 * TAGS
+        assert used <= 4 * MAX_TAGS
 
 
 def test_a_tag_that_was_given_up_goes_on_where_it_was(ranks: list[Rank]) -> None:
     message(ranks, 7)
-    for tag in range(100, 100 + 4 * TAGS):
+    for tag in range(100, 100 + 4 * MAX_TAGS):
         message(ranks, tag)
     name = "world 0->1 tag 7"
     at = ranks[0].stream(name, tag=7).post(("send", F32, "4 elements"))
@@ -349,7 +349,7 @@ def test_a_tag_that_was_given_up_goes_on_where_it_was(ranks: list[Rank]) -> None
 
 def test_a_message_that_nobody_has_received_yet_is_not_given_up(ranks: list[Rank]) -> None:
     ranks[0].do("send", F32, "4 elements", name="world 0->1 tag 7", tag=7)
-    for tag in range(100, 100 + 4 * TAGS):
+    for tag in range(100, 100 + 4 * MAX_TAGS):
         message(ranks, tag)
     assert ranks[1].stream("world 0->1 tag 7", tag=7).posted_by(0) == 1
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distsession.engine.completion import complete, describe, look
+from distsession.engine.completion import complete, describe, handle_request
 from distsession.notebook.completion import Part, part_for_ranks
 from distsession.protocol.messages import CompletionRequest
 
@@ -153,7 +153,7 @@ def test_inspection_gives_signature_and_docstring() -> None:
 
 def test_an_answer_is_limited() -> None:
     many = {f"name{i}": i for i in range(2000)}
-    assert len(look(CompletionRequest(1, "name"), 0, many).matches) == 500
+    assert len(handle_request(CompletionRequest(1, "name"), 0, many).matches) == 500
 
 
 @pytest.mark.parametrize(

@@ -53,14 +53,14 @@ def test_a_place_is_written_and_read() -> None:
     assert deaths.read_memory(memory).is_idle
     place.begin("In[9]")
     assert deaths.read_memory(memory) == deaths.DeathRecord(runs="In[9]")
-    place.look()
+    place.update()
     seen = deaths.read_memory(memory)
     assert seen.place.startswith("test_deaths.py line ")
     assert not seen.is_certain
-    place.terminated(sys._getframe())
+    place.note_terminated(sys._getframe())
     assert deaths.read_memory(memory).is_terminated
     place.end()
-    place.look()
+    place.update()
     assert deaths.read_memory(memory) == deaths.DeathRecord(is_idle=True)
-    place.begin("x" * 2 * deaths.SIZE)
+    place.begin("x" * 2 * deaths.MEMORY_BYTES)
     assert set(deaths.read_memory(memory).runs) == {"x"}

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from distsession.distributed.environ import first_host, rank_environment, read_environment
+from distsession.distributed.environ import (
+    RankEnvironment,
+    first_host,
+    rank_environment,
+    read_environment,
+    torchrun_variables,
+)
 from distsession.errors import OptionsError
 
 SLURM = {
@@ -40,6 +46,45 @@ def test_torchruns_variables_are_read_as_they_are_written() -> None:
     assert (found.source, found.rank, found.world_size) == ("torchrun", 3, 4)
     assert (found.local_rank, found.local_world_size, found.node_rank) == (1, 2, 1)
     assert (found.address, found.port) == ("here", 29500)
+
+
+def test_what_is_not_known_of_a_place_is_not_written() -> None:
+    place = RankEnvironment("Slurm", 3, 4, node_rank=1, address="here")
+    plain = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "here"}
+    assert torchrun_variables(place) == plain
+    assert torchrun_variables(place, roles=True) == {
+        **plain,
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+    }
+
+
+def test_a_rank_has_all_that_torchrun_sets() -> None:
+    given = rank_environment(
+        rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1,
+        address="here", port=29500, threads=2, run_id="x",
+    )  # fmt: skip
+    assert given == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "here",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "x",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "2",
+    }
 
 
 def test_slurms_variables() -> None:

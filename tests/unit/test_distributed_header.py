@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distsession.distributed.containers import leaves, rebuilt
 from distsession.distributed.data import DistributedProxySampler, ExactSampler, get_sampler
 from distsession.distributed.handshake import as_bytes
-from distsession.distributed.header import Call, Row, pack, unpack
+from distsession.distributed.header import Call, Header, pack, unpack
 from distsession.distributed.reduce_ops import operation_name, plan, reduce_numbers
 from distsession.errors import OptionsError
 
@@ -28,7 +28,7 @@ def there_and_back(value: Any) -> Any:
     row, follows = pack(value, Call.BROADCAST, 3)
     numbers = row.numbers()
     assert all(isinstance(number, int) for number in numbers)
-    assert Row.from_numbers(torch.tensor(numbers).tolist()) == row
+    assert Header.from_numbers(torch.tensor(numbers).tolist()) == row
     return unpack(row, as_bytes(follows, CPU))
 
 

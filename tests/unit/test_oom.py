@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distsession.engine.oom import OutOfMemory
+from distsession.engine.oom import OomKills
 
 
 class Host:
@@ -28,8 +28,8 @@ class Host:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def reader(self) -> OutOfMemory:
-        return OutOfMemory(str(self.proc))
+    def reader(self) -> OomKills:
+        return OomKills(str(self.proc))
 
 
 V2 = "30 23 0:26 / {mount} rw - cgroup2 cgroup2 rw\n"
@@ -56,15 +56,15 @@ def test_the_count_of_the_cgroup_decides(
     host.write(events, "low 0\noom_kill 2\n")
     host.write(limit, f"{1 << 30}\n")
     reader = host.reader()
-    reader.note(7)
+    reader.watch(7)
     host.host(4)  # of somebody else
-    assert reader.look(7) == (False, 0)
-    reader.note(7)
+    assert reader.check(7) == (False, 0)
+    reader.watch(7)
     host.host(5)
     host.write(events, "low 0\noom_kill 3\n")
-    assert reader.look(7) == (True, 1 << 30)
-    reader.note(7)
-    assert reader.look(7) == (False, 0)
+    assert reader.check(7) == (True, 1 << 30)
+    reader.watch(7)
+    assert reader.check(7) == (False, 0)
 
 
 def test_without_a_limit_none_is_told(tmp_path: Path) -> None:
@@ -72,17 +72,17 @@ def test_without_a_limit_none_is_told(tmp_path: Path) -> None:
     host.write("job/memory.events", "oom_kill 0\n")
     host.write("job/memory.max", "max\n")
     reader = host.reader()
-    reader.note(7)
+    reader.watch(7)
     host.write("job/memory.events", "oom_kill 1\n")
-    assert reader.look(7) == (True, 0)
+    assert reader.check(7) == (True, 0)
 
 
 @pytest.mark.parametrize("cgroup", ["0::/\n", "", "4:memory:/job\n"])
 def test_where_no_cgroup_counts_the_host_does(tmp_path: Path, cgroup: str) -> None:
     host = Host(tmp_path, V2, cgroup)
     reader = host.reader()
-    reader.note(7)
-    assert reader.look(7) == (False, 0)
-    reader.note(7)
+    reader.watch(7)
+    assert reader.check(7) == (False, 0)
+    reader.watch(7)
     host.host(4)
-    assert reader.look(7) == (True, 0)
+    assert reader.check(7) == (True, 0)

@@ -262,7 +262,7 @@ def test_a_result_can_be_given_up_in_the_middle(pair: Pair) -> None:
 def test_what_no_rank_has_handed_over_is_an_error(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "COME", 0.05)
+    monkeypatch.setattr(engine, "LINK_TIMEOUT_S", 0.05)
     error = pair.fetch(Shared("0.7", 1, (100,))).wait().error
     assert "its rank has not handed it over" in str(error)
 

@@ -13,8 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.engine.collectives.operation_log import (
+    FLAGS,
+    IS_ASYNC,
+    OPERATIONS,
+    OperationLog,
+    begin_wait,
+    end,
+)
 from distsession.engine.collectives.operations import describe, size
-from distsession.engine.timeline import FLAGS, IS_ASYNC, OPERATIONS, Log, begin_wait, end
 from distsession.protocol.board import LINE_BITS
 from distsession.timeline import chrome_trace, svg
 from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
@@ -368,7 +375,7 @@ def entry(sequence: int, began: int = 5) -> list[Any]:
 
 
 def test_a_log_keeps_the_last_operations() -> None:
-    log = Log({3: "In[2]"})
+    log = OperationLog({3: "In[2]"})
     for number in range(OPERATIONS + 10):
         log.count += 1
         log.append(entry(number))
@@ -380,7 +387,7 @@ def test_a_log_keeps_the_last_operations() -> None:
 
 
 def test_an_operation_that_is_over_when_it_is_waited_for_ends_then() -> None:
-    log, asynchronous = Log({}), entry(1)
+    log, asynchronous = OperationLog({}), entry(1)
     asynchronous[FLAGS] |= IS_ASYNC
     log.append(asynchronous)
     assert (log.records()[0].blocked, log.records()[0].ended) == (0, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from distsession.engine.usage import GpuReader, gpu_uuid, process_use, read
+from distsession.engine.usage import GpuReader, gpu_uuid, process_usage, read
 from distsession.protocol.messages import UsageRequest
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def busy():
 
 
 def test_time_and_memory_are_those_of_the_process(busy: subprocess.Popen[str]) -> None:
-    seconds, resident = process_use(busy.pid)
+    seconds, resident = process_usage(busy.pid)
     known = psutil.Process(busy.pid)
     assert 0.4 < seconds < 5
     assert resident > 64 << 20
@@ -126,4 +126,4 @@ def test_without_a_driver_nothing_is_known_of_gpus() -> None:
         def nvmlInit(self) -> None:
             raise RuntimeError("no driver")
 
-    assert GpuReader(NoDriver()).use("GPU-a") == {}
+    assert GpuReader(NoDriver()).usage("GPU-a") == {}

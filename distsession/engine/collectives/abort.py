@@ -15,10 +15,10 @@ import stat
 import sys
 from collections.abc import Iterator
 
-__all__ = ["be_deaf", "close_gloo_listener", "shut_gloo", "shut_store"]
+__all__ = ["abort_gloo", "abort_store", "bind_listener_stand_in", "close_gloo_listener"]
 
 
-def shut_gloo() -> int:
+def abort_gloo() -> int:
     """Shut down all connections of all gloo groups in this process; gives their number.
 
     A gloo device waits in an epoll set that holds one pipe, one listening socket and the sockets
@@ -44,13 +44,13 @@ def close_gloo_listener(address: bytes) -> bool:
     Args:
         address: What gloo has told its peers: somewhere within is its ``struct sockaddr``.
     """
-    deaf = _deaf
-    if deaf is None:
+    stand_in = _stand_in
+    if stand_in is None:
         return False
     for epoll, members in _gloo_sets():
         for descriptor in members:
             if _is_tcp(descriptor) and _is_listening(descriptor) and _name(descriptor) in address:
-                os.dup2(deaf.fileno(), descriptor, inheritable=False)
+                os.dup2(stand_in.fileno(), descriptor, inheritable=False)
                 # The other end of a duplicate: closing it must not close gloo's.
                 with select.epoll.fromfd(os.dup(epoll)) as same:
                     same.register(descriptor, 0)
@@ -58,25 +58,25 @@ def close_gloo_listener(address: bytes) -> bool:
     return False
 
 
-_deaf: socket.socket | None = None
+_stand_in: socket.socket | None = None
 
 
-def be_deaf(folder: str) -> None:
+def bind_listener_stand_in(folder: str) -> None:
     """Make what :func:`close_gloo_listener` needs.
 
     Args:
         folder: Where a socket may be bound for a moment.
     """
-    global _deaf
-    path = os.path.join(folder, f"deaf-{os.getpid()}")
-    _deaf = socket.socket(socket.AF_UNIX)
-    _deaf.setblocking(False)
-    _deaf.bind(path)
-    _deaf.listen(1)
+    global _stand_in
+    path = os.path.join(folder, f"stand-in-{os.getpid()}")
+    _stand_in = socket.socket(socket.AF_UNIX)
+    _stand_in.setblocking(False)
+    _stand_in.bind(path)
+    _stand_in.listen(1)
     os.unlink(path)
 
 
-def shut_store(port: int) -> int:
+def abort_store(port: int) -> int:
     """Shut down all connections to the store at this port; gives their number."""
     shut = 0
     for descriptor in _descriptors():

@@ -59,7 +59,7 @@ class Groups:
         """How many groups of each name have been made in this generation: torch gives the name of
         one that was destroyed to another."""
         self._named: Counter[tuple[int, ...]] = Counter()
-        torch_private.every_group_is_made_by(self._make, self._agree_to_make, self._name_of)
+        torch_private.install_group_factory(self._make, self._meet_to_make, self._name_of)
 
     def _make(self, options: Any) -> SwappableGroup:
         """Called by torch for each new group that this rank is a member of."""
@@ -81,7 +81,7 @@ class Groups:
         self._alive[name] = group
         return group
 
-    def _agree_to_make(self, ranks: Sequence[int] | None) -> None:
+    def _meet_to_make(self, ranks: Sequence[int] | None) -> None:
         """Called by torch on each rank, a member or not, before a new group is made.
 
         torch numbers new groups by counting them, so every rank has to make the same ones in the
@@ -106,14 +106,14 @@ class Groups:
         self._named[members] += 1
         return f"{key_of(self.generation, self._named[members], *members):016x}"
 
-    def native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def make_native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         joining = self._connect_timeout if self._meeting is not None else None
         return torch_private.make_native_group(
             store, rank, size, timeout, detail=self._detail, connect_timeout=joining
         )
 
     @contextmanager
-    def store_wait(self, keys: Sequence[str], is_limited: bool) -> Iterator[None]:
+    def record_store_wait(self, keys: Sequence[str], is_limited: bool) -> Iterator[None]:
         """Record that the main thread waits for keys of the store, unless it is for a group.
 
         Args:
@@ -160,13 +160,13 @@ class Groups:
             None if connect_timeout is None else timedelta(seconds=connect_timeout)
         )
 
-    def reconnect(self, meeting: dist.Store) -> None:
+    def reconnect_world(self, meeting: dist.Store) -> None:
         """Connect the default group anew; returns when every rank has."""
         world: Any = dist.group.WORLD
-        self._keep(world)
+        self._carry_over(world)
         world.connect(dist.PrefixStore("world", meeting))
 
-    def agree(self, meeting: dist.Store, *, alone: bool) -> None:
+    def reconnect_others(self, meeting: dist.Store, *, alone: bool) -> None:
         """Connect anew every group that all its members know; every rank has to do so.
 
         A group of which a member knows nothing, since its process is new, stays without
@@ -191,15 +191,15 @@ class Groups:
         for name, group in sorted(mine.items()):
             missing = [r for r in group.members if theirs[r].get(name) != group.members]
             if missing:
-                group.lose(missing)
+                group.mark_outdated(missing)
             else:
-                self._keep(group)
+                self._carry_over(group)
                 group.connect(dist.PrefixStore(f"group{name}", meeting))
         self._meeting = None
         for module in torch_private.data_parallel_modules():
             torch_private.refresh_data_parallel(module)
 
-    def _keep(self, group: SwappableGroup) -> None:
+    def _carry_over(self, group: SwappableGroup) -> None:
         """A group of an earlier generation goes on in this one, on all its members."""
         group.number = 0
         self._made[group.getGroupName()] = 1
@@ -227,7 +227,7 @@ class SwappableGroup(Collectives):
         self._name = name
         self._description = "undefined"
         self._title = WORLD if is_world else f"group {name} (ranks {format_ranks(members)})"
-        self._lost = ""
+        self._unusable = ""
         self.number = 0
         """How many groups of its name there were before, in this generation."""
         self._stream: Stream | None = None
@@ -244,27 +244,27 @@ class SwappableGroup(Collectives):
         """Replace the inner group; returns when all members have."""
         old = [self.inner]
         self.inner = None
-        self._lost = "this process group is not connected."
+        self._unusable = "this process group is not connected."
         # Its threads may need a moment to end, for which nobody has to wait.
         threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
-        self.inner = self._groups.native(store, self._my_rank, len(self.members), self._limit)
-        self._lost = ""
+        self.inner = self._groups.make_native(store, self._my_rank, len(self.members), self._limit)
+        self._unusable = ""
 
-    def lose(self, missing: Sequence[int]) -> None:
+    def mark_outdated(self, missing: Sequence[int]) -> None:
         """It cannot be connected any more."""
         self.inner = None
-        self._lost = (
+        self._unusable = (
             f"this process group (ranks {format_ranks(self.members)}) was made before rank "
             f"{format_ranks(missing)} was replaced, which does not know it: make it again, on all "
             f"ranks, with dist.new_group({self.members})."
         )
 
-    def check_alive(self) -> None:
+    def check_usable(self) -> None:
         """Raise what there is to raise instead of beginning an operation."""
         if self._recorder.abort is not None:
-            raise self._recorder.error()
-        if self._lost:
-            raise CollectiveError(self._lost)
+            raise self._recorder.abort_error()
+        if self._unusable:
+            raise CollectiveError(self._unusable)
 
     # --- recording --------------------------------------------------------------------------------
 
@@ -289,7 +289,9 @@ class SwappableGroup(Collectives):
             self._keys = set()
             if self._finalizer is not None:
                 self._finalizer.detach()
-            self._finalizer = weakref.finalize(self, recorder.drop, recorder.epoch, self._keys)
+            self._finalizer = weakref.finalize(
+                self, recorder.drop_streams, recorder.epoch, self._keys
+            )
             self._finalizer.atexit = False
         stream = recorder.stream((groups.generation, self.number), name, members, tag=tag)
         self._keys.add(stream.key)
@@ -316,8 +318,8 @@ class SwappableGroup(Collectives):
             from_any: It is a receive from whoever sends first.
             limit: Seconds within which they have to come. Default: the group's limit.
         """
-        if self._lost:
-            raise CollectiveError(self._lost)
+        if self._unusable:
+            raise CollectiveError(self._unusable)
         stream = self._any_stream() if from_any else self._own_stream()
         at = stream.post(key)
         try:
@@ -352,8 +354,8 @@ class SwappableGroup(Collectives):
         is_async: bool,
         has_sizes: bool = False,
     ) -> Any:
-        if self._lost:
-            raise CollectiveError(self._lost)
+        if self._unusable:
+            raise CollectiveError(self._unusable)
         stream = self._stream
         if stream is None or self._generation != self._groups.generation:
             stream = self._own_stream()
@@ -395,7 +397,7 @@ class SwappableGroup(Collectives):
     ) -> Any:
         """Begin an operation without waiting for it."""
         try:
-            stream.look(at)
+            stream.compare(at)
             return IssuedWork(call(self.inner), stream, at, key, is_message=is_message)
         except BaseException as error:
             stream.withdraw(at)
@@ -404,13 +406,13 @@ class SwappableGroup(Collectives):
     def _message(
         self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
     ) -> Any:
-        if self._lost:
-            raise CollectiveError(self._lost)
+        if self._unusable:
+            raise CollectiveError(self._unusable)
         stream = self._pair_stream(source, target, tag)
         return self._issue(call, stream, stream.post(key), key, is_message=True)
 
     def _any_source(self, tensors: Any, tag: int) -> Any:
-        self.check_alive()
+        self.check_usable()
         if not self._recorder.check:
             return self.inner.recv_anysource(tensors, tag)
         return AnySource(self, tensors, tag)

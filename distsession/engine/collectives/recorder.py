@@ -6,7 +6,7 @@ posted as the same operation of the same group. Two ways of comparing:
 - *meet*, for a collective that its caller waits for anyway: nothing begins before every rank has
   posted. A rank that comes alone waits here, in Python, where it can be told to stop; a mismatch is
   seen by every rank before a byte has been sent, so no tensor is changed.
-- *look*, for what is issued asynchronously, and for sends and receives, where waiting for the
+- *compare*, for what is issued asynchronously, and for sends and receives, where waiting for the
   others could block a correct program: the rank that comes later sees what the earlier one posted.
 """
 
@@ -26,9 +26,15 @@ from types import FrameType
 from typing import Any
 
 from distsession.engine import cause
+from distsession.engine.collectives.operation_log import (
+    ENDED,
+    FAILED,
+    FLAGS,
+    Entry,
+    OperationLog,
+)
 from distsession.engine.collectives.operations import describe
 from distsession.engine.failure import is_user_code, short_name
-from distsession.engine.timeline import ENDED, FAILED, FLAGS, Entry, Log
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, key_of
@@ -46,22 +52,22 @@ __all__ = ["Posted", "Recorder", "Stream"]
 
 log = logging.getLogger(__name__)
 
-SPINS = 40
+SPINS_BEFORE_SLEEP = 40
 """How often a rank yields the processor to others before it sleeps between two looks."""
-FIRST_SLEEP = 2e-5
-LONGEST_SLEEP = 1e-3
-WHY = 0.5
+FIRST_SLEEP_S = 2e-5
+LONGEST_SLEEP_S = 1e-3
+ABORT_REASON_TIMEOUT_S = 0.5
 """Seconds that a rank whose connection was closed waits to be told why."""
-FOR_THE_OTHERS = 0.05
+OTHER_CALLS_TIMEOUT_S = 0.05
 """Seconds that a rank which has seen a mismatch waits for what the rest posts, to name them too."""
 
-NAMES = 1000
+MAX_NAMES = 1000
 """How many texts of places are kept before those of old cells are dropped."""
-SIGNATURES = 4096
+MAX_SIGNATURES = 4096
 """How many operations that differ are known by their text before all are looked at anew."""
-TAGS = 64
+MAX_TAGS = 64
 """How many streams of messages with a tag are kept though nothing of theirs is under way."""
-TAGS_AT_ONCE = 4
+TAGS_CHECKED = 4
 """How many of those are looked at whenever one more begins."""
 
 Posted = list[int]
@@ -104,7 +110,7 @@ class Recorder:
         self.region = board.regions[rank]
         self.abort: Abort | None = None
         self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self.log: Log | None = None
+        self.log: OperationLog | None = None
         """Where every operation is kept for a timeline, while code of the user runs."""
         self.names: dict[int, str] = {}
         """Texts of places, by their numbers; unlike the board's, none is overwritten."""
@@ -155,22 +161,22 @@ class Recorder:
         self.words[start + layout.SINCE] = time.monotonic_ns()
         self.words[start + layout.REQUEST] = number
 
-    def begin_log(self) -> Log:
+    def begin_log(self) -> OperationLog:
         """Every operation is kept from here on, until :attr:`log` is None again."""
-        if len(self.names) > NAMES:  # only those that are cached can still be met
+        if len(self.names) > MAX_NAMES:  # only those that are cached can still be met
             known = set(self._places.values())
             self.names = {n: name for n, name in self.names.items() if n in known}
-        self.log = Log(self.names)
+        self.log = OperationLog(self.names)
         return self.log
 
-    def forget_stop(self) -> None:
+    def expire_abort(self) -> None:
         """What the group was given up for concerned an earlier request; it is gone all the same."""
         abort = self.abort
         if abort is not None and abort.reason != AbortReason.FAILED:
             text = f"the process group was given up and is not connected: {abort.text}"
             self.abort = replace(abort, reason=AbortReason.FAILED, text=text)
 
-    def somebody_is_asked(self) -> bool:
+    def is_input_awaited(self) -> bool:
         """Whether a rank's debugger is open, or waits for input: no time limit counts then."""
         words = self.words
         return any(words[at] or words[at + 1] for at in self._debuggers)
@@ -205,11 +211,11 @@ class Recorder:
                 known = self._streams[key] = self._begin_stream(key, name, members)
                 if tag:
                     self._tagged[key] = known
-                    self._give_up_tagged()
+                    self._evict_tagged()
         return known
 
     def _begin_stream(self, key: int, name: str, members: Sequence[int]) -> Stream:
-        at = self.region.add_stream(key, name, members, self._find_room())
+        at = self.region.add_stream(key, name, members, self._allocate())
         if at < 0 and not self._is_full:
             self._is_full = True
             log.warning(
@@ -219,7 +225,7 @@ class Recorder:
             )  # fmt: skip
         return Stream(self, key, name, members, at, self._counts.pop(key, 0))
 
-    def drop(self, epoch: int, keys: Iterable[int]) -> None:
+    def drop_streams(self, epoch: int, keys: Iterable[int]) -> None:
         """A group is gone; called at any moment, in any thread.
 
         Args:
@@ -228,7 +234,7 @@ class Recorder:
         """
         self._dropped.append((epoch, keys))
 
-    def _find_room(self) -> int:
+    def _allocate(self) -> int:
         """Where a stream is that no rank needs any more; -1 if there is none."""
         while self._dropped:
             epoch, keys = self._dropped.popleft()
@@ -246,9 +252,9 @@ class Recorder:
                 return stream.at
         return -1
 
-    def _give_up_tagged(self) -> None:
+    def _evict_tagged(self) -> None:
         """Let go of a tag that was first used long ago, where both ends are done with it."""
-        for key in list(self._tagged)[: min(TAGS_AT_ONCE, len(self._tagged) - TAGS)]:
+        for key in list(self._tagged)[: min(TAGS_CHECKED, len(self._tagged) - MAX_TAGS)]:
             stream = self._tagged[key]
             if stream.is_watched and stream.is_at_rest():
                 self._counts[key] = stream.count
@@ -267,7 +273,7 @@ class Recorder:
         if key[0] in ("send", "recv"):  # the two ends of one message
             compared = compared[4:]
         with self._lock:
-            if len(self.signatures) >= SIGNATURES:
+            if len(self.signatures) >= MAX_SIGNATURES:
                 self.signatures.clear()
             number = self._add_text(text)
             signed = self.signatures[key] = (key_of(compared), number)
@@ -355,7 +361,7 @@ class Recorder:
         if threading.get_ident() == self._main:
             self.words[self._blocked] = at
 
-    def place_again(self, place: int) -> int:
+    def repeat_place(self, place: int) -> int:
         """A place that was found before, as a word that can be written down now."""
         name = self.names.get(place >> _LINE_BITS)
         number = place >> _LINE_BITS if name is None else self._add_text(name)
@@ -372,12 +378,12 @@ class Recorder:
         if not is_within and self.abort is None:
             return error
         # A peer may have closed its end of a connection a moment before we are told why.
-        deadline = time.monotonic() + WHY
+        deadline = time.monotonic() + ABORT_REASON_TIMEOUT_S
         while self.abort is None and _LOST.search(text) and time.monotonic() < deadline:
             time.sleep(0.002)
         if self.abort is not None:
-            return self.error().with_traceback(error.__traceback__)
-        self.damage()
+            return self.abort_error().with_traceback(error.__traceback__)
+        self.mark_damaged()
         if _LOST.search(text):
             operation = self._operation()
             lost = CollectiveError(
@@ -386,10 +392,10 @@ class Recorder:
             ).with_traceback(error.__traceback__)
             return cause.attach(lost, Aborted(operation))
         if "imed out" in text:
-            return self._overdue(text).with_traceback(error.__traceback__)
+            return self._timeout_error(text).with_traceback(error.__traceback__)
         return error
 
-    def _overdue(self, text: str) -> CollectiveHangError:
+    def _timeout_error(self, text: str) -> CollectiveHangError:
         """What to raise for a time limit of gloo's."""
         limit = _LIMIT.search(text)
         *operations, last = [*self.region.operations(), _UNKNOWN]
@@ -407,11 +413,11 @@ class Recorder:
                 break
         return _late_error(replace(found, limit=int(limit[1]) / 1000 if limit else 0.0), self.rank)
 
-    def damage(self) -> None:
+    def mark_damaged(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
         self.words[self.region.start + layout.IS_DAMAGED] = 1
 
-    def error(self, operation: Operation | None = None) -> BaseException:
+    def abort_error(self, operation: Operation | None = None) -> BaseException:
         """What an operation of an aborted generation raises.
 
         Args:
@@ -475,7 +481,7 @@ class Stream:
         """
         recorder = self.recorder
         if recorder.abort is not None:
-            raise recorder.error(self._refused(key))
+            raise recorder.abort_error(self._refused(key))
         fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
         place = recorder.place()
         self.count = sequence = self.count + 1
@@ -553,7 +559,7 @@ class Stream:
             return 0
         spare = self.at + _HEAD + _RING * _SLOT
         fingerprint, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
-        place = self.recorder.place_again(posted[_PLACE])
+        place = self.recorder.repeat_place(posted[_PLACE])
         values = (fingerprint, text, place, posted[_BEGAN], _WAITING)
         for word, value in enumerate(values, spare + 1):
             words[word] = value
@@ -607,7 +613,7 @@ class Stream:
 
     # --- comparing --------------------------------------------------------------------------------
 
-    def look(self, at: int) -> None:
+    def compare(self, at: int) -> None:
         """Compare with what the peers have posted by now.
 
         Raises:
@@ -640,21 +646,21 @@ class Stream:
         recorder.block(at)
         self._words[at + _STATE] = _WAITING
         deadline = None if timeout is None else time.monotonic() + timeout
-        looks, pause = 0, FIRST_SLEEP
+        rounds, pause = 0, FIRST_SLEEP_S
         try:
             while waiting:
                 if recorder.abort is not None:
-                    raise recorder.error()
-                looks += 1
-                if looks < SPINS:
+                    raise recorder.abort_error()
+                rounds += 1
+                if rounds < SPINS_BEFORE_SLEEP:
                     os.sched_yield()
                 else:
                     time.sleep(pause)
-                    pause = min(LONGEST_SLEEP, pause * 1.2)
-                    if deadline is not None and recorder.somebody_is_asked():
+                    pause = min(LONGEST_SLEEP_S, pause * 1.2)
+                    if deadline is not None and recorder.is_input_awaited():
                         deadline = time.monotonic() + (timeout or 0.0)
                     elif deadline is not None and time.monotonic() > deadline:
-                        recorder.damage()
+                        recorder.mark_damaged()
                         raise self._late(at, [peer[0] for peer in waiting], timeout)
                 waiting = [p for p in waiting if not self._is_here(p, sequence, fingerprint)]
         finally:
@@ -764,7 +770,7 @@ class Stream:
             calls: What has been seen already; its rank may withdraw it at any moment.
             is_async: Nobody waits for the others here.
         """
-        deadline = time.monotonic() + FOR_THE_OTHERS
+        deadline = time.monotonic() + OTHER_CALLS_TIMEOUT_S
         seen = {call.rank: call for call in calls}
         while True:
             for rank in self.members:

@@ -24,9 +24,9 @@ __all__ = [
     "BACKEND",
     "abort_groups",
     "data_parallel_modules",
-    "every_group_is_made_by",
-    "groups_of_torch",
+    "install_group_factory",
     "make_native_group",
+    "native_groups",
     "refresh_data_parallel",
     "set_group_count",
     "set_store",
@@ -43,7 +43,7 @@ Maker = Callable[..., Any]
 _is_native = False
 
 
-def every_group_is_made_by(
+def install_group_factory(
     make: Callable[[Any], Any],
     agree: Callable[[Sequence[int] | None], None],
     name: Callable[[Sequence[int]], str],
@@ -105,7 +105,7 @@ def every_group_is_made_by(
 
 
 @contextlib.contextmanager
-def groups_of_torch() -> Iterator[None]:
+def native_groups() -> Iterator[None]:
     """Let torch make its own gloo groups for a while."""
     global _is_native
     before, _is_native = _is_native, True

@@ -9,18 +9,25 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distsession.engine.collectives.operation_log import (
+    FAILED,
+    FLAGS,
+    IS_ASYNC,
+    IS_FUTURE,
+    begin_wait,
+    end,
+)
 from distsession.engine.collectives.operations import describe
 from distsession.engine.collectives.recorder import Recorder, Stream
-from distsession.engine.timeline import FAILED, FLAGS, IS_ASYNC, IS_FUTURE, begin_wait, end
 from distsession.errors import CollectiveError
 
 __all__ = ["AnySource", "IssuedWork", "await_collective"]
 
-STEP = timedelta(seconds=0.3)
+WAIT_STEP = timedelta(seconds=0.3)
 """How long a wait within torch lasts before it is seen whether the group has been given up: gloo
 (torch 2.13) now and then loses an operation that is under way when its connections are shut."""
-FIRST_PAUSE = 2e-5
-LONGEST_PAUSE = 2e-3
+FIRST_PAUSE_S = 2e-5
+LONGEST_PAUSE_S = 2e-3
 """Seconds between two looks at whether somebody has begun to send."""
 
 
@@ -122,9 +129,9 @@ def await_collective(work: Any, recorder: Recorder) -> bool:
     """Wait for a collective, for as long as its group is not given up."""
     epoch = recorder.epoch
     while True:
-        was_given_up = recorder.abort is not None
+        was_aborted = recorder.abort is not None
         try:
-            return bool(work.wait(STEP))
+            return bool(work.wait(WAIT_STEP))
         except RuntimeError as error:
             if "Operation timed out" not in str(error):
                 raise
@@ -132,8 +139,8 @@ def await_collective(work: Any, recorder: Recorder) -> bool:
                 raise CollectiveError(
                     "the process group was connected anew, and this operation is gone."
                 ) from None
-            if was_given_up:
-                raise recorder.error() from None
+            if was_aborted:
+                raise recorder.abort_error() from None
 
 
 class _Receiver(Protocol):
@@ -142,7 +149,7 @@ class _Receiver(Protocol):
     def sender(self, tag: int) -> int: ...
     def recv(self, tensors: Any, source: int, tag: int) -> Any: ...
     def recorded(self, key: tuple[Any, ...], *, from_any: bool) -> Any: ...
-    def check_alive(self) -> None: ...
+    def check_usable(self) -> None: ...
 
 
 class AnySource(dist.Work):
@@ -170,11 +177,11 @@ class AnySource(dist.Work):
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         tag = f"tag {self._tag}" if self._tag else ""
         with self._group.recorded(("recv", "any source", tag), from_any=True):
-            pause = FIRST_PAUSE
+            pause = FIRST_PAUSE_S
             while not self._find():
-                self._group.check_alive()
+                self._group.check_usable()
                 time.sleep(pause)
-                pause = min(LONGEST_PAUSE, pause * 1.2)
+                pause = min(LONGEST_PAUSE_S, pause * 1.2)
         return bool(self._work.wait(*args, **kwargs))
 
     def is_completed(self) -> bool:
