@@ -12,6 +12,7 @@ from IPython.core.magic import no_var_expand
 
 from distsession import options as session_options
 from distsession import session as session_module
+from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
 from distsession.notebook.autopx import MARK, Auto
@@ -307,9 +308,7 @@ def _names(flag: str, text: str) -> list[str]:
 
 
 def _line(text: str) -> Table:
-    import html
-
-    return Table(text, f"<pre>{html.escape(text)}</pre>")
+    return Table(text, element("pre", text))
 
 
 _NAMES: Sequence[tuple[str, Sequence[str]]] = (

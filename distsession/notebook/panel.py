@@ -8,7 +8,6 @@ the panel any more.
 from __future__ import annotations
 
 import contextlib
-import html
 import logging
 import secrets
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distsession.display import panel
+from distsession.display.html import Html, element, join
 from distsession.display.panel import Snapshot
 from distsession.errors import SessionStateError
 from distsession.kernel.snapshot import Snapshots
@@ -59,7 +59,7 @@ class Panel(Table):
             live = _live[self._session] = Live(self._session, self._observer, self._overview)
         live.show_static(static)
         status = self._overview.status
-        return {**live.show(), "text/html": f"<p>{html.escape(status)}</p>", "text/plain": status}
+        return {**live.show(), "text/html": element("p", status), "text/plain": status}
 
 
 class Live:
@@ -85,9 +85,8 @@ class Live:
         self._dead: frozenset[int] = frozenset()
         self._status = ipywidgets.HTML()
         self._rows = ipywidgets.HTML()
-        self._config = ipywidgets.HTML(
-            f"<style>.{self._mark}{{display:none}}</style>{panel.config_html(overview)}"
-        )
+        hidden = element("style", f".{self._mark}{{display:none}}")
+        self._config = ipywidgets.HTML(join((hidden, panel.config_html(overview))))
         self._answer = ipywidgets.HTML()
         self._rank = ipywidgets.Dropdown(
             options=[(NO_RANK, -1), *((f"rank {rank}", rank) for rank in session.ranks)],
@@ -115,7 +114,7 @@ class Live:
             _view_count=0,  # the front end then counts
         )
         self._widget.observe(self._on_views, "_view_count")
-        self._actions: dict[str, Callable[[], str]] = {
+        self._actions: dict[str, Callable[[], Html]] = {
             "Stop": self._stop,
             "Diagnose": self._diagnose,
             "Stacks": self._stacks,
@@ -136,7 +135,7 @@ class Live:
         """
         from IPython.display import display
 
-        table = f'<div class="{self._mark}">{bundle["text/html"]}</div>'
+        table = element("div", Html(bundle["text/html"]), class_=self._mark)
         display({**bundle, "text/html": table}, raw=True)
 
     def show(self) -> dict[str, Any]:
@@ -219,31 +218,29 @@ class Live:
         ).start()
 
     def _do(self, name: str) -> None:
-        self._say(f"<p>{name} ...</p>")
+        self._say(element("p", f"{name} ..."))
         try:
             self._say(self._actions[name]())
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {error}"
-            self._say(f"<pre>{html.escape(text)}</pre>", is_error=True)
+            self._say(element("pre", text), is_error=True)
         finally:
             self._acting.discard(name)
 
-    def _say(self, content: str, *, is_error: bool = False) -> None:
+    def _say(self, content: Html, *, is_error: bool = False) -> None:
         _set(self._answer, panel.answer_html(content, is_error=is_error))
 
-    def _stop(self) -> str:
+    def _stop(self) -> Html:
         hit = self._session.interrupt()
-        return (
-            "<p>Stop: what ran is interrupted.</p>" if hit else "<p>Stop: nothing was running.</p>"
-        )
+        return element("p", f"Stop: {'what ran is interrupted' if hit else 'nothing was running'}.")
 
-    def _diagnose(self) -> str:
-        return str(self._session.diagnose().bundle()["text/html"])
+    def _diagnose(self) -> Html:
+        return Html(self._session.diagnose().bundle()["text/html"])
 
-    def _stacks(self) -> str:
-        return str(self._session.diagnose(stacks=True).bundle()["text/html"])
+    def _stacks(self) -> Html:
+        return Html(self._session.diagnose(stacks=True).bundle()["text/html"])
 
-    def _restart(self) -> str:
+    def _restart(self) -> Html:
         rank = self._rank.value
         if rank < 0:
             raise SessionStateError("choose a rank first, beside the button.")
@@ -257,7 +254,7 @@ class Live:
             )
         session.restart([rank])
         self._rank.value = -1
-        return f"<p>Rank {rank} has a fresh process, without variables.</p>"
+        return element("p", f"Rank {rank} has a fresh process, without variables.")
 
 
 def _set(widget: Any, value: str) -> None:
