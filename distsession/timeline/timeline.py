@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from distsession.display import html
+from distsession.display.html import Html, element
 from distsession.ranks import ranks_text
 from distsession.timeline import chrome_trace, svg
 from distsession.timeline.svg import seconds_text, size_text
@@ -181,22 +182,17 @@ class Timeline:
         ]
         return "\n".join([*self._told(), *self.notes, "", self.label, *table])
 
-    def _repr_html_(self) -> str:
-        told = self._told()
-        lines = "".join(
-            f"<div{' style=font-weight:bold' if not number else ''}>{html.escape(line)}</div>"
-            for number, line in enumerate([*told, *self.notes])
-        )
+    def _repr_html_(self) -> Html:
+        first, *others = self._told()
         late = self.waits[0].late if self.waits and self._is_long(self.waits[0]) else ()
-        drawn = svg.picture(self.merged, title=told[0], late=late)
-        head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
-            for row in self._rows()
+        table = html.table(_HEAD, self._rows(), cell_style="text-align:right")
+        return element(
+            "div",
+            element("div", first, style="font-weight:bold"),
+            *(element("div", line) for line in (*others, *self.notes)),
+            svg.picture(self.merged, title=first, late=late),
+            html.details(f"{self.label}, rank by rank", table),
         )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        summary = f"<summary>{html.escape(self.label)}, rank by rank</summary>"
-        return f"<div>{lines}{drawn}<details>{summary}{table}</details></div>"
 
 
 def _part(seconds: float, total: float) -> str:
