@@ -14,20 +14,20 @@ from distsession.display.html import Cell, Html, element
 from distsession.display.render import table_text
 
 __all__ = [
-    "HISTORY",
+    "HISTORY_READINGS",
     "Gauge",
-    "Line",
+    "RankRow",
     "Snapshot",
     "answer_html",
     "config_html",
-    "ended",
+    "ended_rows",
     "rows_html",
     "snapshot_html",
     "snapshot_text",
     "status_html",
 ]
 
-HISTORY = 40
+HISTORY_READINGS = 40
 """How many readings the small line of a rank goes back."""
 
 
@@ -45,7 +45,7 @@ class Gauge:
 
 
 @dataclass(frozen=True)
-class Line:
+class RankRow:
     """One rank.
 
     Attributes:
@@ -77,13 +77,13 @@ class Snapshot:
         status: One sentence on how it is.
         facts: Names and values.
         options: Names, values, and where each value came from.
-        lines: Of the ranks.
+        rows: Of the ranks.
     """
 
     status: str
     facts: tuple[tuple[str, str], ...]
     options: tuple[tuple[str, str, str], ...]
-    lines: tuple[Line, ...]
+    rows: tuple[RankRow, ...]
 
 
 # --- static ---------------------------------------------------------------------------------------
@@ -93,41 +93,41 @@ _HEAD = ("rank", "host", "pid", "device", "state", "since")
 _PLACES_HEAD = ("rank", "node rank", "local rank", "threads")
 
 
-def _names(lines: Sequence[Line]) -> list[str]:
+def _names(rows: Sequence[RankRow]) -> list[str]:
     """The gauges that any rank has, in order."""
-    return list(dict.fromkeys(gauge.name for line in lines for gauge in line.gauges))
+    return list(dict.fromkeys(gauge.name for row in rows for gauge in row.gauges))
 
 
-def _rows(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    names = _names(lines)
-    rows = []
-    for line in lines:
-        texts = {gauge.name: gauge.text for gauge in line.gauges}
-        cells = [str(line.rank), line.host, str(line.pid), line.device, line.state, line.since]
-        rows.append([*cells, *(texts.get(name, "") for name in names), *_place(line)[1:]])
-    return [*_HEAD, *names, *_PLACES_HEAD[1:]], rows
+def _texts(rows: Sequence[RankRow]) -> tuple[list[str], list[list[str]]]:
+    names = _names(rows)
+    texts = []
+    for row in rows:
+        used = {gauge.name: gauge.text for gauge in row.gauges}
+        cells = [str(row.rank), row.host, str(row.pid), row.device, row.state, row.since]
+        texts.append([*cells, *(used.get(name, "") for name in names), *_place(row)[1:]])
+    return [*_HEAD, *names, *_PLACES_HEAD[1:]], texts
 
 
-def _place(line: Line) -> tuple[str, str, str, str]:
-    return str(line.rank), str(line.node_rank), str(line.local_rank), str(line.threads)
+def _place(row: RankRow) -> tuple[str, str, str, str]:
+    return str(row.rank), str(row.node_rank), str(row.local_rank), str(row.threads)
 
 
-def snapshot_text(overview: Snapshot) -> str:
+def snapshot_text(snapshot: Snapshot) -> str:
     """Everything, for a terminal."""
-    width = max(len(name) for name, _ in overview.facts)
-    facts = "\n".join(f"{name:<{width}}  {value}" for name, value in overview.facts)
-    blocks = [overview.status, facts, table_text(_OPTIONS_HEAD, overview.options)]
-    return "\n\n".join([*blocks, table_text(*_rows(overview.lines))])
+    width = max(len(name) for name, _ in snapshot.facts)
+    facts = "\n".join(f"{name:<{width}}  {value}" for name, value in snapshot.facts)
+    blocks = [snapshot.status, facts, table_text(_OPTIONS_HEAD, snapshot.options)]
+    return "\n\n".join([*blocks, table_text(*_texts(snapshot.rows))])
 
 
-def snapshot_html(overview: Snapshot) -> Html:
+def snapshot_html(snapshot: Snapshot) -> Html:
     """The same as :func:`snapshot_text`, without anything that a notebook has to run."""
-    facts = html.table((), overview.facts)
-    options = html.table(_OPTIONS_HEAD, overview.options)
+    facts = html.table((), snapshot.facts)
+    options = html.table(_OPTIONS_HEAD, snapshot.options)
     return html.join(
         (
-            element("p", overview.status),
-            html.table(*_rows(overview.lines)),
+            element("p", snapshot.status),
+            html.table(*_texts(snapshot.rows)),
             html.details("Configuration", facts, options, is_open=True),
         )
     )
@@ -152,12 +152,12 @@ def status_html(status: str) -> Html:
     return element("div", element("strong", status), style=html.UI_FONT)
 
 
-def config_html(overview: Snapshot) -> Html:
+def config_html(snapshot: Snapshot) -> Html:
     """The configuration, to be opened."""
     tables = (
-        ((), overview.facts),
-        (_OPTIONS_HEAD, overview.options),
-        (_PLACES_HEAD, [_place(line) for line in overview.lines]),
+        ((), snapshot.facts),
+        (_OPTIONS_HEAD, snapshot.options),
+        (_PLACES_HEAD, [_place(row) for row in snapshot.rows]),
     )
     style = f"{html.UI_FONT};border-collapse:collapse"
     drawn = (
@@ -168,12 +168,12 @@ def config_html(overview: Snapshot) -> Html:
     return html.details("Configuration", element("div", *drawn, style=box), style=html.UI_FONT)
 
 
-def rows_html(lines: Sequence[Line]) -> Html:
-    """A line for each rank."""
-    names = _names(lines)
+def rows_html(rows: Sequence[RankRow]) -> Html:
+    """A row for each rank."""
+    names = _names(rows)
     return html.table(
         (*_HEAD, *names, "history"),
-        [_row(line, names) for line in lines],
+        [_row(row, names) for row in rows],
         name="Ranks of the session",
         style=f"{html.UI_FONT};border-collapse:separate;border-spacing:0",
         cell_style=_CELL,
@@ -182,9 +182,9 @@ def rows_html(lines: Sequence[Line]) -> Html:
     )
 
 
-def ended(lines: Sequence[Line]) -> list[Line]:
-    """The same lines once their session is closed."""
-    return [replace(line, kind="ended", state="ended", since="", gauges=()) for line in lines]
+def ended_rows(rows: Sequence[RankRow]) -> list[RankRow]:
+    """The same rows once their session is closed."""
+    return [replace(row, kind="ended", state="ended", since="", gauges=()) for row in rows]
 
 
 def answer_html(content: str, *, is_error: bool = False) -> Html:
@@ -195,25 +195,25 @@ def answer_html(content: str, *, is_error: bool = False) -> Html:
     return element("div", content, role=role, style=f"{html.UI_FONT};{style}")
 
 
-def _row(line: Line, names: Sequence[str]) -> list[str | Cell]:
-    mark, color = _MARKS[line.kind]
-    is_bad = line.kind in ("dead", "halted")
+def _row(row: RankRow, names: Sequence[str]) -> list[str | Cell]:
+    mark, color = _MARKS[row.kind]
+    is_bad = row.kind in ("dead", "halted")
     emphasis = f"color:{html.ERROR};font-weight:bold" if is_bad else f"color:{html.TEXT}"
     state = (
         element("span", mark, aria_hidden="true", style=f"color:{color}"),
         " ",
-        element("span", line.state, style=emphasis),
+        element("span", row.state, style=emphasis),
     )
-    gauges = {gauge.name: _bar(gauge) for gauge in line.gauges}
+    gauges = {gauge.name: _bar(gauge) for gauge in row.gauges}
     return [
-        Cell(str(line.rank), "font-weight:bold"),
-        line.host,
-        str(line.pid),
-        line.device,
+        Cell(str(row.rank), "font-weight:bold"),
+        row.host,
+        str(row.pid),
+        row.device,
         Cell(html.join(state), "white-space:normal;min-width:16em"),
-        line.since,
+        row.since,
         *(gauges.get(name, "") for name in names),
-        _sparkline(line),
+        _sparkline(row),
     ]
 
 
@@ -233,22 +233,22 @@ def _bar(gauge: Gauge) -> str:
     return html.join((bar, gauge.text))
 
 
-def _sparkline(line: Line) -> str:
+def _sparkline(row: RankRow) -> str:
     """The history as a small drawing, the newest at the right."""
-    if len(line.history) < 2:
+    if len(row.history) < 2:
         return ""
-    width, height = 2 * (HISTORY - 1), 16
-    begin = width - 2 * (len(line.history) - 1)
+    width, height = 2 * (HISTORY_READINGS - 1), 16
+    begin = width - 2 * (len(row.history) - 1)
     points = " ".join(
         f"{begin + 2 * number},{height - 1 - (height - 2) * min(percent, 100) / 100:.0f}"
-        for number, percent in enumerate(line.history)
+        for number, percent in enumerate(row.history)
     )
     stroke = {"stroke-width": "1.5", "style": f"stroke:{html.FILL}"}
     return element(
         "svg",
         element("polyline", points=points, fill="none", **stroke),
         role="img",
-        aria_label=f"use of late: now {line.history[-1]} %, at most {max(line.history)} %",
+        aria_label=f"use of late: now {row.history[-1]} %, at most {max(row.history)} %",
         width=width,
         height=height,
         viewBox=f"0 0 {width} {height}",

@@ -14,20 +14,20 @@ from distsession.display import html
 from distsession.display.html import Cell, Html, element
 from distsession.display.render import Bundle, fold, fold_bundles, rank_label
 from distsession.notebook.lines import parse_bar
-from distsession.notebook.output import Line, Section, Written
+from distsession.notebook.output import OutputLine, RankText, Section
 from distsession.ranks import format_ranks, ranks_text
 
-__all__ = ["Row", "can_embed", "live_html", "live_text", "section_html", "section_text"]
+__all__ = ["LiveRow", "can_embed", "live_html", "live_text", "section_html", "section_text"]
 
-SHOWN = 30
+UNFOLDED_LINES = 30
 """Lines of a block that are shown unfolded."""
-BUDGET = 3000
+MAX_LINES = 3000
 """Lines of all blocks together that go into the notebook."""
-OPEN_BLOCKS = 8
+MAX_OPEN_BLOCKS = 8
 """Blocks of more than a few lines that are shown unfolded."""
-BARS = 4
+MAX_BARS = 4
 """Progress bars of one line that are shown one by one."""
-LIVE_ROWS = 16
+MAX_LIVE_ROWS = 16
 
 _ANSI = dict(
     zip(
@@ -44,7 +44,7 @@ _EMBEDDED = {"text/plain", "text/html", "image/svg+xml", *_IMAGES}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LiveRow:
     """What one rank does now.
 
     Attributes:
@@ -61,7 +61,7 @@ class Row:
 # --- while it runs --------------------------------------------------------------------------------
 
 
-def live_text(rows: Sequence[Row], notice: str) -> str:
+def live_text(rows: Sequence[LiveRow], notice: str) -> str:
     """A line for each rank, and the notice."""
     lines = [
         f"{rank_label(ranks)} {state}{': ' if line else ''}{line}"
@@ -70,7 +70,7 @@ def live_text(rows: Sequence[Row], notice: str) -> str:
     return "\n".join([*lines, *([notice] if notice else [])])
 
 
-def live_html(rows: Sequence[Row], notice: str) -> Html:
+def live_html(rows: Sequence[LiveRow], notice: str) -> Html:
     """The same as :func:`live_text`, as a table that is replaced as time goes on."""
     parts = []
     if rows:
@@ -98,9 +98,9 @@ def _live_cells(ranks: tuple[int, ...], state: str, since: str, line: str) -> li
     ]
 
 
-def _fold_rows(rows: Sequence[Row]) -> list[tuple[tuple[int, ...], tuple[str, str, str]]]:
+def _fold_rows(rows: Sequence[LiveRow]) -> list[tuple[tuple[int, ...], tuple[str, str, str]]]:
     """Each rank by itself, or, where that is too long, those together that do the same."""
-    if len(rows) <= LIVE_ROWS:
+    if len(rows) <= MAX_LIVE_ROWS:
         return [((row.rank,), (row.state, row.since, row.line)) for row in rows]
     since = {row.rank: row.since for row in rows}
     alike = fold({row.rank: (row.state, row.line) for row in rows})
@@ -143,7 +143,9 @@ def section_html(section: Section, log: Callable[[int], str]) -> Html:
     """The same as :func:`section_text`, for a notebook."""
     blocks = list(_blocks(section))
     long = sum(block.count > 3 for block in blocks)
-    parts = [_block_html(block, log, len(blocks), folded=long > OPEN_BLOCKS) for block in blocks]
+    parts = [
+        _block_html(block, log, len(blocks), folded=long > MAX_OPEN_BLOCKS) for block in blocks
+    ]
     folded = list(fold_bundles(_bundles(section)))
     width = "48%" if len(folded) > 1 else "100%"  # two fit beside each other on any page
     figures = [_figure_html(ranks, bundle, width) for ranks, bundle in folded]
@@ -162,7 +164,7 @@ class _Block:
     """Text that some ranks have in common."""
 
     ranks: tuple[int, ...]
-    written: tuple[Written, ...]
+    written: tuple[RankText, ...]
 
     @property
     def count(self) -> int:
@@ -170,7 +172,7 @@ class _Block:
 
     def lines(self, log: Callable[[int], str], blocks: int) -> Iterator[tuple[str, str]]:
         """Stream and text of each line that is shown."""
-        most = max(2, BUDGET // max(1, blocks))
+        most = max(2, MAX_LINES // max(1, blocks))
         first = self.written[0]
         head, tail = list(range(len(first.head))), list(range(len(first.tail)))
         if len(head) + len(tail) > most:
@@ -185,15 +187,15 @@ class _Block:
         for at in tail:
             yield from self._line([written.tail[at] for written in self.written])
 
-    def _line(self, lines: Sequence[Line]) -> Iterator[tuple[str, str]]:
+    def _line(self, lines: Sequence[OutputLine]) -> Iterator[tuple[str, str]]:
         bars = [line.bar for line in lines if line.bar is not None]
         if len(bars) < len(lines) or len(lines) == 1:
             yield "bar" if bars else lines[0].stream, lines[0].text
-        elif len(lines) <= BARS or any(bar.seconds is None for bar in bars):
-            for rank, line in zip(self.ranks[:BARS], lines, strict=False):
+        elif len(lines) <= MAX_BARS or any(bar.seconds is None for bar in bars):
+            for rank, line in zip(self.ranks[:MAX_BARS], lines, strict=False):
                 yield "bar", f"[{rank}] {line.text.strip()}"
-            if len(lines) > BARS:
-                yield "note", f"... and {len(lines) - BARS} more bars at {bars[0].count}"
+            if len(lines) > MAX_BARS:
+                yield "note", f"... and {len(lines) - MAX_BARS} more bars at {bars[0].count}"
         else:
             order = sorted(range(len(bars)), key=lambda at: bars[at].seconds or 0)
             for name, at in (("slowest", order[-1]), ("fastest", order[0])):
@@ -214,10 +216,12 @@ def _edge(ranks: Sequence[int]) -> str:
 def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded: bool) -> Html:
     name = ranks_text(block.ranks)
     lines = list(block.lines(log, blocks))
-    body = _lines_html(lines[-SHOWN:])
-    if len(lines) > SHOWN:
-        before = _lines_html(lines[:-SHOWN])
-        body = html.join((_details(f"{len(lines) - SHOWN:,} lines before these", before), body))
+    body = _lines_html(lines[-UNFOLDED_LINES:])
+    if len(lines) > UNFOLDED_LINES:
+        before = _lines_html(lines[:-UNFOLDED_LINES])
+        body = html.join(
+            (_details(f"{len(lines) - UNFOLDED_LINES:,} lines before these", before), body)
+        )
     if folded and block.count > 3:
         last = _ANY_ESCAPE.sub("", lines[-1][1])[:100]
         body = _details(f"{block.count:,} lines, the last: {last}", body)

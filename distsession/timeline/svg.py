@@ -25,9 +25,9 @@ WIDTH = 960
 LEFT, RIGHT = 84, 12
 TOP = 22
 INNER = WIDTH - LEFT - RIGHT
-BARS = 2400
+MAX_BARS = 2400
 """How many bars there are at most."""
-FINEST = 0.25
+MIN_BAR_PX = 0.25
 """Pixels below which neighbours are drawn as one, from the start: the picture can be enlarged."""
 
 RUN, WAIT, MOVED, FAILED = html.BLUE, html.ORANGE, html.GREEN, html.VERMILION
@@ -67,11 +67,11 @@ def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> Html:
     def at(time: float) -> float:
         return INNER * (time - merged.began) / span
 
-    chunks = _chunks(merged, span)
+    bars = _bars_by_rank(merged, span)
     labels, rows = [], []
     for index, rank in enumerate(ranks):
         labels.append(_label(rank, TOP + index * row, row, rank in late))
-        rows.append(_row(merged, rank, chunks[rank], at, (index * row, row), mark))
+        rows.append(_row(merged, rank, bars[rank], at, (index * row, row), mark))
     lines, ticks = _axis(span, at, merged.began, height)
     drawing = element(
         "svg",
@@ -259,25 +259,25 @@ def _bar(bar: _Bar, at: Scale, place: tuple[int, int], mark: str) -> Html:
 # --- from operations to bars ----------------------------------------------------------------------
 
 
-def _chunks(merged: Merged, span: int) -> dict[int, tuple[list[_Bar], list[_Bar]]]:
+def _bars_by_rank(merged: Merged, span: int) -> dict[int, tuple[list[_Bar], list[_Bar]]]:
     """The bars of each rank: of what held it up, and of what did not."""
     pixel = span / INNER
-    shortest = FINEST * pixel
+    shortest = MIN_BAR_PX * pixel
     while True:
         found = {}
         for rank, steps in merged.steps.items():
-            blocking = sorted((step for step in steps if _blocks(step)), key=_begin)
-            others = [step for step in steps if not _blocks(step)]
+            blocking = sorted((step for step in steps if _is_blocking(step)), key=_begin)
+            others = [step for step in steps if not _is_blocking(step)]
             found[rank] = (
-                list(_together(blocking, shortest)),
-                list(_together(others, shortest)),
+                list(_merge_short(blocking, shortest)),
+                list(_merge_short(others, shortest)),
             )
-        if sum(len(a) + len(b) for a, b in found.values()) <= BARS or shortest > span:
+        if sum(len(a) + len(b) for a, b in found.values()) <= MAX_BARS or shortest > span:
             return found
         shortest *= 2
 
 
-def _blocks(step: Step) -> bool:
+def _is_blocking(step: Step) -> bool:
     return not step.record.is_async or step.held is not None
 
 
@@ -286,26 +286,26 @@ def _begin(step: Step) -> int:
     return step.held[0] if step.record.is_async and step.held else step.record.began
 
 
-def _together(steps: Sequence[Step], shortest: float) -> Iterator[_Bar]:
+def _merge_short(steps: Sequence[Step], shortest: float) -> Iterator[_Bar]:
     """Neighbours that are shorter than that, as one."""
     group: list[Step] = []
     begin = end = 0
     for step in steps:
         is_short = step.ended - _begin(step) < shortest
         if group and (not is_short or _begin(step) - end >= shortest or end - begin >= shortest):
-            yield _joined(group)
+            yield _merged_bar(group)
             group = []
         if not is_short:
-            yield _joined([step])
+            yield _merged_bar([step])
             continue
         begin = begin if group else _begin(step)
         end = max(end, step.ended) if group else step.ended
         group.append(step)
     if group:
-        yield _joined(group)
+        yield _merged_bar(group)
 
 
-def _joined(steps: Sequence[Step]) -> _Bar:
+def _merged_bar(steps: Sequence[Step]) -> _Bar:
     first = steps[0]
     failed = any(step.record.failed for step in steps)
     if len(steps) == 1:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.notebook.output import HEAD, TAIL, WIDTH, Section, Transcript
+from distsession.notebook.output import HEAD_LINES, MAX_LINE_CHARS, TAIL_LINES, Section, Transcript
 from distsession.notebook.output_html import (
-    Row,
+    LiveRow,
     ansi_html,
     can_embed,
     live_html,
@@ -71,12 +71,15 @@ def test_of_many_lines_the_first_and_the_last_are_kept() -> None:
         made.write(0, "stdout", "".join(f"line {n}\n" for n in range(start, start + 1000)))
     made.finish()
     written = made.sections[0].texts[0]
-    assert [line.text for line in written.head] == [f"line {n}" for n in range(HEAD)]
+    assert [line.text for line in written.head] == [f"line {n}" for n in range(HEAD_LINES)]
     assert [line.text for line in written.tail] == [
-        f"line {n}" for n in range(100_000 - TAIL, 100_000)
+        f"line {n}" for n in range(100_000 - TAIL_LINES, 100_000)
     ]
     shown = text(made, "/logs/0")
-    assert f"... {100_000 - HEAD - TAIL:,} lines are left out here; all of them: /logs/0" in shown
+    assert (
+        f"... {100_000 - HEAD_LINES - TAIL_LINES:,} lines are left out here; all of them: /logs/0"
+        in shown
+    )
     assert len(html(made.sections[0])) < 20_000
 
 
@@ -89,7 +92,7 @@ def test_no_line_is_shown_twice_or_in_another_order(counts: list[int]) -> None:
         number += count
     shown = [int(n) for n in re.findall(r"(?m)^\d+$", text(made).replace("[rank 0] ", ""))]
     assert shown == sorted(set(shown))
-    assert len(shown) == min(number, HEAD + TAIL)
+    assert len(shown) == min(number, HEAD_LINES + TAIL_LINES)
 
 
 def test_two_ranks_that_differ_only_in_what_is_left_out_are_not_the_same() -> None:
@@ -99,9 +102,9 @@ def test_two_ranks_that_differ_only_in_what_is_left_out_are_not_the_same() -> No
 
 
 def test_a_very_long_line_is_cut() -> None:
-    shown = text(transcript((0, "x" * (WIDTH + 5000) + "\n")))
+    shown = text(transcript((0, "x" * (MAX_LINE_CHARS + 5000) + "\n")))
     assert "... (5,000 more characters)" in shown
-    assert len(shown) < WIDTH + 100
+    assert len(shown) < MAX_LINE_CHARS + 100
 
 
 # --- displays -------------------------------------------------------------------------------------
@@ -228,7 +231,10 @@ def test_all_blocks_together_have_a_bound() -> None:
 
 
 def test_the_live_block_has_a_line_for_each_rank() -> None:
-    rows = [Row(0, "in barrier #2", "3 s", "<loss> 1"), Row(1, "running In[2] line 4", "3 s")]
+    rows = [
+        LiveRow(0, "in barrier #2", "3 s", "<loss> 1"),
+        LiveRow(1, "running In[2] line 4", "3 s"),
+    ]
     assert live_text(rows, "wait") == (
         "[rank 0] in barrier #2: <loss> 1\n[rank 1] running In[2] line 4\nwait"
     )
@@ -239,11 +245,11 @@ def test_the_live_block_has_a_line_for_each_rank() -> None:
 
 def test_a_bar_in_the_live_block_is_drawn() -> None:
     line = "fit:  45%|####5     | 45/100 [00:01<00:02, 30.0it/s]"
-    shown = live_html([Row(0, "running", "1 s", line)], "")
+    shown = live_html([LiveRow(0, "running", "1 s", line)], "")
     assert '<progress max="100" value="45" aria-label="fit 45 %"' in shown
     assert " 45/100 [00:01&lt;00:02, 30.0it/s]" in shown
 
 
 def test_ranks_that_do_the_same_share_a_row_where_there_are_many() -> None:
-    rows = [Row(rank, "in all_reduce #1" if rank else "running", "1 s") for rank in range(64)]
+    rows = [LiveRow(rank, "in all_reduce #1" if rank else "running", "1 s") for rank in range(64)]
     assert live_text(rows, "") == "[rank 0] running\n[ranks 1-63] in all_reduce #1"
