@@ -16,6 +16,7 @@ from distsession.engine.collectives.operations import describe, size
 from distsession.engine.profiler import profiled
 from distsession.protocol import shared_memory
 from distsession.protocol.board import LINE_BITS, LINE_MASK
+from distsession.protocol.diagnosis import ANY_SOURCE
 from distsession.protocol.messages import (
     CallRequest,
     CellRequest,
@@ -122,6 +123,7 @@ class Log:
             is_async=bool(flags & IS_ASYNC),
             is_future=bool(flags & IS_FUTURE),
             failed=bool(flags & FAILED),
+            is_from_any=key[:2] == ("recv", ANY_SOURCE),
         )
 
 

@@ -102,11 +102,11 @@ class CellOutput:
         now = time.monotonic()
         if now < self._next_live:
             return
-        ask = now >= self._next_place
-        if ask:
+        with_places = now >= self._next_place
+        if with_places:
             self._next_place = now + PLACE_AFTER_S / 2
-        self._states = dict(reports(ask))
-        if ask:
+        self._states = dict(reports(with_places))
+        if with_places:
             self._places = {
                 rank: (report.request, report.place) for rank, report in self._states.items()
             }

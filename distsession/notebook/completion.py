@@ -30,7 +30,6 @@ MAX_COMPLETION_RANKS = 4
 """How many ranks are asked for completions."""
 
 _LINE = re.compile(r"^\s*(?:\w+\s*=\s*)?%distributed\s+(?:--diff\s+)?")
-_MAGIC = re.compile(r"^\s*%{1,2}distributed\b")
 
 
 @dataclass(frozen=True)

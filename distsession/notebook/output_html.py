@@ -118,8 +118,7 @@ def _live_line(line: str) -> Html:
         aria_label=f"{bar.label} {bar.percent} %".strip(),
         style="width:12em;height:.8em;vertical-align:middle",
     )
-    done, _, total = bar.count.partition("/")
-    text = f" {bar.percent:3d} % {done:>{len(total)}}/{total} {bar.rest}"
+    text = f" {bar.percent:3d} % {bar.done:>{len(bar.total)}}/{bar.total} {bar.rest}"
     return html.join((f"{bar.label} " if bar.label else "", drawn, text))
 
 

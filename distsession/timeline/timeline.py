@@ -132,7 +132,7 @@ class Timeline:
                 (other.record.group, other.record.sequence) == (s.record.group, s.record.sequence)
                 for other in self.merged.steps.get(rank, ())
             )
-            or s.record.detail.startswith("any source")
+            or s.record.is_from_any
             for rank in wait.late
             for s in wait.longest.values()
         )

@@ -189,7 +189,7 @@ def _rank_steps(
     futures = sorted(record.began for record in trace.operations if record.is_future)
     for number, record in enumerate(trace.operations):
         ended = max(record.began, record.ended or trace.ended)
-        if record.name == "recv" and record.detail.startswith("any source"):
+        if record.is_from_any:
             following = trace.operations[number + 1 : number + 2]
             late = tuple(m for o in following for m in o.members if m != trace.rank)
             held = (record.began, ended) if late else None

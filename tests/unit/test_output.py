@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from distsession.notebook.output import HEAD_LINES, MAX_LINE_CHARS, TAIL_LINES, Section, Transcript
 from distsession.notebook.output_html import (
+    MAX_LIVE_ROWS,
+    UNFOLDED_LINES,
     LiveRow,
     ansi_html,
     can_embed,
@@ -212,6 +214,40 @@ def test_colours_are_kept_and_other_escapes_dropped() -> None:
     assert "\x1b" not in text(transcript((0, "\x1b[32mgreen\x1b[0m\x1b[2K\n")))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b[94mblue", '<span style="color:#37c">blue</span>'),
+        ("\x1b[1mb\x1b[22mc", '<span style="font-weight:bold">b</span>c'),
+        ("\x1b[31mr\x1b[39md\x1b[m", '<span style="color:#d33">r</span>d'),
+        ("\x1b[1m\x1b[32mx\x1b[0my", '<span style="font-weight:bold;color:#293">x</span>y'),
+        ("\x1b[31m\x1b[0mx", "x"),
+        ("\x1b[4;7munderlined", "underlined"),
+        ("\x1b[48;2;1;2;3mx\x1b]8;;http://a\x1b\\link", "xlink"),
+        ("\"a\" & 'b'", "\"a\" &amp; 'b'"),
+    ],
+)
+def test_each_escape_sequence_has_its_style_or_none(text: str, expected: str) -> None:
+    assert ansi_html(text) == expected
+
+
+def test_colours_go_on_over_lines_of_the_same_stream() -> None:
+    made = transcript((0, "\x1b[31mone\ntwo\x1b[0m\n"))
+    assert '<span style="color:#d33">one\ntwo</span>' in html(made.sections[0])
+
+
+def test_of_a_long_block_the_last_lines_are_unfolded() -> None:
+    made = transcript((0, "".join(f"line {n}\n" for n in range(UNFOLDED_LINES + 5))))
+    shown = html(made.sections[0])
+    assert "5 lines before these" in shown
+    folded, _, rest = shown.partition("</details>")
+    assert "line 4" in folded
+    assert "line 5\n" not in folded
+    assert rest.index("line 5\n") < rest.index(f"line {UNFOLDED_LINES + 4}")
+    one_less = transcript((0, "".join(f"line {n}\n" for n in range(UNFOLDED_LINES))))
+    assert "<details>" not in html(one_less.sections[0])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 64])
 def test_many_blocks_are_folded_away_and_few_are_not(ranks: int) -> None:
     lines = [f"{n}\n" for n in range(10)]
@@ -248,6 +284,28 @@ def test_a_bar_in_the_live_block_is_drawn() -> None:
     shown = live_html([LiveRow(0, "running", "1 s", line)], "")
     assert '<progress max="100" value="45" aria-label="fit 45 %"' in shown
     assert " 45/100 [00:01&lt;00:02, 30.0it/s]" in shown
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lines"), [(MAX_LIVE_ROWS, MAX_LIVE_ROWS), (MAX_LIVE_ROWS + 1, 1)]
+)
+def test_few_ranks_have_a_row_each_and_many_share_them(ranks: int, lines: int) -> None:
+    rows = [LiveRow(rank, "running", f"{rank} s", "x") for rank in range(ranks)]
+    assert live_text(rows, "").count("\n") + 1 == lines
+    shown = live_html(rows, "")
+    assert shown.count("<tr>") == lines
+    assert ">0 s<" in shown  # of the lowest rank, where they share it
+
+
+def test_an_empty_live_block_is_nothing_and_a_notice_stands_alone() -> None:
+    assert (live_html([], ""), live_text([], "")) == ("", "")
+    assert "<table" not in live_html([], "still <waiting>")
+    assert "still &lt;waiting&gt;" in live_html([], "still <waiting>")
+
+
+def test_a_long_line_of_the_live_block_is_cut() -> None:
+    assert "x" * 200 in live_html([LiveRow(0, "running", "", "x" * 500)], "")
+    assert "x" * 201 not in live_html([LiveRow(0, "running", "", "x" * 500)], "")
 
 
 def test_ranks_that_do_the_same_share_a_row_where_there_are_many() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.notebook import terminal
 from distsession.notebook.terminal import TerminalOutput
 from distsession.protocol.messages import ClearOutput, Display, Text
 
@@ -122,3 +123,33 @@ def test_values_are_shown_after_the_output_and_folded(capsys: pytest.CaptureFixt
     output.close()
     expected = "[0] partial\n[ranks 0-1] 3\n[rank 2]\n[1,\n 2]\n"
     assert capsys.readouterr().out == expected
+
+
+def test_a_notice_is_written_once_however_long_it_lasts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = TerminalOutput()
+    for seconds in (1, 2, 3):
+        output.notify(f"rank 1 waits ({seconds} s)")
+    output.notify("rank 2 waits (4 s)")
+    output.close()
+    notices = "distsession: rank 1 waits (1 s)\ndistsession: rank 2 waits (4 s)\n"
+    assert capsys.readouterr().err == notices
+
+
+def test_a_terminals_last_line_has_the_unfinished_lines_of_all_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(terminal, "LIVE_INTERVAL_S", -1.0)
+    monkeypatch.setenv("COLUMNS", "41")
+    output = TerminalOutput()
+    output.write(out(0, "\r10%"))
+    output.write(out(1, "\r" + "#" * 100))
+    line = capsys.readouterr().out.rpartition("\x1b[K")[2]
+    assert line == f"[0] 10% [1] {'#' * 15} "
+    output.write(out(0, "\r100%\n"))
+    output.close()
+    written = capsys.readouterr().out
+    assert "\r\x1b[K[0] 100%\n" in written
+    assert written.endswith(f"[1] {'#' * 100}\n")
