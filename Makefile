@@ -15,11 +15,12 @@ test: $(STAMP)  ## run the tests
 test-torch: $(STAMP)  ## the integration tests with another torch: make test-torch TORCH=2.15.0
 	.ci/test-torch $(TORCH) $(TESTS)
 
-lint: $(STAMP)  ## style, types, import laws
+lint: $(STAMP)  ## style, types, import laws, the JavaScript
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/oxlint --deny-warnings --deny suspicious distsession
 
 notebooks: $(STAMP)  ## execute the notebooks
 	$(BIN)/python -m pytest -m notebook

@@ -5,7 +5,6 @@ Pure functions from data to strings; nothing here knows IPython.
 
 from __future__ import annotations
 
-import html
 import json
 import linecache
 import os
@@ -13,9 +12,11 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from distsession.display import html
+from distsession.display.html import Html, element
 from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
 from distsession.protocol.rank_state import RankState
-from distsession.ranks import RankInfo, format_ranks, ranks_text
+from distsession.ranks import RankInfo, ranks_text
 
 __all__ = [
     "Bundle",
@@ -32,7 +33,6 @@ __all__ = [
     "rank_label",
     "remote_traceback",
     "state_and_since",
-    "table_html",
     "table_text",
     "without_times",
 ]
@@ -46,7 +46,7 @@ K = TypeVar("K", bound=Hashable)
 
 def rank_label(ranks: Sequence[int]) -> str:
     """``[rank 2]`` or ``[ranks 0-3]``."""
-    return f"[rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}]"
+    return f"[{ranks_text(ranks)}]"
 
 
 def fold(shown: Mapping[int, K]) -> list[tuple[tuple[int, ...], K]]:
@@ -118,9 +118,9 @@ def devices_text(infos: Sequence[RankInfo]) -> str:
     return table_text(_DEVICE_HEAD, _device_rows(infos))
 
 
-def devices_html(infos: Sequence[RankInfo]) -> str:
+def devices_html(infos: Sequence[RankInfo]) -> Html:
     """The same as :func:`devices_text`, for a notebook."""
-    return table_html(_DEVICE_HEAD, _device_rows(infos))
+    return html.table(_DEVICE_HEAD, _device_rows(infos))
 
 
 def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -131,19 +131,6 @@ def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; without a head where that is empty."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        # Notebooks align tables to the right, for numbers.
-        start = f'<{tag} style="text-align:left">'
-        return "<tr>" + "".join(f"{start}{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    top = f"<thead>{line(head, 'th')}</thead>" if head else ""
-    return f"<table>{top}<tbody>{body}</tbody></table>"
 
 
 # --- diagnoses ------------------------------------------------------------------------------------
@@ -163,18 +150,15 @@ def diagnosis_text(
 
 def diagnosis_html(
     reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
-) -> str:
+) -> Html:
     """The same as :func:`diagnosis_text`, for a notebook."""
     blocks = [
-        f"<p>{html.escape(verdict_sentence)}</p>",
-        table_html(_DIAGNOSIS_HEAD, _report_rows(reports)),
+        element("p", verdict_sentence),
+        html.table(_DIAGNOSIS_HEAD, _report_rows(reports)),
     ]
-    blocks += [
-        f"<p>{rank_label(ranks)}</p><pre>{html.escape(text)}</pre>"
-        for ranks, text in _stacks(reports)
-        if stacks
-    ]
-    return "".join(blocks)
+    for ranks, text in _stacks(reports) if stacks else ():
+        blocks += [element("p", rank_label(ranks)), element("pre", text)]
+    return html.join(blocks)
 
 
 def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:

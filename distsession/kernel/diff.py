@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from distsession.display import html
+from distsession.display.html import Html, element
 from distsession.errors import DistsessionError
 from distsession.kernel.requests import Requests
 from distsession.protocol.messages import PartsRequest, SummaryRequest
@@ -92,18 +93,13 @@ class Comparison:
         ]
         return "\n".join(lines + self._more)
 
-    def _repr_html_(self) -> str:
-        head = f"<p>{html.escape(self.headline)}</p>"
+    def _repr_html_(self) -> Html:
+        head = element("p", self.headline)
         if self.equal:
             return head
-        titles = "".join(f"<th>{title}</th>" for title in ("ranks", "part", "difference"))
-        rows = "".join(
-            f"<tr><td>{ranks_text(d.ranks)}</td><td><code>{html.escape(d.path)}</code></td>"
-            f"<td>{html.escape(d.text)}</td></tr>"
-            for d in self._shown
-        )
-        more = "".join(f"<p>{html.escape(line.strip())}</p>" for line in self._more)
-        return f"{head}<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>{more}"
+        rows = [(ranks_text(d.ranks), element("code", d.path), d.text) for d in self._shown]
+        more = (element("p", line.strip()) for line in self._more)
+        return html.join((head, html.table(("ranks", "part", "difference"), rows), *more))
 
     @property
     def _shown(self) -> tuple[Difference, ...]:

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from distsession.cluster.base import Launcher
-from distsession.display.panel import HISTORY, Gauge, Line, Snapshot
+from distsession.display.panel import HISTORY_READINGS, Gauge, RankRow, Snapshot
 from distsession.display.render import config_rows, state_text
 from distsession.errors import SessionStateError
 from distsession.kernel.recovery import Recovery
@@ -85,9 +85,7 @@ class Snapshots:
             status=session.status(),
             facts=_facts(session),
             options=_options(session),
-            lines=tuple(
-                self._line(info, reports[info.rank], uses.get(info.rank)) for info in infos
-            ),
+            rows=tuple(self._row(info, reports[info.rank], uses.get(info.rank)) for info in infos),
         )
 
     # --- what the ranks do ------------------------------------------------------------------------
@@ -99,13 +97,13 @@ class Snapshots:
         wanted = [rank for rank, report in reports.items() if _is_worth_asking(report)]
         return reports if not wanted else recovery.reports(wanted, ask=True)
 
-    def _line(self, info: RankInfo, report: RankReport, use: RankUsage | None) -> Line:
+    def _row(self, info: RankInfo, report: RankReport, use: RankUsage | None) -> RankRow:
         kind, state, key = _state(report)
         seconds = report.seconds
         if key[0] == "waiting":
             seconds = report.operations[-1].seconds
         shown, history = self._gauges(info, use if kind != "dead" else None)
-        return Line(
+        return RankRow(
             rank=info.rank,
             host=info.host,
             pid=info.pid,
@@ -139,7 +137,7 @@ class Snapshots:
         for use in () if gauges is None else gauges.uses:
             pid, at, seconds = self._before.get(use.rank, (0, 0.0, 0.0))
             self._before[use.rank] = (use.pid, use.at, use.cpu_seconds)
-            history = self._history.setdefault(use.rank, deque(maxlen=HISTORY))
+            history = self._history.setdefault(use.rank, deque(maxlen=HISTORY_READINGS))
             if pid != use.pid:
                 history.clear()
                 self._percent.pop(use.rank, None)

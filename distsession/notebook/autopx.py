@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["MARK", "Auto", "is_plain", "rewrite"]
+__all__ = ["AUTO_FLAG", "AutoPx", "is_plain", "rewrite"]
 
-MARK = "--auto"
+AUTO_FLAG = "--auto"
 """What stands behind ``%%distributed`` in a cell that was sent without its user writing so."""
 
-_OURS = re.compile(
+_OUR_MAGICS = re.compile(
     r"^\s*(?:\w+\s*=\s*)?%(?:session|distributed|px|(?:un|re)?load_ext\s+distsession)\b",
     re.MULTILINE,
 )
@@ -18,7 +18,7 @@ _OURS = re.compile(
 
 def is_plain(cell: str) -> bool:
     """Whether a cell has neither a cell magic nor one of this package's, and does something."""
-    if cell.lstrip().startswith("%%") or _OURS.search(cell):
+    if cell.lstrip().startswith("%%") or _OUR_MAGICS.search(cell):
         return False
     return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
 
@@ -32,10 +32,10 @@ def rewrite(cell: str, is_on: bool) -> str:
     if re.match(r"%%local[ \t]*(\n|$)", cell):
         body = cell.partition("\n")[2]
         return body if body.lstrip().startswith("%%") else f"# %%local\n{body}"
-    return f"%%distributed {MARK}\n{cell}" if is_on and is_plain(cell) else cell
+    return f"%%distributed {AUTO_FLAG}\n{cell}" if is_on and is_plain(cell) else cell
 
 
-class Auto:
+class AutoPx:
     """Rewrites the cells of a shell.
 
     Attributes:
@@ -44,12 +44,12 @@ class Auto:
 
     def __init__(self, shell: Any):
         self._shell = shell
-        self._running = 0
+        self._running_cells = 0
         self.is_on = False
 
         def transform(lines: list[str]) -> list[str]:
             # A cell that runs has what it runs itself transformed, too, such as the body of %%time.
-            if self._running:
+            if self._running_cells:
                 return lines
             return rewrite("".join(lines), self.is_on).splitlines(keepends=True)
 
@@ -59,20 +59,20 @@ class Auto:
     def register(self) -> None:
         """Hook in."""
         self._shell.input_transformers_cleanup.append(self._transform)
-        self._shell.events.register("pre_execute", self._begin)
-        self._shell.events.register("post_execute", self._end)
-        self._running = 1  # this is called by a cell
+        self._shell.events.register("pre_execute", self._handle_pre_execute)
+        self._shell.events.register("post_execute", self._handle_post_execute)
+        self._running_cells = 1  # this is called by a cell
 
     def unregister(self) -> None:
         """Take the hooks away."""
         transforms = self._shell.input_transformers_cleanup
         if self._transform in transforms:
             transforms.remove(self._transform)
-            self._shell.events.unregister("pre_execute", self._begin)
-            self._shell.events.unregister("post_execute", self._end)
+            self._shell.events.unregister("pre_execute", self._handle_pre_execute)
+            self._shell.events.unregister("post_execute", self._handle_post_execute)
 
-    def _begin(self) -> None:
-        self._running += 1
+    def _handle_pre_execute(self) -> None:
+        self._running_cells += 1
 
-    def _end(self) -> None:
-        self._running = max(0, self._running - 1)
+    def _handle_post_execute(self) -> None:
+        self._running_cells = max(0, self._running_cells - 1)

@@ -17,9 +17,9 @@ from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, rank_label, state_and_since
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
-from distsession.notebook.output import Section, Transcript, Written
+from distsession.notebook.output import RankText, Section, Transcript
 from distsession.notebook.output_html import (
-    Row,
+    LiveRow,
     can_embed,
     live_html,
     live_text,
@@ -33,12 +33,12 @@ from distsession.ranks import ranks_text
 
 __all__ = ["CellOutput", "make_output"]
 
-LIVE_AFTER = 0.5
+LIVE_AFTER_S = 0.5
 """Seconds that a run takes before the block of its ranks is shown."""
-LIVE_EVERY = 0.2
-PLACE_AFTER = 2.0
+LIVE_INTERVAL_S = 0.2
+PLACE_AFTER_S = 2.0
 """Seconds after which ranks are asked for the line that they are at, and how often."""
-SHARE = 10
+DISPLAY_PAUSE_FACTOR = 10
 """How many times longer than it takes to show something the pause after it is."""
 
 
@@ -81,10 +81,10 @@ class CellOutput(Output):
         self._transcript = Transcript()
         self._began = time.monotonic()
         self._live: Any = None
-        self._live_shown: tuple[list[Row], str] = ([], "")
-        self._next_live = self._began + LIVE_AFTER
+        self._live_shown: tuple[list[LiveRow], str] = ([], "")
+        self._next_live = self._began + LIVE_AFTER_S
         self._next_sections = 0.0
-        self._next_place = self._began + PLACE_AFTER
+        self._next_place = self._began + PLACE_AFTER_S
         self._states: dict[int, RankReport] = {}
         self._places: dict[int, tuple[int, str]] = {}
         self._notice = ""
@@ -98,7 +98,7 @@ class CellOutput(Output):
         elif isinstance(message, ClearOutput):
             self._transcript.clear(message.rank, message.wait)
         elif isinstance(message, Display):
-            self._take_display(message)
+            self._handle_display(message)
         self._refresh()
 
     def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
@@ -106,11 +106,11 @@ class CellOutput(Output):
         now = time.monotonic()
         if now < self._next_live:
             return
-        ask = now >= self._next_place
-        if ask:
-            self._next_place = now + PLACE_AFTER / 2
-        self._states = dict(reports(ask))
-        if ask:
+        with_places = now >= self._next_place
+        if with_places:
+            self._next_place = now + PLACE_AFTER_S / 2
+        self._states = dict(reports(with_places))
+        if with_places:
             self._places = {
                 rank: (report.request, report.place) for rank, report in self._states.items()
             }
@@ -119,24 +119,24 @@ class CellOutput(Output):
     def notify(self, text: str) -> None:
         """Show a line about the run that replaces the one before."""
         self._notice = text
-        self._show_live()
+        self._refresh_live()
 
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the last value of a cell, ranks that show the same folded into one."""
         self._finish()
         section = Section()
-        apart: dict[int, Bundle] = {}
+        separate: dict[int, Bundle] = {}
         for rank, (data, metadata) in shown.items():
             if set(data) == {"text/plain"}:
-                written = section.texts[rank] = Written()
+                written = section.texts[rank] = RankText()
                 written.add("stdout", [(line, False) for line in data["text/plain"].split("\n")])
             elif can_embed((data, metadata)):
                 section.displays[rank] = Display(rank, 0, data, metadata)
             else:
-                apart[rank] = data, metadata
+                separate[rank] = data, metadata
         self._show_section(section)
-        for ranks, (data, metadata) in fold_bundles(apart):
-            _show_apart(ranks, data, metadata)
+        for ranks, (data, metadata) in fold_bundles(separate):
+            _display_separately(ranks, data, metadata)
 
     def close(self) -> None:
         """The run is over."""
@@ -145,23 +145,25 @@ class CellOutput(Output):
     def ask(self, prompt: str, secret: bool) -> str:
         """Have somebody answer a rank, below all that has been put out so far."""
         if self._live is not None:
-            self._put_live("", "")
+            self._update_live("", "")
             self._live = None
         self._finish()
         self._transcript = Transcript()  # what comes from now on belongs below the answer
         try:
-            return stdin.ask(prompt, secret)
+            return stdin.read_input(prompt, secret)
         finally:
-            self._next_live = time.monotonic() + LIVE_AFTER
+            self._next_live = time.monotonic() + LIVE_AFTER_S
 
     # --- displays ---------------------------------------------------------------------------------
 
-    def _take_display(self, message: Display) -> None:
+    def _handle_display(self, message: Display) -> None:
         if message.update:
             _update(message)
         elif message.display_id or not can_embed((message.data, message.metadata)):
             self._show_displays()
-            _show_apart([message.rank], message.data, message.metadata, _own_id(message))
+            _display_separately(
+                [message.rank], message.data, message.metadata, _rank_display_id(message)
+            )
         elif set(message.data) == {"text/plain"}:
             text = f"{message.data['text/plain']}\n"
             self._transcript.write(message.rank, "stdout", text)
@@ -186,7 +188,7 @@ class CellOutput(Output):
         if now >= self._next_sections:
             self._show_displays()
         if now >= self._next_live:
-            self._show_live()
+            self._refresh_live()
 
     def _show_displays(self) -> None:
         """Sections that have something displayed, without waiting for the end."""
@@ -198,17 +200,17 @@ class CellOutput(Output):
             if section.changed:
                 self._show_section(section)
         now = time.monotonic()
-        self._next_sections = now + max(LIVE_EVERY, SHARE * (now - began))
+        self._next_sections = now + max(LIVE_INTERVAL_S, DISPLAY_PAUSE_FACTOR * (now - began))
 
-    def _show_live(self) -> None:
-        self._next_live = max(self._next_live, time.monotonic() + LIVE_EVERY)
-        rows = [] if time.monotonic() - self._began < LIVE_AFTER else self._rows()
+    def _refresh_live(self) -> None:
+        self._next_live = max(self._next_live, time.monotonic() + LIVE_INTERVAL_S)
+        rows = [] if time.monotonic() - self._began < LIVE_AFTER_S else self._live_rows()
         if (rows, self._notice) == self._live_shown:
             return
         self._live_shown = (rows, self._notice)
-        self._put_live(live_html(rows, self._notice), live_text(rows, self._notice))
+        self._update_live(live_html(rows, self._notice), live_text(rows, self._notice))
 
-    def _put_live(self, as_html: str, as_text: str) -> None:
+    def _update_live(self, as_html: str, as_text: str) -> None:
         from IPython.display import display
 
         data = {"text/html": as_html, "text/plain": as_text}
@@ -217,14 +219,14 @@ class CellOutput(Output):
         elif as_text:
             self._live = display(data, raw=True, display_id=True)
 
-    def _rows(self) -> list[Row]:
+    def _live_rows(self) -> list[LiveRow]:
         rows = []
         for rank in sorted({*self._states, *self._transcript.ranks}):
             state, since = "", ""
             report = self._states.get(rank)
             if report is not None:
                 state, since = _state(report, self._places.get(rank, (0, "")))
-            rows.append(Row(rank, state, since, self._transcript.last_line(rank)))
+            rows.append(LiveRow(rank, state, since, self._transcript.last_line(rank)))
         return rows
 
     def _finish(self) -> None:
@@ -234,7 +236,7 @@ class CellOutput(Output):
             seconds = time.monotonic() - self._began
             who = f"{ranks_text(sorted(self._states))}: " if self._states else "took "
             text = f"{who}{seconds:.1f} s"
-            self._put_live(live_html([], text), text)
+            self._update_live(live_html([], text), text)
             self._live = None
         for section in self._transcript:
             if section.changed:
@@ -251,7 +253,7 @@ def _state(report: RankReport, place: tuple[int, str]) -> tuple[str, str]:
     return state_and_since(report)
 
 
-def _own_id(message: Display) -> str:
+def _rank_display_id(message: Display) -> str:
     """Two ranks may use the same id; they must not overwrite each other."""
     return f"{message.display_id}-rank{message.rank}" if message.display_id else ""
 
@@ -259,10 +261,12 @@ def _own_id(message: Display) -> str:
 def _update(message: Display) -> None:
     from IPython.display import update_display
 
-    update_display(message.data, raw=True, display_id=_own_id(message), metadata=message.metadata)
+    update_display(
+        message.data, raw=True, display_id=_rank_display_id(message), metadata=message.metadata
+    )
 
 
-def _show_apart(
+def _display_separately(
     ranks: Sequence[int], data: dict[str, Any], metadata: dict[str, Any], display_id: str = ""
 ) -> None:
     """Show by itself what cannot stand beside others, such as a widget, or is to be updated."""

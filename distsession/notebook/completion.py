@@ -22,19 +22,18 @@ from distsession.protocol.messages import CompletionReply
 from distsession.ranks import parse_ranks
 from distsession.session import Session, current_session
 
-__all__ = ["Part", "RankCompleter", "part_for_ranks"]
+__all__ = ["RankCode", "RankCompleter", "rank_code"]
 
-PATIENCE = 0.3
+COMPLETION_TIMEOUT_S = 0.3
 """Seconds that ranks have to answer."""
-ASKED = 4
+MAX_COMPLETION_RANKS = 4
 """How many ranks are asked for completions."""
 
 _LINE = re.compile(r"^\s*(?:\w+\s*=\s*)?%distributed\s+(?:--diff\s+)?")
-_MAGIC = re.compile(r"^\s*%{1,2}distributed\b")
 
 
 @dataclass(frozen=True)
-class Part:
+class RankCode:
     """The part of a cell that is for the ranks, up to the cursor.
 
     Attributes:
@@ -48,7 +47,7 @@ class Part:
     line: str = ""
 
 
-def part_for_ranks(cell: str, cursor: int, is_plain_for_ranks: bool = False) -> Part | None:
+def rank_code(cell: str, cursor: int, is_plain_for_ranks: bool = False) -> RankCode | None:
     """Which part of a cell is for the ranks, if the cursor is in it."""
     if cell.lstrip().startswith("%%distributed"):
         start = len(cell) - len(cell.lstrip())
@@ -56,7 +55,7 @@ def part_for_ranks(cell: str, cursor: int, is_plain_for_ranks: bool = False) -> 
         start += len(first) + len(newline)
         if not newline or cursor < start:
             return None
-        return Part(body, cursor - start, first.removeprefix("%%distributed"))
+        return RankCode(body, cursor - start, first.removeprefix("%%distributed"))
     begin = cell.rfind("\n", 0, cursor) + 1
     end = cell.find("\n", cursor)
     line = cell[begin : len(cell) if end < 0 else end]
@@ -64,9 +63,9 @@ def part_for_ranks(cell: str, cursor: int, is_plain_for_ranks: bool = False) -> 
     if magic is not None:
         begin += magic.end()
         code = line[magic.end() :]
-        return Part(code, cursor - begin) if cursor >= begin else None
+        return RankCode(code, cursor - begin) if cursor >= begin else None
     if is_plain_for_ranks and is_plain(cell):
-        return Part(cell, cursor)
+        return RankCode(cell, cursor)
     return None
 
 
@@ -92,7 +91,7 @@ class RankCompleter:
 
         @context_matcher(priority=1000, identifier="distsession.ranks")  # type: ignore[untyped-decorator]
         def matcher(context: Any) -> Any:
-            return self._matches(context)
+            return self._handle_completion(context)
 
         self._matcher = matcher
 
@@ -102,7 +101,7 @@ class RankCompleter:
         kernel = getattr(self._shell, "kernel", None)
         if kernel is not None:
             self._inspect = kernel.do_inspect
-            kernel.do_inspect = self._do_inspect
+            kernel.do_inspect = self._handle_inspect
 
     def unregister(self) -> None:
         """Take the hooks away."""
@@ -110,26 +109,26 @@ class RankCompleter:
         if self._matcher in matchers:
             matchers.remove(self._matcher)
         kernel = getattr(self._shell, "kernel", None)
-        if kernel is not None and vars(kernel).get("do_inspect") == self._do_inspect:
+        if kernel is not None and vars(kernel).get("do_inspect") == self._handle_inspect:
             del kernel.do_inspect
 
     # --- completion -------------------------------------------------------------------------------
 
-    def _matches(self, context: Any) -> Any:
+    def _handle_completion(self, context: Any) -> Any:
         nothing: dict[str, Any] = {"completions": []}
         lines = context.full_text.split("\n")
         before = sum(len(line) + 1 for line in lines[: context.cursor_line])
         line = lines[context.cursor_line][: context.cursor_position]
         if context.cursor_line == 0 or line.lstrip().startswith("%session"):
-            found = self._flags(line)
+            found = self._magic_line_matches(line)
             if found:
                 return found
         cursor = before + context.cursor_position
-        part = part_for_ranks(context.full_text, cursor, self._is_automatic())
+        part = rank_code(context.full_text, cursor, self._is_automatic())
         if part is None or _is_for_ipython(part.code[: part.cursor]):
             return nothing
         code = part.code[: part.cursor]
-        answers = ask(code, part.line, inspect=False)
+        answers = request_completion(code, part.line, inspect=False)
         matches = {text: kind for answer in answers.values() for text, kind in answer.matches}
         if not matches:
             return nothing
@@ -142,14 +141,14 @@ class RankCompleter:
             "suppress": True,
         }
 
-    def _flags(self, line: str) -> Any:
+    def _magic_line_matches(self, line: str) -> Any:
         """What may follow in a magic's own line."""
         name, space, rest = line.lstrip().partition(" ")
         make = self._parsers.get(name)
         if make is None or not space:
             return None
         word = rest[rest.rfind(" ") + 1 :]
-        words = _words(make(), rest[: len(rest) - len(word)].split())
+        words = _next_words(make(), rest[: len(rest) - len(word)].split())
         completions = [
             SimpleCompletion(text=each, type="magic") for each in words if each.startswith(word)
         ]
@@ -157,27 +156,27 @@ class RankCompleter:
 
     # --- inspection -------------------------------------------------------------------------------
 
-    def _do_inspect(self, code: str, cursor_pos: int, *args: Any, **kwargs: Any) -> Any:
-        text = self._inspected(code, cursor_pos)
+    def _handle_inspect(self, code: str, cursor_pos: int, *args: Any, **kwargs: Any) -> Any:
+        text = self._inspection_text(code, cursor_pos)
         if not text:
             return self._inspect(code, cursor_pos, *args, **kwargs)
         return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
 
-    def _inspected(self, code: str, cursor: int) -> str:
+    def _inspection_text(self, code: str, cursor: int) -> str:
         try:
-            part = part_for_ranks(code, cursor, self._is_automatic())
+            part = rank_code(code, cursor, self._is_automatic())
             name = token_at_cursor(part.code, part.cursor) if part is not None else ""
         except Exception:  # of a tokenizer that does not like the code
             return ""
         if part is None or not name or name.startswith("%"):
             return ""
-        answers = ask(name, part.line, inspect=True)
+        answers = request_completion(name, part.line, inspect=True)
         return render.fold_text(
             {rank: answer.text for rank, answer in answers.items() if answer.text}
         )
 
 
-def ask(code: str, line: str, *, inspect: bool) -> dict[int, CompletionReply]:
+def request_completion(code: str, line: str, *, inspect: bool) -> dict[int, CompletionReply]:
     """Ask ranks about code that a magic with this line would send to them."""
     try:
         session = current_session()
@@ -185,7 +184,7 @@ def ask(code: str, line: str, *, inspect: bool) -> dict[int, CompletionReply]:
         launcher = session.launcher
         dead = launcher.dead_ranks()
         living = [rank for rank in ranks if rank not in dead]
-        return launcher.complete(living[:ASKED], code, inspect, PATIENCE)
+        return launcher.complete(living[:MAX_COMPLETION_RANKS], code, inspect, COMPLETION_TIMEOUT_S)
     except DistsessionError:
         return {}
 
@@ -204,13 +203,13 @@ def _is_for_ipython(code: str) -> bool:
     return line.startswith(("%", "!", "import ", "from "))
 
 
-def _words(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
+def _next_words(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
     """Commands and flags that a line may go on with."""
     words: list[str] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             if given and given[0] in action.choices:
-                return _words(action.choices[given[0]], given[1:])
+                return _next_words(action.choices[given[0]], given[1:])
             words += action.choices
         elif action.choices and not action.option_strings:
             words += [str(choice) for choice in action.choices]

@@ -82,16 +82,23 @@ class Bar:
     Attributes:
         label: The text before it.
         percent: From 0 to 100.
-        count: Such as ``"45/100"``.
+        done: How much of the total, such as ``"45"``.
+        total: Such as ``"100"`` or ``"1.2M"``.
         rest: Times and rate, such as ``"[00:01<00:02, 30.0it/s]"``.
         seconds: That have passed, if it says so.
     """
 
     label: str
     percent: int
-    count: str
+    done: str
+    total: str
     rest: str = ""
     seconds: int | None = None
+
+    @property
+    def count(self) -> str:
+        """``45/100``."""
+        return f"{self.done}/{self.total}"
 
 
 def parse_bar(line: str) -> Bar | None:
@@ -107,7 +114,8 @@ def parse_bar(line: str) -> Bar | None:
     return Bar(
         found["label"].strip().rstrip(":"),
         min(100, int(found["percent"])),
-        f"{found['done']}/{found['total']}",
+        found["done"],
+        found["total"],
         found["rest"] or "",
         seconds,
     )

@@ -12,9 +12,10 @@ from IPython.core.magic import no_var_expand
 
 from distsession import options as session_options
 from distsession import session as session_module
+from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
-from distsession.notebook.autopx import MARK, Auto
+from distsession.notebook.autopx import AUTO_FLAG, AutoPx
 from distsession.notebook.cell import make_output
 from distsession.notebook.completion import RankCompleter
 from distsession.notebook.panel import make_panel
@@ -34,10 +35,10 @@ class _Parser(argparse.ArgumentParser):
         raise OptionsError(f"{message}. See {self.prog} --help.")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise _Helped
+        raise _HelpShown
 
 
-class _Helped(Exception):
+class _HelpShown(Exception):
     """``--help`` was asked for and has been printed."""
 
 
@@ -99,7 +100,7 @@ def _parse(parser: _Parser, line: str) -> argparse.Namespace | None:
     """The line's arguments; None where the user asked for help."""
     try:
         return parser.parse_args(shlex.split(line))
-    except _Helped:
+    except _HelpShown:
         return None
     except ValueError as error:  # an unclosed quote
         raise OptionsError(f"{parser.prog} {line}: {error}.") from None
@@ -111,8 +112,8 @@ class Magics:
     def __init__(self, shell: Any):
         self._shell = shell
         parsers = {"%%distributed": _cell_parser, "%session": _session_parser}
-        self.auto = Auto(shell)
-        self.sight = RankCompleter(shell, parsers, lambda: self.auto.is_on)
+        self.auto = AutoPx(shell)
+        self.completer = RankCompleter(shell, parsers, lambda: self.auto.is_on)
         self._started: Session | None = None  # by %session start
 
     # --- %session ---------------------------------------------------------------------------------
@@ -133,20 +134,22 @@ class Magics:
         old = self._started
         if old is not None and old.is_open:
             if old.options == wanted:
-                return _line(f"{old.status()}. It was running already; %session restart renews it.")
+                return _text_table(
+                    f"{old.status()}. It was running already; %session restart renews it."
+                )
             raise SessionStateError(
                 f"{old.status()}. Close it first with %session close, or start a second one "
                 "beside it with Session(...)."
             )
         self._started = Session(**given)
-        return _line(self._started.status())
+        return _text_table(self._started.status())
 
     def _status(self, _: argparse.Namespace) -> Table:
         try:
             mark = " Plain cells go to the ranks: %session auto is on." if self.auto.is_on else ""
-            return _line(current_session().status() + ("." + mark if mark else ""))
+            return _text_table(current_session().status() + ("." + mark if mark else ""))
         except SessionStateError as error:
-            return _line(str(error))
+            return _text_table(str(error))
 
     def _config(self, _: argparse.Namespace) -> Table:
         return current_session().show_config()
@@ -159,7 +162,7 @@ class Magics:
         ranks = parse_ranks(arguments.ranks, session.world_size) if arguments.ranks else None
         names = [name.strip() for name in arguments.restore.split(",") if name.strip()]
         session.restart(ranks, restore=names)
-        return _line(session.status())
+        return _text_table(session.status())
 
     def _diagnose(self, arguments: argparse.Namespace) -> Table:
         return current_session().diagnose(stacks=arguments.stacks)
@@ -169,13 +172,13 @@ class Magics:
 
     def _interrupt(self, _: argparse.Namespace) -> Table:
         hit = current_session().interrupt()
-        return _line("interrupted." if hit else "nothing was running.")
+        return _text_table("interrupted." if hit else "nothing was running.")
 
     def _close(self, _: argparse.Namespace) -> Table:
         session = current_session()
         session.close()
         was_on, self.auto.is_on = self.auto.is_on, False
-        return _line(session.status() + ("; %session auto is off" if was_on else ""))
+        return _text_table(session.status() + ("; %session auto is off" if was_on else ""))
 
     def _auto(self, arguments: argparse.Namespace) -> Table:
         if arguments.state == "on":
@@ -183,8 +186,10 @@ class Magics:
         if arguments.state is not None:
             self.auto.is_on = arguments.state == "on"
         if self.auto.is_on:
-            return _line("auto is on: plain cells go to the ranks, except those with %%local.")
-        return _line("auto is off: plain cells stay in the notebook.")
+            return _text_table(
+                "auto is on: plain cells go to the ranks, except those with %%local."
+            )
+        return _text_table("auto is off: plain cells stay in the notebook.")
 
     def _export(self, arguments: argparse.Namespace) -> Table:
         names = [name.strip() for name in arguments.check.split(",") if name.strip()]
@@ -197,7 +202,7 @@ class Magics:
         )
         batch = f" and {script.with_suffix('.sbatch')}" if arguments.slurm else ""
         checked = f" It gives the same {', '.join(names)}." if names else ""
-        return _line(f"wrote {script}{batch}.{checked}")
+        return _text_table(f"wrote {script}{batch}.{checked}")
 
     # --- %distributed -----------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class Magics:
         return self._run_cell(line, cell)
 
     def _run_cell(self, line: str, cell: str) -> None:
-        is_automatic = line.strip() == MARK
+        is_automatic = line.strip() == AUTO_FLAG
         if is_automatic:
             line = ""
         arguments = _parse(_cell_parser(), line)
@@ -224,12 +229,12 @@ class Magics:
             return
         if arguments.out is not None and not arguments.out.isidentifier():
             raise OptionsError(f"--out takes the name of a variable, not {arguments.out!r}.")
-        pushed = self._to_push(arguments.push)
+        pushed = self._variables_to_push(arguments.push)
         pulled = _names("--pull", arguments.pull)
         session = current_session()
         view = _view(session, arguments.ranks)
         label = f"In[{_cell_number(self._shell)}]"
-        afterwards = TimelineOutput(arguments, view, label)
+        timeline_output = TimelineOutput(arguments, view, label)
         if pushed:
             view.push(pushed)
         if is_automatic:
@@ -246,25 +251,25 @@ class Magics:
                 fetch=arguments.out is not None,
                 timeout=arguments.timeout,
                 label=label,
-                profile=afterwards.profile,
+                profile=timeline_output.profile,
                 debug=parse_ranks(arguments.debug, session.world_size) if arguments.debug else (),
             )
             if arguments.out is not None:
-                self._keep(arguments.out, results)
+                self._assign(arguments.out, results)
             if pulled:
                 self._pull(view, pulled)
         except BaseException:
-            afterwards.show(failed=True)
+            timeline_output.show(failed=True)
             raise
-        afterwards.show()
+        timeline_output.show()
 
     def _pull(self, view: RankView, names: Sequence[str]) -> None:
         brought = view.pull(*names)
         for name in names:
             values = {r: v[name] for r, v in brought.items()} if len(names) > 1 else brought
-            self._keep(name, RankResults(values, duration=brought.duration))
+            self._assign(name, RankResults(values, duration=brought.duration))
 
-    def _to_push(self, text: str) -> dict[str, Any]:
+    def _variables_to_push(self, text: str) -> dict[str, Any]:
         names = _names("--push", text)
         missing = [name for name in names if name not in self._shell.user_ns]
         if missing:
@@ -273,7 +278,7 @@ class Magics:
             )
         return {name: self._shell.user_ns[name] for name in names}
 
-    def _keep(self, name: str, results: RankResults[Any] | None) -> None:
+    def _assign(self, name: str, results: RankResults[Any] | None) -> None:
         self._shell.user_ns[name] = results
 
     # --- ipyparallel's own ------------------------------------------------------------------------
@@ -306,10 +311,8 @@ def _names(flag: str, text: str) -> list[str]:
     return names
 
 
-def _line(text: str) -> Table:
-    import html
-
-    return Table(text, f"<pre>{html.escape(text)}</pre>")
+def _text_table(text: str) -> Table:
+    return Table(text, element("pre", text))
 
 
 _NAMES: Sequence[tuple[str, Sequence[str]]] = (
@@ -332,7 +335,7 @@ def register(shell: Any) -> None:
                 continue
             shell.register_magic_function(getattr(magics, name), kind, name)
     magics.auto.register()
-    magics.sight.register()
+    magics.completer.register()
 
 
 def unregister(shell: Any) -> None:
@@ -343,5 +346,5 @@ def unregister(shell: Any) -> None:
             magics = getattr(present[kind].get(name), "__self__", None)
             if isinstance(magics, Magics):
                 magics.auto.unregister()
-                magics.sight.unregister()
+                magics.completer.unregister()
                 del present[kind][name]

@@ -16,16 +16,16 @@ from typing import Any
 from distsession.notebook.lines import Bar, Lines, parse_bar
 from distsession.protocol.messages import Display
 
-__all__ = ["Line", "Section", "Transcript", "Written"]
+__all__ = ["OutputLine", "RankText", "Section", "Transcript"]
 
-HEAD, TAIL = 100, 100
+HEAD_LINES, TAIL_LINES = 100, 100
 """Lines of a rank's text that are kept from its beginning and from its end."""
-WIDTH = 4000
+MAX_LINE_CHARS = 4000
 """Characters of a line that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OutputLine:
     """One line of text; with its bar, if it is a progress bar's last state."""
 
     text: str
@@ -33,12 +33,12 @@ class Line:
     bar: Bar | None = None
 
 
-class Written:
+class RankText:
     """Text that one rank wrote: its first and its last lines, and a hash of all of it."""
 
     def __init__(self) -> None:
-        self.head: list[Line] = []
-        self.tail: deque[Line] = deque(maxlen=TAIL)
+        self.head: list[OutputLine] = []
+        self.tail: deque[OutputLine] = deque(maxlen=TAIL_LINES)
         self.count = 0
         self._hashes = {"stdout": hashlib.blake2b(), "stderr": hashlib.blake2b()}
 
@@ -54,10 +54,10 @@ class Written:
         for at, bar in bars.items():  # two ranks that came equally far are alike
             same[at] = f"{bar.label} {bar.count}"
         self._hashes[stream].update("\n".join((*same, "")).encode("utf-8", "surrogatepass"))
-        room = max(0, HEAD - len(self.head))
-        first = max(room, len(lines) - TAIL)
+        room = max(0, HEAD_LINES - len(self.head))
+        first = max(room, len(lines) - TAIL_LINES)
         for at in (*range(min(room, len(lines))), *range(first, len(lines))):
-            line = Line(_cut(lines[at][0]), stream, bars.get(at))
+            line = OutputLine(_cut(lines[at][0]), stream, bars.get(at))
             (self.head if at < room else self.tail).append(line)
 
     @property
@@ -75,9 +75,9 @@ class Written:
 
 
 def _cut(text: str) -> str:
-    if len(text) <= WIDTH:
+    if len(text) <= MAX_LINE_CHARS:
         return text
-    return f"{text[:WIDTH]} ... ({len(text) - WIDTH:,} more characters)"
+    return f"{text[:MAX_LINE_CHARS]} ... ({len(text) - MAX_LINE_CHARS:,} more characters)"
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Section:
         handle: Where it is shown.
     """
 
-    texts: dict[int, Written] = field(default_factory=dict)
+    texts: dict[int, RankText] = field(default_factory=dict)
     displays: dict[int, Display] = field(default_factory=dict)
     changed: bool = True
     handle: Any = None
@@ -100,31 +100,31 @@ class Transcript:
 
     def __init__(self) -> None:
         self.sections: list[Section] = []
-        self._at: dict[int, int] = {}
+        self._section_index: dict[int, int] = {}
         self._lines: dict[tuple[int, str], Lines] = {}
-        self._last: dict[int, str] = {}
-        self._to_clear: set[int] = set()
+        self._last_lines: dict[int, str] = {}
+        self._pending_clears: set[int] = set()
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """Take a piece of text."""
-        self._clear_if_due(rank)
+        self._clear_pending(rank)
         lines = self._lines.setdefault((rank, stream), Lines())
         self._add(rank, stream, lines.feed(text))
 
     def display(self, message: Display) -> None:
         """Take something displayed; it comes after what the rank has written."""
-        self._clear_if_due(message.rank)
+        self._clear_pending(message.rank)
         self._finish(message.rank)
         section = self._section(message.rank)
         section.displays[message.rank] = message
         section.changed = True
-        self._at[message.rank] = self._at.get(message.rank, 0) + 1
+        self._section_index[message.rank] = self._section_index.get(message.rank, 0) + 1
 
     def clear(self, rank: int, wait: bool) -> None:
         """Drop what a rank has put out: now, or when it next puts something out."""
-        self._to_clear.add(rank)
+        self._pending_clears.add(rank)
         if not wait:
-            self._clear_if_due(rank)
+            self._clear_pending(rank)
 
     def finish(self) -> None:
         """The run is over: unfinished lines are finished."""
@@ -137,12 +137,14 @@ class Transcript:
             lines = self._lines.get((rank, stream))
             if lines is not None and lines.partial.strip():
                 return lines.partial
-        return self._last.get(rank, "")
+        return self._last_lines.get(rank, "")
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that have put out something."""
-        return tuple(sorted({*self._at, *self._last, *(rank for rank, _ in self._lines)}))
+        return tuple(
+            sorted({*self._section_index, *self._last_lines, *(rank for rank, _ in self._lines)})
+        )
 
     def __iter__(self) -> Iterator[Section]:
         return iter(self.sections)
@@ -150,7 +152,7 @@ class Transcript:
     # --- inside -----------------------------------------------------------------------------------
 
     def _section(self, rank: int) -> Section:
-        at = self._at.setdefault(rank, 0)
+        at = self._section_index.setdefault(rank, 0)
         while len(self.sections) <= at:
             self.sections.append(Section())
         return self.sections[at]
@@ -159,10 +161,10 @@ class Transcript:
         if not lines:
             return
         section = self._section(rank)
-        section.texts.setdefault(rank, Written()).add(stream, lines)
+        section.texts.setdefault(rank, RankText()).add(stream, lines)
         section.changed = True
         last = next((text for text, _ in reversed(lines) if text.strip()), "")
-        self._last[rank] = _cut(last) or self._last.get(rank, "")
+        self._last_lines[rank] = _cut(last) or self._last_lines.get(rank, "")
 
     def _finish(self, rank: int) -> None:
         for stream in ("stdout", "stderr"):
@@ -173,13 +175,13 @@ class Transcript:
                 if rest:
                     self._add(rank, stream, [(rest, redrawn)])
 
-    def _clear_if_due(self, rank: int) -> None:
-        if rank not in self._to_clear:
+    def _clear_pending(self, rank: int) -> None:
+        if rank not in self._pending_clears:
             return
-        self._to_clear.discard(rank)
+        self._pending_clears.discard(rank)
         self._finish(rank)
         for section in self.sections:
             dropped = (section.texts.pop(rank, None), section.displays.pop(rank, None))
             section.changed = section.changed or any(dropped)
-        self._at[rank] = 0
-        self._last.pop(rank, None)
+        self._section_index[rank] = 0
+        self._last_lines.pop(rank, None)

@@ -8,7 +8,6 @@ the panel any more.
 from __future__ import annotations
 
 import contextlib
-import html
 import logging
 import secrets
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distsession.display import panel
+from distsession.display.html import Html, element, join
 from distsession.display.panel import Snapshot
 from distsession.errors import SessionStateError
 from distsession.kernel.snapshot import Snapshots
@@ -27,12 +27,12 @@ __all__ = ["Panel", "make_panel"]
 
 log = logging.getLogger(__name__)
 
-INTERVAL = 1.0
+UPDATE_INTERVAL_S = 1.0
 """Seconds between two looks."""
-NO_RANK = "choose a rank"
-VIEW = "application/vnd.jupyter.widget-view+json"
+NO_RANK_LABEL = "choose a rank"
+WIDGET_VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 
-_live: dict[Session, Live] = {}
+_widgets: dict[Session, PanelWidgets] = {}
 
 
 def make_panel(session: Session) -> Panel | None:
@@ -45,52 +45,53 @@ class Panel(Table):
 
     def __init__(self, session: Session):
         self._session = session
-        self._observer = Snapshots(session)
-        self._overview = self._observer.take()
-        super().__init__(panel.snapshot_text(self._overview), panel.snapshot_html(self._overview))
+        self._snapshots = Snapshots(session)
+        self._snapshot = self._snapshots.take()
+        super().__init__(panel.snapshot_text(self._snapshot), panel.snapshot_html(self._snapshot))
 
     def bundle(self) -> dict[str, Any]:
         """The table in all its forms; whoever shows it takes the best that it can."""
         static = super().bundle()
-        if not _is_watched() or not self._session.is_open:
+        if not _has_viewer() or not self._session.is_open:
             return static
-        live = _live.get(self._session)
-        if live is None or live.is_closed:
-            live = _live[self._session] = Live(self._session, self._observer, self._overview)
-        live.show_static(static)
-        status = self._overview.status
-        return {**live.show(), "text/html": f"<p>{html.escape(status)}</p>", "text/plain": status}
+        widgets = _widgets.get(self._session)
+        if widgets is None or widgets.is_closed:
+            widgets = _widgets[self._session] = PanelWidgets(
+                self._session, self._snapshots, self._snapshot
+            )
+        widgets.show_static(static)
+        status = self._snapshot.status
+        return {**widgets.bundle(), "text/html": element("p", status), "text/plain": status}
 
 
-class Live:
+class PanelWidgets:
     """The widgets of one session, wherever and however often they are shown.
 
     Args:
         session: Which.
-        observer: Looks at it, from here on for these widgets alone.
-        overview: What to show first.
+        snapshots: Looks at it, from here on for these widgets alone.
+        snapshot: What to show first.
     """
 
-    def __init__(self, session: Session, observer: Snapshots, overview: Snapshot):
+    def __init__(self, session: Session, snapshots: Snapshots, snapshot: Snapshot):
         import ipywidgets
 
         self._session = session
-        self._observer = observer
-        self._shown = overview
-        self._mark = f"distsession-static-{secrets.token_hex(4)}"
+        self._snapshots = snapshots
+        self._shown = snapshot
+        self._static_class = f"distsession-static-{secrets.token_hex(4)}"
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._leave = threading.Event()
-        self._was_seen = False
+        self._stopped = threading.Event()
+        self._was_viewed = False
         self._dead: frozenset[int] = frozenset()
         self._status = ipywidgets.HTML()
         self._rows = ipywidgets.HTML()
-        self._config = ipywidgets.HTML(
-            f"<style>.{self._mark}{{display:none}}</style>{panel.config_html(overview)}"
-        )
+        hidden = element("style", f".{self._static_class}{{display:none}}")
+        self._config = ipywidgets.HTML(join((hidden, panel.config_html(snapshot))))
         self._answer = ipywidgets.HTML()
         self._rank = ipywidgets.Dropdown(
-            options=[(NO_RANK, -1), *((f"rank {rank}", rank) for rank in session.ranks)],
+            options=[(NO_RANK_LABEL, -1), *((f"rank {rank}", rank) for rank in session.ranks)],
             value=-1,
             layout={"width": "auto"},
         )
@@ -114,19 +115,19 @@ class Live:
             ],
             _view_count=0,  # the front end then counts
         )
-        self._widget.observe(self._on_views, "_view_count")
-        self._actions: dict[str, Callable[[], str]] = {
+        self._widget.observe(self._handle_view_count, "_view_count")
+        self._actions: dict[str, Callable[[], Html]] = {
             "Stop": self._stop,
             "Diagnose": self._diagnose,
             "Stacks": self._stacks,
             "Restart rank": self._restart,
         }
-        self._acting: set[str] = set()
+        self._running_actions: set[str] = set()
         for name, button in self._buttons.items():
-            button.on_click(lambda _, name=name: self._act(name))
+            button.on_click(lambda _, name=name: self._handle_click(name))
         for widget in (*self._buttons.values(), self._rank, self._widget):
-            _take_at_once(widget)
-        self._update(overview)
+            _handle_on_subshell(widget)
+        self._update(snapshot)
 
     def show_static(self, bundle: dict[str, Any]) -> None:
         """Put out what is to be seen where the widgets are not; while they are, they hide it.
@@ -136,114 +137,112 @@ class Live:
         """
         from IPython.display import display
 
-        table = f'<div class="{self._mark}">{bundle["text/html"]}</div>'
+        table = element("div", Html(bundle["text/html"]), class_=self._static_class)
         display({**bundle, "text/html": table}, raw=True)
 
-    def show(self) -> dict[str, Any]:
+    def bundle(self) -> dict[str, Any]:
         """What the front end needs to show the widgets; they are live from here on."""
-        self._was_seen = False
-        self._begin()
+        self._was_viewed = False
+        self._start_updates()
         bundle: dict[str, Any] = self._widget._repr_mimebundle_()
-        return {VIEW: bundle[VIEW]}
+        return {WIDGET_VIEW_TYPE: bundle[WIDGET_VIEW_TYPE]}
 
     @property
     def is_closed(self) -> bool:
         """Whether the user has closed the widgets, by ``Widget.close_all()`` for example."""
         return self._widget.comm is None
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- updates ----------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _start_updates(self) -> None:
         with self._lock:
-            if self._thread is None or not self._thread.is_alive() or self._leave.is_set():
-                self._leave = threading.Event()
+            if self._thread is None or not self._thread.is_alive() or self._stopped.is_set():
+                self._stopped = threading.Event()
                 self._thread = threading.Thread(
-                    target=self._keep_looking,
-                    args=(self._leave,),
+                    target=self._update_repeatedly,
+                    args=(self._stopped,),
                     name="distsession-panel",
                     daemon=True,
                 )
                 self._thread.start()
 
-    def _on_views(self, change: Any) -> None:
+    def _handle_view_count(self, change: Any) -> None:
         """The front end shows one view more or less."""
         if change.new:
-            self._was_seen = True
-            self._begin()
-        elif self._was_seen:
-            self._leave.set()
+            self._was_viewed = True
+            self._start_updates()
+        elif self._was_viewed:
+            self._stopped.set()
 
-    def _keep_looking(self, leave: threading.Event) -> None:
-        while not leave.wait(INTERVAL):
+    def _update_repeatedly(self, stopped: threading.Event) -> None:
+        while not stopped.wait(UPDATE_INTERVAL_S):
             if self.is_closed:
                 break
             if not self._session.is_open:
-                self._end()
+                self._show_closed()
                 break
             try:
-                self._update(self._observer.take())
+                self._update(self._snapshots.take())
             except Exception:
                 # The session is being restarted or closed. The next look will tell; and what is
                 # wrong here must not become an error beside the user's own.
                 log.debug("the panel could not look", exc_info=True)
                 if not self._session.infos:  # after the end of their agent, all start anew
-                    _set(self._status, panel.status_html(self._session.status()))
-                    _set(self._rows, panel.rows_html(panel.ended(self._shown.lines)))
+                    _set_value(self._status, panel.status_html(self._session.status()))
+                    _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
 
-    def _update(self, overview: Snapshot) -> None:
-        self._shown = overview
-        _set(self._status, panel.status_html(overview.status))
-        _set(self._rows, panel.rows_html(overview.lines))
-        dead = frozenset(line.rank for line in overview.lines if line.kind == "dead")
+    def _update(self, snapshot: Snapshot) -> None:
+        self._shown = snapshot
+        _set_value(self._status, panel.status_html(snapshot.status))
+        _set_value(self._rows, panel.rows_html(snapshot.rows))
+        dead = frozenset(row.rank for row in snapshot.rows if row.kind == "dead")
         if dead - self._dead and self._rank.value not in dead:
             self._rank.value = min(dead - self._dead)
         self._dead = dead
 
-    def _end(self) -> None:
+    def _show_closed(self) -> None:
         """Show that the session is closed."""
-        _live.pop(self._session, None)
+        _widgets.pop(self._session, None)
         for control in (*self._buttons.values(), self._rank):
             control.disabled = True
-        _set(self._status, panel.status_html(self._session.status()))
-        _set(self._rows, panel.rows_html(panel.ended(self._shown.lines)))
+        _set_value(self._status, panel.status_html(self._session.status()))
+        _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
 
     # --- buttons ----------------------------------------------------------------------------------
 
-    def _act(self, name: str) -> None:
+    def _handle_click(self, name: str) -> None:
         """Do what a button says, in a thread of its own: Stop must work beside a slow restart."""
-        if name in self._acting:
+        if name in self._running_actions:
             return
-        self._acting.add(name)
+        self._running_actions.add(name)
         threading.Thread(
-            target=self._do, args=(name,), name="distsession-button", daemon=True
+            target=self._run_action, args=(name,), name="distsession-button", daemon=True
         ).start()
 
-    def _do(self, name: str) -> None:
-        self._say(f"<p>{name} ...</p>")
+    def _run_action(self, name: str) -> None:
+        self._show_answer(element("p", f"{name} ..."))
         try:
-            self._say(self._actions[name]())
+            self._show_answer(self._actions[name]())
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {error}"
-            self._say(f"<pre>{html.escape(text)}</pre>", is_error=True)
+            self._show_answer(element("pre", text), is_error=True)
         finally:
-            self._acting.discard(name)
+            self._running_actions.discard(name)
 
-    def _say(self, content: str, *, is_error: bool = False) -> None:
-        _set(self._answer, panel.answer_html(content, is_error=is_error))
+    def _show_answer(self, content: Html, *, is_error: bool = False) -> None:
+        _set_value(self._answer, panel.answer_html(content, is_error=is_error))
 
-    def _stop(self) -> str:
+    def _stop(self) -> Html:
         hit = self._session.interrupt()
-        return (
-            "<p>Stop: what ran is interrupted.</p>" if hit else "<p>Stop: nothing was running.</p>"
-        )
+        return element("p", f"Stop: {'what ran is interrupted' if hit else 'nothing was running'}.")
 
-    def _diagnose(self) -> str:
-        return str(self._session.diagnose().bundle()["text/html"])
+    def _diagnose(self) -> Html:
+        return Html(self._session.diagnose().bundle()["text/html"])
 
-    def _stacks(self) -> str:
-        return str(self._session.diagnose(stacks=True).bundle()["text/html"])
+    def _stacks(self) -> Html:
+        return Html(self._session.diagnose(stacks=True).bundle()["text/html"])
 
-    def _restart(self) -> str:
+    def _restart(self) -> Html:
         rank = self._rank.value
         if rank < 0:
             raise SessionStateError("choose a rank first, beside the button.")
@@ -257,16 +256,16 @@ class Live:
             )
         session.restart([rank])
         self._rank.value = -1
-        return f"<p>Rank {rank} has a fresh process, without variables.</p>"
+        return element("p", f"Rank {rank} has a fresh process, without variables.")
 
 
-def _set(widget: Any, value: str) -> None:
+def _set_value(widget: Any, value: str) -> None:
     """Nothing is sent that the front end has already."""
     if widget.value != value:
         widget.value = value
 
 
-def _take_at_once(widget: Any) -> None:
+def _handle_on_subshell(widget: Any) -> None:
     """Let a widget's messages be handled while the main thread is busy.
 
     JupyterLab sends them to a thread beside it (a subshell) where the kernel has such. ipykernel
@@ -284,7 +283,7 @@ def _kernel() -> Any:
     return getattr(shell, "kernel", None)
 
 
-def _is_watched() -> bool:
+def _has_viewer() -> bool:
     """Whether somebody looks on: nbconvert and its like, which can be asked nothing, do not."""
     kernel = _kernel()
     if kernel is None:

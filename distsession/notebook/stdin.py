@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import getpass
 
-__all__ = ["ask"]
+__all__ = ["read_input"]
 
 
-def ask(prompt: str, secret: bool = False) -> str:
+def read_input(prompt: str, secret: bool = False) -> str:
     """A line of input: from the notebook's box, a terminal, or standard input.
 
     Jupyter replaces both functions by such as open a box. Its own exception where there is none is

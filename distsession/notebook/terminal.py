@@ -22,10 +22,12 @@ from distsession.protocol.messages import Display, RankReport, Text
 
 __all__ = ["TerminalOutput"]
 
-LIVE_INTERVAL = 0.1
+LIVE_INTERVAL_S = 0.1
 """Seconds between two updates of the line of unfinished lines."""
-BATCH = 1 << 16
+BATCH_CHARS = 1 << 16
 """Characters that are written in one piece."""
+FLUSH_INTERVAL_S = 0.02
+"""Seconds after which text is written though a piece is not full."""
 
 
 class TerminalOutput(Output):
@@ -38,7 +40,7 @@ class TerminalOutput(Output):
         self._batch: list[str] = []
         self._batch_size = 0
         self._batch_stream = "stdout"
-        self._flushed = time.monotonic()
+        self._flushed_at = time.monotonic()
         self._live = _LiveLine()
         self._notice = _Notice()
         self.is_file = not sys.stderr.isatty()
@@ -50,11 +52,11 @@ class TerminalOutput(Output):
             prefix = f"[{message.rank}] "
             text = "".join(f"{prefix}{line}\n" for line, _ in lines.feed(message.text))
             if text:
-                self._put(message.stream, text)
+                self._write_batched(message.stream, text)
             self._update_live()
         elif isinstance(message, Display):
             self._flush()
-            self._put("stdout", _plain([message.rank], message.data) + "\n")
+            self._write_batched("stdout", _plain_text([message.rank], message.data) + "\n")
 
     def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
         """Nothing is shown of what ranks do."""
@@ -63,7 +65,7 @@ class TerminalOutput(Output):
         """Show the last value of a cell, ranks that show the same folded into one."""
         self._finish_lines()
         for ranks, (data, _) in fold_bundles(shown):
-            self._put("stdout", _plain(list(ranks), data) + "\n")
+            self._write_batched("stdout", _plain_text(list(ranks), data) + "\n")
         self._flush()
 
     def notify(self, text: str) -> None:
@@ -80,24 +82,24 @@ class TerminalOutput(Output):
         """Have somebody answer a rank, below all that has been put out so far."""
         self._finish_lines()
         self._notice.show("")
-        return stdin.ask(prompt, secret)
+        return stdin.read_input(prompt, secret)
 
     # --- text -------------------------------------------------------------------------------------
 
-    def _put(self, stream: str, text: str) -> None:
+    def _write_batched(self, stream: str, text: str) -> None:
         if stream != self._batch_stream:
             self._flush()
             self._batch_stream = stream
         self._batch.append(text)
         self._batch_size += len(text)
         now = time.monotonic()
-        if self._batch_size > BATCH or now - self._flushed > 0.02:
+        if self._batch_size > BATCH_CHARS or now - self._flushed_at > FLUSH_INTERVAL_S:
             self._flush()
 
     def _flush(self) -> None:
-        self._flushed = time.monotonic()
+        self._flushed_at = time.monotonic()
         if self._batch:
-            self._live.make_way()
+            self._live.clear()
             target = getattr(sys, self._batch_stream)
             target.write("".join(self._batch))
             target.flush()
@@ -108,7 +110,7 @@ class TerminalOutput(Output):
         for (rank, stream), lines in sorted(self._lines.items()):
             rest = lines.finish()
             if rest:
-                self._put(stream, f"[{rank}] {rest}\n")
+                self._write_batched(stream, f"[{rank}] {rest}\n")
         self._flush()
         self._live.show({})
 
@@ -134,9 +136,9 @@ class _LiveLine:
 
     @property
     def is_due(self) -> bool:
-        return self._is_terminal and time.monotonic() - self._shown_at > LIVE_INTERVAL
+        return self._is_terminal and time.monotonic() - self._shown_at > LIVE_INTERVAL_S
 
-    def make_way(self) -> None:
+    def clear(self) -> None:
         """Other text is about to be written."""
         if self._is_shown:
             self._is_shown = False
@@ -144,7 +146,7 @@ class _LiveLine:
 
     def show(self, partial: dict[int, str]) -> None:
         """Show the beginnings of what is unfinished, as far as the line reaches."""
-        self.make_way()
+        self.clear()
         if partial and self._is_terminal:
             self._shown_at = time.monotonic()
             share = max(12, (shutil.get_terminal_size().columns - 1) // len(partial))
@@ -168,6 +170,6 @@ class _Notice:
             sys.stderr.flush()
 
 
-def _plain(ranks: list[int], data: dict[str, Any]) -> str:
+def _plain_text(ranks: list[int], data: dict[str, Any]) -> str:
     text = str(data.get("text/plain", f"<{', '.join(data)}>"))
     return f"{rank_label(ranks)}{chr(10) if chr(10) in text else ' '}{text}"

@@ -20,7 +20,7 @@ CELL, TRANSFERS, OPERATIONS = 0, 1, 10
 """Threads of a rank; operations that overlap are on several, numbered from the last of these."""
 PROFILED = 1000
 """Threads of torch's profiler are numbered from here on."""
-ARROW = 100_000
+ARROW_MIN_WAIT_NS = 100_000
 """Nanoseconds of waiting from which an arrow shows for whom."""
 
 Event = dict[str, Any]
@@ -82,7 +82,7 @@ def _rank_events(merged: Merged, rank: int) -> Iterator[Event]:
     record, zero = merged.traces[rank], merged.began
     yield from _thread(rank, CELL, "cell")
     span = (record.began - zero, record.ended - zero)
-    yield _span(rank, CELL, record.label, "cell", span, **_known(error=record.error))
+    yield _span(rank, CELL, record.label, "cell", span, **_without_empty(error=record.error))
     if merged.transfers[rank]:
         yield from _thread(rank, TRANSFERS, "transfers")
     for moved in merged.transfers[rank]:
@@ -99,7 +99,7 @@ def _rank_events(merged: Merged, rank: int) -> Iterator[Event]:
 def _step_events(step: Step, thread: int, zero: int) -> Iterator[Event]:
     record = step.record
     begin, end = record.began - zero, step.ended - zero
-    args = _known(
+    args = _without_empty(
         bytes=record.size,
         detail=record.detail,
         group=record.group,
@@ -118,7 +118,7 @@ def _step_events(step: Step, thread: int, zero: int) -> Iterator[Event]:
         yield _span(step.rank, thread, f"wait for rank {who}", "wait", span)
 
 
-def _known(**args: Any) -> dict[str, Any]:
+def _without_empty(**args: Any) -> dict[str, Any]:
     return {name: value for name, value in args.items() if value not in ("", [], False)}
 
 
@@ -147,7 +147,7 @@ def _arrows(merged: Merged) -> Iterator[Event]:
         for step, lane in zip(steps, lanes[rank], strict=True):
             record = step.record
             source = threads.get((record.group, record.sequence, *step.late[:1]))  # type: ignore[arg-type]
-            if step.wait < ARROW or len(step.late) != 1 or source is None:
+            if step.wait < ARROW_MIN_WAIT_NS or len(step.late) != 1 or source is None:
                 continue
             number += 1
             arrow = {"name": "waited for", "cat": "wait", "id": f"wait {number}"}

@@ -30,6 +30,7 @@ class OperationRecord(NamedTuple):
         is_async: It was issued, and waited for later if at all.
         is_future: C++ waits for it, as in a backward, and does not say from when on.
         failed: It was not done.
+        is_from_any: It receives from whichever rank sends.
     """
 
     name: str
@@ -45,6 +46,7 @@ class OperationRecord(NamedTuple):
     is_async: bool = False
     is_future: bool = False
     failed: bool = False
+    is_from_any: bool = False
 
 
 class TransferRecord(NamedTuple):

@@ -8,12 +8,14 @@ most: neighbours that are too short to be seen apart are drawn as one.
 
 from __future__ import annotations
 
-import html
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
+from distsession.display import html
+from distsession.display.html import Html, element
 from distsession.ranks import ranks_text
 from distsession.timeline.waits import Merged, Step
 
@@ -23,54 +25,15 @@ WIDTH = 960
 LEFT, RIGHT = 84, 12
 TOP = 22
 INNER = WIDTH - LEFT - RIGHT
-BARS = 2400
+MAX_BARS = 2400
 """How many bars there are at most."""
-FINEST = 0.25
+MIN_BAR_PX = 0.25
 """Pixels below which neighbours are drawn as one, from the start: the picture can be enlarged."""
 
-RUN, WAIT, MOVED, FAILED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
-
-SCRIPT = """<script>(() => {
-const box = document.getElementById("distsession-timeline-MARK");
-if (!box || box.dataset.zoom) return;
-box.dataset.zoom = 1;
-const outer = box.firstElementChild, inner = outer.querySelector("svg");
-const ticks = outer.querySelector(":scope > g:last-of-type"), range = outer.lastElementChild;
-const width = inner.viewBox.baseVal.width, height = inner.viewBox.baseVal.height;
-let from = 0, shown = width;
-const show = (begin, size) => {
-  shown = Math.min(width, Math.max(width / 1000, size));
-  from = Math.min(width - shown, Math.max(0, begin));
-  inner.setAttribute("viewBox", `${from} 0 ${shown} ${height}`);
-  const all = shown === width, unit = range.dataset.span / width;
-  ticks.style.display = all ? "" : "none";
-  range.textContent = all ? "" : `${(from * unit).toPrecision(4)} s to ` +
-    `${((from + shown) * unit).toPrecision(4)} s (double-click with Shift shows all)`;
-};
-const at = e => (e.clientX - inner.getBoundingClientRect().left) /
-  outer.getBoundingClientRect().width * outer.viewBox.baseVal.width / width;
-const zoom = (e, by) => show(from + at(e) * shown * (1 - by), shown * by);
-box.addEventListener("wheel", e => {
-  if (!e.ctrlKey) return;
-  e.preventDefault();
-  zoom(e, e.deltaY < 0 ? 0.8 : 1.25);
-}, {passive: false});
-box.addEventListener("dblclick", e => e.shiftKey ? show(0, width) : zoom(e, 0.5));
-let held = null;
-box.addEventListener("pointerdown", e => { held = [at(e), from]; });
-box.addEventListener("pointermove", e => {
-  if (held && e.buttons) show(held[1] + (held[0] - at(e)) * shown, shown);
-});
-})()</script>"""
-"""Ctrl and the wheel, or a double click, enlarge; dragging moves what is enlarged."""
-
-UNTRUSTED = (
-    "<style>.distsession-picture-MARK{display:block!important}"
-    ".distsession-untrusted-MARK{display:none}</style><div class=distsession-untrusted-MARK>"
-    "The picture can be seen once the notebook is trusted.</div>"
-)
-"""JupyterLab drops SVG's elements from a notebook that it does not trust, but not their text. It
-drops style sheets, too, so it is a style sheet that shows the picture and hides this line."""
+RUN, WAIT, MOVED, FAILED = html.BLUE, html.ORANGE, html.GREEN, html.VERMILION
+_CELL_PAINT = {"fill": "currentColor", "fill-opacity": "0.13"}
+_THIN = {"vector-effect": "non-scaling-stroke"}
+"""Lines keep their width when the picture is enlarged."""
 
 Scale = Callable[[float], float]
 
@@ -87,7 +50,7 @@ class _Bar:
     count: int = 1
 
 
-def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> str:
+def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> Html:
     """A cell as SVG, with a script that enlarges it, without which it can be read as well.
 
     Args:
@@ -104,58 +67,96 @@ def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> str:
     def at(time: float) -> float:
         return INNER * (time - merged.began) / span
 
-    chunks = _chunks(merged, span)
+    bars = _bars_by_rank(merged, span)
     labels, rows = [], []
     for index, rank in enumerate(ranks):
         labels.append(_label(rank, TOP + index * row, row, rank in late))
-        rows.append(_row(merged, rank, chunks[rank], at, (index * row, row), mark))
+        rows.append(_row(merged, rank, bars[rank], at, (index * row, row), mark))
     lines, ticks = _axis(span, at, merged.began, height)
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + height + 26}" '
-        f'role="img" aria-label="{html.escape(title)}" '
-        'style="width:100%;min-width:480px;height:auto;background:transparent" '
-        'font-family="sans-serif" font-size="11" fill="currentColor">'
-        f"<title>{html.escape(title)}</title>{_hatching(mark)}{_legend(mark)}{''.join(labels)}"
-        f'<svg x="{LEFT}" y="{TOP}" width="{INNER}" height="{height + 4}" '
-        f'viewBox="0 0 {INNER} {height + 4}" preserveAspectRatio="none">'
-        f"{lines}{''.join(rows)}</svg>{ticks}"
-        f'<text x="{LEFT}" y="{TOP + height + 17}" data-span="{span / 1e9:.9f}"></text></svg>'
+    drawing = element(
+        "svg",
+        element("title", title),
+        _hatching(mark),
+        _legend(mark),
+        *labels,
+        element(
+            "svg",
+            lines,
+            *rows,
+            x=LEFT,
+            y=TOP,
+            width=INNER,
+            height=height + 4,
+            viewBox=f"0 0 {INNER} {height + 4}",
+            preserveAspectRatio="none",
+        ),
+        ticks,
+        element("text", x=LEFT, y=TOP + height + 17, data_span=f"{span / 1e9:.9f}"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {TOP + height + 26}",
+        role="img",
+        aria_label=title,
+        style="width:100%;min-width:480px;height:auto;background:transparent",
+        font_family="sans-serif",
+        font_size=11,
+        fill="currentColor",
     )
-    box = (
-        f"<div style=display:none class=distsession-picture-{mark}>"
-        f'<div id="distsession-timeline-{mark}" style="overflow-x:auto">{svg}</div></div>'
-    )
-    return UNTRUSTED.replace("MARK", mark) + box + SCRIPT.replace("MARK", mark)
+    box = element("div", drawing, class_="distsession-timeline", style="overflow-x:auto")
+    script = files("distsession.timeline").joinpath("zoom.js").read_text("utf-8")
+    return html.join((*_shown_if_trusted(box, mark), element("script", Html(script))))
 
 
-def _hatching(mark: str) -> str:
+def _shown_if_trusted(box: Html, mark: str) -> tuple[Html, ...]:
+    """The picture, or a line where it cannot be seen.
+
+    JupyterLab drops SVG's elements from a notebook that it does not trust, but not their text. It
+    drops style sheets, too, so it is a style sheet that shows the picture and hides the line.
+    """
+    picture, untrusted = f"distsession-picture-{mark}", f"distsession-untrusted-{mark}"
+    sheet = f".{picture}{{display:block!important}}.{untrusted}{{display:none}}"
+    line = "The picture can be seen once the notebook is trusted."
     return (
-        f'<defs><pattern id="distsession-wait-{mark}" width="5" height="5" '
-        'patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<rect width="5" height="5" fill="{WAIT}" fill-opacity="0.35"/>'
-        f'<rect width="2" height="5" fill="{WAIT}"/></pattern></defs>'
+        element("style", sheet),
+        element("div", line, class_=untrusted),
+        element("div", box, style="display:none", class_=picture),
     )
 
 
-def _legend(mark: str) -> str:
+def _waiting(mark: str) -> dict[str, str]:
+    return {"fill": f"url(#distsession-wait-{mark})"}
+
+
+def _hatching(mark: str) -> Html:
+    pattern = element(
+        "pattern",
+        element("rect", width=5, height=5, fill=WAIT, fill_opacity=0.35),
+        element("rect", width=2, height=5, fill=WAIT),
+        id=f"distsession-wait-{mark}",
+        width=5,
+        height=5,
+        patternUnits="userSpaceOnUse",
+        patternTransform="rotate(45)",
+    )
+    return element("defs", pattern)
+
+
+def _legend(mark: str) -> Html:
     marks = [
-        ('fill="currentColor" fill-opacity="0.13"', "cell"),
-        (f'fill="url(#distsession-wait-{mark})"', "waiting for the last rank"),
-        (f'fill="{RUN}"', "collective runs"),
-        (f'fill="{MOVED}"', "data to or from the notebook"),
-        (f'fill="{FAILED}"', "failed"),
+        (_CELL_PAINT, "cell"),
+        (_waiting(mark), "waiting for the last rank"),
+        ({"fill": RUN}, "collective runs"),
+        ({"fill": MOVED}, "data to or from the notebook"),
+        ({"fill": FAILED}, "failed"),
     ]
     parts, x = [], LEFT
     for paint, text in marks:
-        parts.append(
-            f'<rect x="{x}" y="4" width="14" height="9" {paint}/><text x="{x + 18}" y="12">'
-            f"{text}</text>"
-        )
+        parts.append(element("rect", x=x, y=4, width=14, height=9, **paint))
+        parts.append(element("text", text, x=x + 18, y=12))
         x += 32 + 6 * len(text)
-    return f'<g aria-hidden="true">{"".join(parts)}</g>'
+    return element("g", *parts, aria_hidden="true")
 
 
-def _axis(span: int, at: Scale, began: int, height: int) -> tuple[str, str]:
+def _axis(span: int, at: Scale, began: int, height: int) -> tuple[Html, Html]:
     """Lines, and below them the seconds."""
     step: float = 10 ** math.floor(math.log10(span / 4))
     step = next(s for s in (step, 2 * step, 5 * step, 10 * step) if span / s <= 6)
@@ -165,23 +166,22 @@ def _axis(span: int, at: Scale, began: int, height: int) -> tuple[str, str]:
         lines.append(f"M{x:.1f} 0v{height + 4}")
         anchor = "end" if x > INNER - 30 else "middle"
         text = seconds_text(tick * step / 1e9) if tick else "0"
-        texts.append(
-            f'<text x="{LEFT + x:.1f}" y="{TOP + height + 17}" text-anchor="{anchor}">{text}</text>'
-        )
-    path = (
-        f'<path d="{"".join(lines)}" stroke="currentColor" stroke-opacity="0.18" '
-        'vector-effect="non-scaling-stroke"/>'
-    )
-    return path, f'<g aria-hidden="true">{"".join(texts)}</g>'
+        below = TOP + height + 17
+        texts.append(element("text", text, x=f"{LEFT + x:.1f}", y=below, text_anchor=anchor))
+    path = element("path", d="".join(lines), stroke="currentColor", stroke_opacity=0.18, **_THIN)
+    return path, element("g", *texts, aria_hidden="true")
 
 
-def _label(rank: int, y: float, row: int, is_late: bool) -> str:
+def _label(rank: int, y: float, row: int, is_late: bool) -> Html:
     size, middle = (11, y + row / 2 + 4) if row > 16 else (9, y + row / 2 + 3)
-    weight = ' font-weight="bold"' if is_late else ""
-    arrow = "\u25b8 " if is_late else ""
-    return (
-        f'<text x="{LEFT - 6}" y="{middle:g}" text-anchor="end" font-size="{size}"{weight}>'
-        f"{arrow}rank {rank}</text>"
+    return element(
+        "text",
+        f"{'▸ ' if is_late else ''}rank {rank}",
+        x=LEFT - 6,
+        y=f"{middle:g}",
+        text_anchor="end",
+        font_size=size,
+        font_weight="bold" if is_late else "",
     )
 
 
@@ -195,7 +195,7 @@ def _row(
     at: Scale,
     place: tuple[int, int],
     mark: str,
-) -> str:
+) -> Html:
     """The cell, the operations that held it up, and in a strip below those that did not."""
     y, row = place
     trace = merged.traces[rank]
@@ -204,8 +204,7 @@ def _row(
     error = f"\nended with {trace.error}" if trace.error else ""
     long = seconds_text((trace.ended - trace.began) / 1e9)
     cell = f"{trace.label} on rank {rank}: {long}{error}"
-    paint = 'fill="currentColor" fill-opacity="0.13"'
-    parts = [_rect(trace.began, trace.ended, at, (y + gap, inside), paint, cell)]
+    parts = [_rect(trace.began, trace.ended, at, (y + gap, inside), _CELL_PAINT, cell)]
     low = max(2, inside // 4)
     blocking, others = bars
     for bar in blocking:
@@ -217,61 +216,68 @@ def _row(
             f"{moved.name} on rank {rank}\n{size_text(moved.size)} in "
             f"{seconds_text((moved.ended - moved.began) / 1e9)}"
         )
-        paint = f'fill="{MOVED}"'
+        paint = {"fill": MOVED}
         parts.append(_rect(moved.began, moved.ended, at, (y + gap, inside), paint, text))
     if trace.error:
         x = at(trace.ended)
-        parts.append(
-            f'<path d="M{x:.1f} {y + gap}v{inside}" stroke="{FAILED}" stroke-width="3" '
-            'vector-effect="non-scaling-stroke">'
-            f"<title>{html.escape(cell)}</title></path>"
-        )
-    return f"<g>{''.join(parts)}</g>"
+        line = {"d": f"M{x:.1f} {y + gap}v{inside}", "stroke": FAILED, "stroke-width": "3"}
+        parts.append(element("path", element("title", cell), **line, **_THIN))
+    return element("g", *parts)
 
 
 def _rect(
-    begin: float, end: float, at: Scale, place: tuple[int, int], paint: str, title: str = ""
-) -> str:
+    begin: float,
+    end: float,
+    at: Scale,
+    place: tuple[int, int],
+    paint: Mapping[str, str],
+    title: str = "",
+) -> Html:
     x = at(begin)
-    width = max(0.4, at(end) - x)
-    shape = f'<rect x="{x:.2f}" y="{place[0]}" width="{width:.2f}" height="{place[1]}" {paint}'
-    return f"{shape}><title>{html.escape(title)}</title></rect>" if title else f"{shape}/>"
+    return element(
+        "rect",
+        element("title", title) if title else "",
+        x=f"{x:.2f}",
+        y=place[0],
+        width=f"{max(0.4, at(end) - x):.2f}",
+        height=place[1],
+        **paint,
+    )
 
 
-def _bar(bar: _Bar, at: Scale, place: tuple[int, int], mark: str) -> str:
+def _bar(bar: _Bar, at: Scale, place: tuple[int, int], mark: str) -> Html:
     until = bar.begin + bar.wait
     parts = []
     if bar.wait:
-        paint = f'fill="url(#distsession-wait-{mark})"'
-        parts.append(_rect(bar.begin, until, at, place, paint))
+        parts.append(_rect(bar.begin, until, at, place, _waiting(mark)))
     if bar.end > until or not bar.wait:
-        paint = f'fill="{FAILED if bar.failed else RUN}"'
+        paint = {"fill": FAILED if bar.failed else RUN}
         parts.append(_rect(until, bar.end, at, place, paint))
-    return f"<g><title>{html.escape(bar.title)}</title>{''.join(parts)}</g>"
+    return element("g", element("title", bar.title), *parts)
 
 
 # --- from operations to bars ----------------------------------------------------------------------
 
 
-def _chunks(merged: Merged, span: int) -> dict[int, tuple[list[_Bar], list[_Bar]]]:
+def _bars_by_rank(merged: Merged, span: int) -> dict[int, tuple[list[_Bar], list[_Bar]]]:
     """The bars of each rank: of what held it up, and of what did not."""
     pixel = span / INNER
-    shortest = FINEST * pixel
+    shortest = MIN_BAR_PX * pixel
     while True:
         found = {}
         for rank, steps in merged.steps.items():
-            blocking = sorted((step for step in steps if _blocks(step)), key=_begin)
-            others = [step for step in steps if not _blocks(step)]
+            blocking = sorted((step for step in steps if _is_blocking(step)), key=_begin)
+            others = [step for step in steps if not _is_blocking(step)]
             found[rank] = (
-                list(_together(blocking, shortest)),
-                list(_together(others, shortest)),
+                list(_merge_short(blocking, shortest)),
+                list(_merge_short(others, shortest)),
             )
-        if sum(len(a) + len(b) for a, b in found.values()) <= BARS or shortest > span:
+        if sum(len(a) + len(b) for a, b in found.values()) <= MAX_BARS or shortest > span:
             return found
         shortest *= 2
 
 
-def _blocks(step: Step) -> bool:
+def _is_blocking(step: Step) -> bool:
     return not step.record.is_async or step.held is not None
 
 
@@ -280,26 +286,26 @@ def _begin(step: Step) -> int:
     return step.held[0] if step.record.is_async and step.held else step.record.began
 
 
-def _together(steps: Sequence[Step], shortest: float) -> Iterator[_Bar]:
+def _merge_short(steps: Sequence[Step], shortest: float) -> Iterator[_Bar]:
     """Neighbours that are shorter than that, as one."""
     group: list[Step] = []
     begin = end = 0
     for step in steps:
         is_short = step.ended - _begin(step) < shortest
         if group and (not is_short or _begin(step) - end >= shortest or end - begin >= shortest):
-            yield _joined(group)
+            yield _merged_bar(group)
             group = []
         if not is_short:
-            yield _joined([step])
+            yield _merged_bar([step])
             continue
         begin = begin if group else _begin(step)
         end = max(end, step.ended) if group else step.ended
         group.append(step)
     if group:
-        yield _joined(group)
+        yield _merged_bar(group)
 
 
-def _joined(steps: Sequence[Step]) -> _Bar:
+def _merged_bar(steps: Sequence[Step]) -> _Bar:
     first = steps[0]
     failed = any(step.record.failed for step in steps)
     if len(steps) == 1:

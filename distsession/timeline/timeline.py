@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from distsession.display import html
+from distsession.display.html import Html, element
 from distsession.ranks import ranks_text
 from distsession.timeline import chrome_trace, svg
 from distsession.timeline.svg import seconds_text, size_text
@@ -15,11 +16,11 @@ from distsession.timeline.waits import Merged, Share, Step, Wait, shares, waits
 
 __all__ = ["Timeline"]
 
-LONG = 0.001
+LONG_WAIT_S = 0.001
 """Seconds from which it is told that somebody waited."""
-LARGE = 0.01
+LONG_WAIT_SHARE = 0.01
 """And as a share of the cell."""
-TOLD = 3
+MAX_SENTENCES = 3
 """How many waits are told."""
 
 _HEAD = ("rank", "cell", "work", "in operations", "waiting", "operations", "bytes")
@@ -66,7 +67,7 @@ class Timeline:
     @property
     def sentence(self) -> str:
         """For whom the others waited."""
-        return self._told()[0]
+        return self._sentences()[0]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
@@ -86,7 +87,7 @@ class Timeline:
 
     # --- words ------------------------------------------------------------------------------------
 
-    def _told(self) -> list[str]:
+    def _sentences(self) -> list[str]:
         """The waits that matter, most of all first; or why there is nothing to tell."""
         if not any(trace.is_recorded for trace in self.merged.traces.values()):
             return [
@@ -95,22 +96,23 @@ class Timeline:
             ]
         if not any(self.merged.steps.values()):
             return ["The ranks called no collective."]
-        told = [wait for wait in self.waits if self._is_long(wait)]
-        if not told:
+        long_waits = [wait for wait in self.waits if self._is_long(wait)]
+        if not long_waits:
             longest = max((max(wait.seconds.values()) for wait in self.waits), default=0.0)
             at_most = f": {seconds_text(longest)} at most" if longest else ""
             return [f"No rank waited long for another{at_most}."]
-        return [self._wait_text(wait) for wait in told[:TOLD]]
+        return [self._wait_text(wait) for wait in long_waits[:MAX_SENTENCES]]
 
     def _is_long(self, wait: Wait) -> bool:
         total = (self.merged.ended - self.merged.began) / 1e9
-        return max(wait.seconds.values()) >= max(LONG, LARGE * total)
+        return max(wait.seconds.values()) >= max(LONG_WAIT_S, LONG_WAIT_SHARE * total)
 
     def _wait_text(self, wait: Wait) -> str:
         waiting, longest = sorted(wait.seconds), max(wait.seconds.values())
         others = [rank for rank in self.ranks if rank not in wait.late]
-        who = "The others" if len(others) > 1 and waiting == others else _upper(ranks_text(waiting))
-        came = "" if self._came(wait) else ", which did not come"
+        is_all = len(others) > 1 and waiting == others
+        who = "The others" if is_all else _capitalized(ranks_text(waiting))
+        came = "" if self._arrived(wait) else ", which did not come"
         rank = max(wait.seconds, key=lambda r: wait.seconds[r])
         step = wait.longest[rank]
         assert step.held is not None
@@ -124,13 +126,13 @@ class Timeline:
             f"{of_it}in {step.title}{where}."
         )
 
-    def _came(self, wait: Wait) -> bool:
+    def _arrived(self, wait: Wait) -> bool:
         return all(
             any(
                 (other.record.group, other.record.sequence) == (s.record.group, s.record.sequence)
                 for other in self.merged.steps.get(rank, ())
             )
-            or s.record.detail.startswith("any source")
+            or s.record.is_from_any
             for rank in wait.late
             for s in wait.longest.values()
         )
@@ -149,10 +151,8 @@ class Timeline:
                     "kept."
                 )
         if self.merged.absent:
-            found.append(
-                f"{_upper(ranks_text(self.merged.absent))} took part, and the record is gone with "
-                "the process."
-            )
+            absent = _capitalized(ranks_text(self.merged.absent))
+            found.append(f"{absent} took part, and the record is gone with the process.")
         return tuple(found)
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -163,9 +163,9 @@ class Timeline:
                 (
                     str(rank),
                     seconds_text(share.total),
-                    _part(share.work, share.total),
-                    _part(share.run, share.total),
-                    _part(share.wait, share.total),
+                    _with_percent(share.work, share.total),
+                    _with_percent(share.run, share.total),
+                    _with_percent(share.wait, share.total),
                     f"{len(steps):,}",
                     size_text(sum(step.record.size for step in steps)),
                 )
@@ -179,30 +179,25 @@ class Timeline:
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             for row in rows
         ]
-        return "\n".join([*self._told(), *self.notes, "", self.label, *table])
+        return "\n".join([*self._sentences(), *self.notes, "", self.label, *table])
 
-    def _repr_html_(self) -> str:
-        told = self._told()
-        lines = "".join(
-            f"<div{' style=font-weight:bold' if not number else ''}>{html.escape(line)}</div>"
-            for number, line in enumerate([*told, *self.notes])
-        )
+    def _repr_html_(self) -> Html:
+        first, *others = self._sentences()
         late = self.waits[0].late if self.waits and self._is_long(self.waits[0]) else ()
-        drawn = svg.picture(self.merged, title=told[0], late=late)
-        head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
-            for row in self._rows()
+        table = html.table(_HEAD, self._rows(), cell_style="text-align:right")
+        return element(
+            "div",
+            element("div", first, style="font-weight:bold"),
+            *(element("div", line) for line in (*others, *self.notes)),
+            svg.picture(self.merged, title=first, late=late),
+            html.details(f"{self.label}, rank by rank", table),
         )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        summary = f"<summary>{html.escape(self.label)}, rank by rank</summary>"
-        return f"<div>{lines}{drawn}<details>{summary}{table}</details></div>"
 
 
-def _part(seconds: float, total: float) -> str:
+def _with_percent(seconds: float, total: float) -> str:
     share = round(100 * seconds / total) if total else 0
     return f"{seconds_text(seconds)} {share:>3}%"
 
 
-def _upper(text: str) -> str:
+def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]

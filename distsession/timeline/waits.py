@@ -14,7 +14,7 @@ from distsession.timeline.records import OperationRecord, RankTrace, TransferRec
 
 __all__ = ["Merged", "Share", "Step", "Wait", "merge", "shares", "union", "waits"]
 
-ADJACENT = 1_000_000_000
+ADJACENT_NS = 1_000_000_000
 """Nanoseconds between a cell and a transfer up to which the two belong together."""
 
 Interval = tuple[int, int]
@@ -156,13 +156,13 @@ def _own_transfers(trace: RankTrace) -> tuple[TransferRecord, ...]:
     before: list[TransferRecord] = []
     began, ended = trace.began, trace.ended
     for transfer in reversed([t for t in trace.transfers if t.ended <= trace.began]):
-        if transfer.name != "push" or transfer.ended < began - ADJACENT:
+        if transfer.name != "push" or transfer.ended < began - ADJACENT_NS:
             break
         before.insert(0, transfer)
         began = transfer.began
     after: list[TransferRecord] = []
     for transfer in [t for t in trace.transfers if t.began >= trace.ended]:
-        if transfer.name == "push" or transfer.began > ended + ADJACENT:
+        if transfer.name == "push" or transfer.began > ended + ADJACENT_NS:
             break
         after.append(transfer)
         ended = transfer.ended
@@ -189,7 +189,7 @@ def _rank_steps(
     futures = sorted(record.began for record in trace.operations if record.is_future)
     for number, record in enumerate(trace.operations):
         ended = max(record.began, record.ended or trace.ended)
-        if record.name == "recv" and record.detail.startswith("any source"):
+        if record.is_from_any:
             following = trace.operations[number + 1 : number + 2]
             late = tuple(m for o in following for m in o.members if m != trace.rank)
             held = (record.began, ended) if late else None

@@ -302,22 +302,22 @@ def test_figures_of_an_agent_that_answers_no_more_are_not_shown(
     session = start(2)
     observer = Snapshots(session)
     deadline = time.monotonic() + 30
-    while not observer.take().lines[0].gauges:
+    while not observer.take().rows[0].gauges:
         assert time.monotonic() < deadline
     agent = psutil.Process(session._launcher._agents.pid())
     agent.suspend()
     assert f"(pid {agent.pid}) is stopped" in observer.take().status
     time.sleep(3.0)
-    assert not any(line.gauges for line in observer.take().lines)
+    assert not any(line.gauges for line in observer.take().rows)
     agent.resume()
-    while not observer.take().lines[0].gauges:
+    while not observer.take().rows[0].gauges:
         assert time.monotonic() < deadline
     agent.kill()
     agent.wait()
     gone = observer.take()
     assert "agent is gone" in gone.status
-    assert {line.kind for line in gone.lines} == {"dead"}
-    assert not any(line.gauges for line in gone.lines)
+    assert {line.kind for line in gone.rows} == {"dead"}
+    assert not any(line.gauges for line in gone.rows)
     assert "agent is gone" in repr(session.show_config())
 
 

@@ -19,7 +19,7 @@ from distsession.protocol.messages import UsageRequest
 
 from .kernel import Notebook
 
-VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGET_VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 HANG = (
     "%%distributed\nimport time\nif rank == 0:\n    dist.barrier()\n"
     "else:\n    while True:\n        time.sleep(0.01)"
@@ -138,9 +138,9 @@ def test_the_panel_is_shown_as_widgets_and_as_a_table_with_the_same_facts(front:
     front.wait(has_usage)
     table, live = front.shown[-2:]
     assert set(table) == {"text/html", "text/plain"}
-    assert set(live) == {VIEW, "text/html", "text/plain"}
+    assert set(live) == {WIDGET_VIEW_TYPE, "text/html", "text/plain"}
     assert "MiB" not in live["text/html"]
-    assert front.models[live[VIEW]["model_id"]]["_model_name"] == "VBoxModel"
+    assert front.models[live[WIDGET_VIEW_TYPE]["model_id"]]["_model_name"] == "VBoxModel"
     front.wait(lambda: "MiB" in front.values())
     for fact in ("world size", "gloo", "start_timeout", "given", "default", "idle", "MiB"):
         assert fact in table["text/plain"]
@@ -156,7 +156,7 @@ def test_the_session_itself_is_shown_so_too(front: FrontEnd) -> None:
     front.run("session")
     assert [set(shown) for shown in front.shown[-2:]] == [
         {"text/html", "text/plain"},
-        {VIEW, "text/html", "text/plain"},
+        {WIDGET_VIEW_TYPE, "text/html", "text/plain"},
     ]
     front.run("print(repr(session))")
     assert "idle (2 ranks, gloo)>" in front.text
@@ -244,16 +244,16 @@ def panels(front: FrontEnd) -> str:
 
 def test_there_is_one_thread_however_often_the_panel_is_shown(front: FrontEnd) -> None:
     front.run("session.show_config()")
-    first = front.shown[-1][VIEW]["model_id"]
+    first = front.shown[-1][WIDGET_VIEW_TYPE]["model_id"]
     front.run("session")
-    assert front.shown[-1][VIEW]["model_id"] == first
+    assert front.shown[-1][WIDGET_VIEW_TYPE]["model_id"] == first
     assert panels(front) == "1"
 
 
 def test_nobody_looks_once_the_output_is_cleared_and_again_when_it_is_back(
     front: FrontEnd,
 ) -> None:
-    box = front.shown[-1][VIEW]["model_id"]
+    box = front.shown[-1][WIDGET_VIEW_TYPE]["model_id"]
     front.set(box, _view_count=1)
     front.set(box, _view_count=0)
     front.wait(lambda: panels(front) == "0")
@@ -262,11 +262,11 @@ def test_nobody_looks_once_the_output_is_cleared_and_again_when_it_is_back(
 
 
 def test_widgets_that_were_closed_are_made_anew(front: FrontEnd) -> None:
-    first = front.shown[-1][VIEW]["model_id"]
+    first = front.shown[-1][WIDGET_VIEW_TYPE]["model_id"]
     front.run("import ipywidgets\nipywidgets.Widget.close_all()")
     front.wait(lambda: panels(front) == "0")
     front.run("session")
-    assert front.shown[-1][VIEW]["model_id"] != first
+    assert front.shown[-1][WIDGET_VIEW_TYPE]["model_id"] != first
     assert panels(front) == "1"
 
 

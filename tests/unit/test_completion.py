@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distsession.engine.completion import complete, describe, handle_request
-from distsession.notebook.completion import Part, part_for_ranks
+from distsession.notebook.completion import RankCode, rank_code
 from distsession.protocol.messages import CompletionRequest
 
 RAN: list[str] = []
@@ -159,19 +159,19 @@ def test_an_answer_is_limited() -> None:
 @pytest.mark.parametrize(
     ("cell", "expected"),
     [
-        ("%%distributed 0 --out x\na.b|\nc", Part("a.b\nc", 3, " 0 --out x")),
+        ("%%distributed 0 --out x\na.b|\nc", RankCode("a.b\nc", 3, " 0 --out x")),
         ("%%distributed --o|\nx", None),
-        ("%distributed model.|", Part("model.", 6)),
-        ("x = 1\ny = %distributed --diff mo|", Part("mo", 2)),
+        ("%distributed model.|", RankCode("model.", 6)),
+        ("x = 1\ny = %distributed --diff mo|", RankCode("mo", 2)),
         ("%dis|tributed model", None),
         ("plain.|", None),
         ("%%time\nx.|", None),
     ],
 )
-def test_which_part_is_for_the_ranks(cell: str, expected: Part | None) -> None:
-    assert part_for_ranks(cell.replace("|", ""), cell.index("|")) == expected
+def test_which_part_is_for_the_ranks(cell: str, expected: RankCode | None) -> None:
+    assert rank_code(cell.replace("|", ""), cell.index("|")) == expected
 
 
 def test_plain_cells_are_for_the_ranks_when_they_are_sent_there() -> None:
-    assert part_for_ranks("a.b", 2, True) == Part("a.b", 2)
-    assert part_for_ranks("%%local\na.b", 9, True) is None
+    assert rank_code("a.b", 2, True) == RankCode("a.b", 2)
+    assert rank_code("%%local\na.b", 9, True) is None

@@ -106,7 +106,7 @@ def test_ranks_that_agree_are_together_and_parts_have_paths() -> None:
     assert found.differences[0].largest == pytest.approx(0.25)
     head = "x: rank 2 differs from rank 0 in 1 of 4 parts; ranks 0-1,3 agree"
     assert repr(found).splitlines()[0] == head
-    assert "<code>[&#x27;1.bias&#x27;]</code>" in found._repr_html_()
+    assert "<code>['1.bias']</code>" in found._repr_html_()
 
 
 def test_many_differences_are_counted_and_markup_is_escaped() -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.notebook.output import HEAD, TAIL, WIDTH, Section, Transcript
+from distsession.notebook.output import HEAD_LINES, MAX_LINE_CHARS, TAIL_LINES, Section, Transcript
 from distsession.notebook.output_html import (
-    Row,
+    MAX_LIVE_ROWS,
+    UNFOLDED_LINES,
+    LiveRow,
     ansi_html,
     can_embed,
     live_html,
@@ -71,12 +73,15 @@ def test_of_many_lines_the_first_and_the_last_are_kept() -> None:
         made.write(0, "stdout", "".join(f"line {n}\n" for n in range(start, start + 1000)))
     made.finish()
     written = made.sections[0].texts[0]
-    assert [line.text for line in written.head] == [f"line {n}" for n in range(HEAD)]
+    assert [line.text for line in written.head] == [f"line {n}" for n in range(HEAD_LINES)]
     assert [line.text for line in written.tail] == [
-        f"line {n}" for n in range(100_000 - TAIL, 100_000)
+        f"line {n}" for n in range(100_000 - TAIL_LINES, 100_000)
     ]
     shown = text(made, "/logs/0")
-    assert f"... {100_000 - HEAD - TAIL:,} lines are left out here; all of them: /logs/0" in shown
+    assert (
+        f"... {100_000 - HEAD_LINES - TAIL_LINES:,} lines are left out here; all of them: /logs/0"
+        in shown
+    )
     assert len(html(made.sections[0])) < 20_000
 
 
@@ -89,7 +94,7 @@ def test_no_line_is_shown_twice_or_in_another_order(counts: list[int]) -> None:
         number += count
     shown = [int(n) for n in re.findall(r"(?m)^\d+$", text(made).replace("[rank 0] ", ""))]
     assert shown == sorted(set(shown))
-    assert len(shown) == min(number, HEAD + TAIL)
+    assert len(shown) == min(number, HEAD_LINES + TAIL_LINES)
 
 
 def test_two_ranks_that_differ_only_in_what_is_left_out_are_not_the_same() -> None:
@@ -99,9 +104,9 @@ def test_two_ranks_that_differ_only_in_what_is_left_out_are_not_the_same() -> No
 
 
 def test_a_very_long_line_is_cut() -> None:
-    shown = text(transcript((0, "x" * (WIDTH + 5000) + "\n")))
+    shown = text(transcript((0, "x" * (MAX_LINE_CHARS + 5000) + "\n")))
     assert "... (5,000 more characters)" in shown
-    assert len(shown) < WIDTH + 100
+    assert len(shown) < MAX_LINE_CHARS + 100
 
 
 # --- displays -------------------------------------------------------------------------------------
@@ -209,6 +214,40 @@ def test_colours_are_kept_and_other_escapes_dropped() -> None:
     assert "\x1b" not in text(transcript((0, "\x1b[32mgreen\x1b[0m\x1b[2K\n")))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b[94mblue", '<span style="color:#37c">blue</span>'),
+        ("\x1b[1mb\x1b[22mc", '<span style="font-weight:bold">b</span>c'),
+        ("\x1b[31mr\x1b[39md\x1b[m", '<span style="color:#d33">r</span>d'),
+        ("\x1b[1m\x1b[32mx\x1b[0my", '<span style="font-weight:bold;color:#293">x</span>y'),
+        ("\x1b[31m\x1b[0mx", "x"),
+        ("\x1b[4;7munderlined", "underlined"),
+        ("\x1b[48;2;1;2;3mx\x1b]8;;http://a\x1b\\link", "xlink"),
+        ("\"a\" & 'b'", "\"a\" &amp; 'b'"),
+    ],
+)
+def test_each_escape_sequence_has_its_style_or_none(text: str, expected: str) -> None:
+    assert ansi_html(text) == expected
+
+
+def test_colours_go_on_over_lines_of_the_same_stream() -> None:
+    made = transcript((0, "\x1b[31mone\ntwo\x1b[0m\n"))
+    assert '<span style="color:#d33">one\ntwo</span>' in html(made.sections[0])
+
+
+def test_of_a_long_block_the_last_lines_are_unfolded() -> None:
+    made = transcript((0, "".join(f"line {n}\n" for n in range(UNFOLDED_LINES + 5))))
+    shown = html(made.sections[0])
+    assert "5 lines before these" in shown
+    folded, _, rest = shown.partition("</details>")
+    assert "line 4" in folded
+    assert "line 5\n" not in folded
+    assert rest.index("line 5\n") < rest.index(f"line {UNFOLDED_LINES + 4}")
+    one_less = transcript((0, "".join(f"line {n}\n" for n in range(UNFOLDED_LINES))))
+    assert "<details>" not in html(one_less.sections[0])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 64])
 def test_many_blocks_are_folded_away_and_few_are_not(ranks: int) -> None:
     lines = [f"{n}\n" for n in range(10)]
@@ -228,7 +267,10 @@ def test_all_blocks_together_have_a_bound() -> None:
 
 
 def test_the_live_block_has_a_line_for_each_rank() -> None:
-    rows = [Row(0, "in barrier #2", "3 s", "<loss> 1"), Row(1, "running In[2] line 4", "3 s")]
+    rows = [
+        LiveRow(0, "in barrier #2", "3 s", "<loss> 1"),
+        LiveRow(1, "running In[2] line 4", "3 s"),
+    ]
     assert live_text(rows, "wait") == (
         "[rank 0] in barrier #2: <loss> 1\n[rank 1] running In[2] line 4\nwait"
     )
@@ -239,11 +281,33 @@ def test_the_live_block_has_a_line_for_each_rank() -> None:
 
 def test_a_bar_in_the_live_block_is_drawn() -> None:
     line = "fit:  45%|####5     | 45/100 [00:01<00:02, 30.0it/s]"
-    shown = live_html([Row(0, "running", "1 s", line)], "")
+    shown = live_html([LiveRow(0, "running", "1 s", line)], "")
     assert '<progress max="100" value="45" aria-label="fit 45 %"' in shown
     assert " 45/100 [00:01&lt;00:02, 30.0it/s]" in shown
 
 
+@pytest.mark.parametrize(
+    ("ranks", "lines"), [(MAX_LIVE_ROWS, MAX_LIVE_ROWS), (MAX_LIVE_ROWS + 1, 1)]
+)
+def test_few_ranks_have_a_row_each_and_many_share_them(ranks: int, lines: int) -> None:
+    rows = [LiveRow(rank, "running", f"{rank} s", "x") for rank in range(ranks)]
+    assert live_text(rows, "").count("\n") + 1 == lines
+    shown = live_html(rows, "")
+    assert shown.count("<tr>") == lines
+    assert ">0 s<" in shown  # of the lowest rank, where they share it
+
+
+def test_an_empty_live_block_is_nothing_and_a_notice_stands_alone() -> None:
+    assert (live_html([], ""), live_text([], "")) == ("", "")
+    assert "<table" not in live_html([], "still <waiting>")
+    assert "still &lt;waiting&gt;" in live_html([], "still <waiting>")
+
+
+def test_a_long_line_of_the_live_block_is_cut() -> None:
+    assert "x" * 200 in live_html([LiveRow(0, "running", "", "x" * 500)], "")
+    assert "x" * 201 not in live_html([LiveRow(0, "running", "", "x" * 500)], "")
+
+
 def test_ranks_that_do_the_same_share_a_row_where_there_are_many() -> None:
-    rows = [Row(rank, "in all_reduce #1" if rank else "running", "1 s") for rank in range(64)]
+    rows = [LiveRow(rank, "in all_reduce #1" if rank else "running", "1 s") for rank in range(64)]
     assert live_text(rows, "") == "[rank 0] running\n[ranks 1-63] in all_reduce #1"

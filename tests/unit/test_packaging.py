@@ -59,12 +59,12 @@ def test_type_checkers_are_told_that_there_are_types() -> None:
     assert Path(distsession.__file__).with_name("py.typed").is_file()
 
 
-def test_the_wheel_has_all_modules_and_the_mark_for_type_checkers(tmp_path: Path) -> None:
+def test_the_wheel_has_all_modules_scripts_and_the_mark_for_type_checkers(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="the wheel is built with hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = ROOT / "distsession"
-    files = {*package.rglob("*.py"), package / "py.typed"}
+    files = {*package.rglob("*.py"), *package.rglob("*.js"), package / "py.typed"}
     assert names == {file.relative_to(ROOT).as_posix() for file in files}

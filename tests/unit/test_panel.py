@@ -9,21 +9,21 @@ from html.parser import HTMLParser
 import pytest
 
 from distsession.display.panel import (
-    HISTORY,
+    HISTORY_READINGS,
     Gauge,
-    Line,
+    RankRow,
     Snapshot,
     answer_html,
     config_html,
-    ended,
+    ended_rows,
     rows_html,
     snapshot_html,
     snapshot_text,
     status_html,
 )
 
-IDLE = Line(0, "alpha", 11, "cpu (a <processor>)", "idle", "idle", "12:00:00")
-BUSY = Line(
+IDLE = RankRow(0, "alpha", 11, "cpu (a <processor>)", "idle", "idle", "12:00:00")
+BUSY = RankRow(
     1,
     "beta & co",
     12,
@@ -34,8 +34,8 @@ BUSY = Line(
     (Gauge("GPU", "97 %", 0.97), Gauge("GPU memory", "3 of 8 GiB", 3 / 8)),
     (0, 50, 97),
 )
-DEAD = Line(2, "beta & co", 13, "cpu (C)", "dead", "dead (was <killed>)", "")
-OVERVIEW = Snapshot(
+DEAD = RankRow(2, "beta & co", 13, "cpu (C)", "dead", "dead (was <killed>)", "")
+SNAPSHOT = Snapshot(
     "session 1: running <b>",
     (("backend", "gloo"), ("hosts", "alpha, beta & co")),
     (("ranks", "3", "given"), ("seed", "7", "DISTSESSION_SEED"), ("check", "<off>", "default")),
@@ -69,8 +69,8 @@ class Elements(HTMLParser):
 @pytest.mark.parametrize(
     "page",
     [
-        snapshot_html(OVERVIEW),
-        rows_html(OVERVIEW.lines) + config_html(OVERVIEW) + status_html(OVERVIEW.status),
+        snapshot_html(SNAPSHOT),
+        rows_html(SNAPSHOT.rows) + config_html(SNAPSHOT) + status_html(SNAPSHOT.status),
     ],
 )
 def test_everything_is_escaped_and_every_fact_is_there(page: str) -> None:
@@ -91,9 +91,9 @@ def test_everything_is_escaped_and_every_fact_is_there(page: str) -> None:
 
 
 def test_the_text_has_the_same_facts_below_each_other() -> None:
-    text = snapshot_text(OVERVIEW)
+    text = snapshot_text(SNAPSHOT)
     status, facts, options, ranks = text.split("\n\n")
-    assert status == OVERVIEW.status
+    assert status == SNAPSHOT.status
     assert facts.splitlines()[0].split() == ["backend", "gloo"]
     assert options.splitlines()[2].split() == ["seed", "7", "DISTSESSION_SEED"]
     head, idle, busy, dead = ranks.splitlines()
@@ -102,18 +102,18 @@ def test_the_text_has_the_same_facts_below_each_other() -> None:
 
 
 def test_those_who_cannot_see_it_are_told_what_bars_and_lines_show() -> None:
-    elements = Elements(rows_html(OVERVIEW.lines))
+    elements = Elements(rows_html(SNAPSHOT.rows))
     assert "GPU 97 %" in elements.labels
     assert "GPU memory 3 of 8 GiB" in elements.labels
     assert "use of late: now 97 %, at most 97 %" in elements.labels
     assert "Ranks of the session" in elements.labels
-    page = rows_html(OVERVIEW.lines)
+    page = rows_html(SNAPSHOT.rows)
     assert page.count('scope="col"') == 9
     assert page.count('scope="row"') == 3
 
 
 def test_a_bar_and_a_line_stay_within_their_bounds() -> None:
-    line = replace(BUSY, gauges=(Gauge("CPU", "230 %", 2.3),), history=(230,) * HISTORY)
+    line = replace(BUSY, gauges=(Gauge("CPU", "230 %", 2.3),), history=(230,) * HISTORY_READINGS)
     page = rows_html([line])
     assert "width:100%" in page
     heights = [float(y) for y in re.findall(r",([\d.]+)[ \"]", page.partition("points=")[2])]
@@ -122,7 +122,7 @@ def test_a_bar_and_a_line_stay_within_their_bounds() -> None:
 
 
 def test_lines_of_a_closed_session_say_so() -> None:
-    page = rows_html(ended(OVERVIEW.lines))
+    page = rows_html(ended_rows(SNAPSHOT.rows))
     assert page.count("ended") == 3
     assert "97 %" not in page.replace("now 97 %, at most 97 %", "")
 
@@ -133,7 +133,7 @@ def test_an_answer_is_read_out_and_an_error_at_once() -> None:
 
 
 def test_sixty_four_ranks_are_no_burden() -> None:
-    lines = [replace(BUSY, rank=rank, history=(50,) * HISTORY) for rank in range(64)]
+    lines = [replace(BUSY, rank=rank, history=(50,) * HISTORY_READINGS) for rank in range(64)]
     page = rows_html(lines)
     assert Elements(page).count["tr"] == 65
     assert len(page) < 200_000

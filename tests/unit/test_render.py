@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.display import render
+from distsession.display import html, render
 from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
 from distsession.protocol.rank_state import Ending, Outcome
 from distsession.ranks import DeviceInfo, RankInfo
@@ -93,7 +94,7 @@ def test_memory_that_nobody_knows_is_not_zero(rank_info: Callable[..., RankInfo]
 
 
 def test_tables_of_a_notebook_escape_what_they_show(two: list[RankInfo]) -> None:
-    for table in (render.devices_html(two), render.table_html((), render.config_rows(two))):
+    for table in (render.devices_html(two), html.table((), render.config_rows(two))):
         assert "beta &amp; co" in table
         assert "NVIDIA &lt;T4&gt;" in table
         assert "<T4>" not in table
@@ -204,15 +205,15 @@ def test_a_diagnosis_in_a_notebook_says_the_same_and_escapes_it(
     deep: dict[int, RankReport],
 ) -> None:
     deep[3] = RankReport(3, "dead", outcome=Outcome(Ending.DIED, "<b>"))
-    html = render.diagnosis_html(deep, "a < b.", stacks=True)
-    html = html.replace(' style="text-align:left"', "")
-    assert html.startswith("<p>a &lt; b.</p><table><thead><tr><th>rank</th><th>state</th>")
-    assert "<tr><td>3</td><td>dead (&lt;b&gt;)</td><td></td></tr>" in html
-    assert "<p>[ranks 0,2]</p><pre>Cell In[3], line 2\n" in html
-    assert "<p>[rank 1]</p><pre>/lib/&lt;net&gt;.py, line 8, in forward\n" in html
-    assert "return y &amp; 0</pre>" in html
-    assert html.count("<pre>") == 2
-    assert "<b>" not in html
+    page = render.diagnosis_html(deep, "a < b.", stacks=True)
+    page = re.sub(r"(<t[hd]) [^>]*", r"\1", page)
+    assert page.startswith("<p>a &lt; b.</p><table><thead><tr><th>rank</th><th>state</th>")
+    assert "<tr><td>3</td><td>dead (&lt;b&gt;)</td><td></td></tr>" in page
+    assert "<p>[ranks 0,2]</p><pre>Cell In[3], line 2\n" in page
+    assert "<p>[rank 1]</p><pre>/lib/&lt;net&gt;.py, line 8, in forward\n" in page
+    assert "return y &amp; 0</pre>" in page
+    assert page.count("<pre>") == 2
+    assert "<b>" not in page
     assert "<pre>" not in render.diagnosis_html(deep, "a < b.")
 
 

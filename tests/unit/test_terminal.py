@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.notebook import terminal
 from distsession.notebook.terminal import TerminalOutput
 from distsession.protocol.messages import ClearOutput, Display, Text
 
 
 def printed(capsys: pytest.CaptureFixture[str], *messages: Text | Display | ClearOutput) -> str:
-    printer = TerminalOutput()
+    output = TerminalOutput()
     for message in messages:
-        printer.write(message)
-    printer.close()
+        output.write(message)
+    output.close()
     out, err = capsys.readouterr()
     assert err == ""
     return out
@@ -38,30 +39,30 @@ def test_ranks_that_write_at_once_do_not_tear_lines(capsys: pytest.CaptureFixtur
 
 
 def test_the_two_streams_of_a_rank_do_not_tear_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    printer = TerminalOutput()
-    printer.write(out(0, "half "))
-    printer.write(Text(0, 1, "stderr", "oops\n"))
-    printer.write(out(0, "whole\n"))
-    printer.close()
+    output = TerminalOutput()
+    output.write(out(0, "half "))
+    output.write(Text(0, 1, "stderr", "oops\n"))
+    output.write(out(0, "whole\n"))
+    output.close()
     assert capsys.readouterr() == ("[0] half whole\n", "[0] oops\n")
 
 
 def test_a_last_line_without_an_end_is_written_when_the_run_is_over(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    printer = TerminalOutput()
-    printer.write(out(1, "unfinished"))
-    printer.write(Text(0, 1, "stderr", "also"))
+    output = TerminalOutput()
+    output.write(out(1, "unfinished"))
+    output.write(Text(0, 1, "stderr", "also"))
     assert capsys.readouterr() == ("", "")
-    printer.close()
+    output.close()
     assert capsys.readouterr() == ("[1] unfinished\n", "[0] also\n")
 
 
 def test_closing_twice_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    printer = TerminalOutput()
-    printer.write(out(0, "x"))
-    printer.close()
-    printer.close()
+    output = TerminalOutput()
+    output.write(out(0, "x"))
+    output.close()
+    output.close()
     assert capsys.readouterr().out == "[0] x\n"
 
 
@@ -86,10 +87,10 @@ def test_what_each_rank_wrote_can_be_read_back_from_its_marks(
 ) -> None:
     written = io.StringIO()
     with contextlib.redirect_stdout(written):
-        printer = TerminalOutput()
+        output = TerminalOutput()
         for rank, text in pieces:
-            printer.write(out(rank, text))
-        printer.close()
+            output.write(out(rank, text))
+        output.close()
     lines = written.getvalue().splitlines()
     for rank in range(3):
         mine = "".join(text for number, text in pieces if number == rank)
@@ -115,10 +116,40 @@ def test_clearing_the_output_leaves_a_terminal_as_it_is(
 
 
 def test_values_are_shown_after_the_output_and_folded(capsys: pytest.CaptureFixture[str]) -> None:
-    printer = TerminalOutput()
-    printer.write(out(0, "partial"))
+    output = TerminalOutput()
+    output.write(out(0, "partial"))
     values = {0: "3", 1: "3", 2: "[1,\n 2]"}
-    printer.show({rank: ({"text/plain": text}, {}) for rank, text in values.items()})
-    printer.close()
+    output.show({rank: ({"text/plain": text}, {}) for rank, text in values.items()})
+    output.close()
     expected = "[0] partial\n[ranks 0-1] 3\n[rank 2]\n[1,\n 2]\n"
     assert capsys.readouterr().out == expected
+
+
+def test_a_notice_is_written_once_however_long_it_lasts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = TerminalOutput()
+    for seconds in (1, 2, 3):
+        output.notify(f"rank 1 waits ({seconds} s)")
+    output.notify("rank 2 waits (4 s)")
+    output.close()
+    notices = "distsession: rank 1 waits (1 s)\ndistsession: rank 2 waits (4 s)\n"
+    assert capsys.readouterr().err == notices
+
+
+def test_a_terminals_last_line_has_the_unfinished_lines_of_all_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(terminal, "LIVE_INTERVAL_S", -1.0)
+    monkeypatch.setenv("COLUMNS", "41")
+    output = TerminalOutput()
+    output.write(out(0, "\r10%"))
+    output.write(out(1, "\r" + "#" * 100))
+    line = capsys.readouterr().out.rpartition("\x1b[K")[2]
+    assert line == f"[0] 10% [1] {'#' * 15} "
+    output.write(out(0, "\r100%\n"))
+    output.close()
+    written = capsys.readouterr().out
+    assert "\r\x1b[K[0] 100%\n" in written
+    assert written.endswith(f"[1] {'#' * 100}\n")

@@ -95,6 +95,17 @@ def test_a_member_whose_record_is_cut_short_is_not_blamed() -> None:
     assert merged.steps[0][0].wait == 0
 
 
+def test_who_receives_from_any_rank_waits_for_whoever_sends() -> None:
+    any_source = {"name": "recv", "detail": "any source", "group": "world any->0"}
+    mine = [
+        operation(1, 100, 600, is_from_any=True, **any_source),
+        operation(1, 600, 601, name="recv", group="world 1->0"),
+    ]
+    shown = timeline(trace(0, *mine), trace(1, operation(1, 590, 600, group="world 1->0")))
+    assert shown.merged.steps[0][0].late == (1,)
+    assert shown.sentence == "Rank 0 waited for rank 1: 0.50 s in recv #1 at In[3] line 1."
+
+
 def test_waits_that_overlap_count_once() -> None:
     issued = [operation(n, 100 + n, 600, is_async=True, blocked=110, place="") for n in range(1, 4)]
     late = [operation(n, 590 + n, 600) for n in range(1, 4)]
@@ -264,6 +275,16 @@ def test_the_picture_names_and_marks_the_late_rank() -> None:
     assert any("at In[3] line 1" in title and "16 B" in title for title in titles)
 
 
+def test_the_picture_brings_the_script_that_enlarges_it() -> None:
+    page = timeline(*LATE)._repr_html_()
+    found = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert found is not None
+    assert 'querySelectorAll(".distsession-timeline:' in found[1]
+    assert page.count('class="distsession-timeline"') == 1
+    box = page.partition('class="distsession-timeline"')[2]
+    assert box.index("<svg") < box.index("data-span") < box.index("</svg></div>")
+
+
 def test_the_picture_escapes_what_the_user_wrote() -> None:
     evil = "<script>alert('&\"')</script>"
     one = operation(1, 10, 900, place=evil, detail=evil, name=evil)
@@ -372,6 +393,13 @@ class Stream:
 
 def entry(sequence: int, began: int = 5) -> list[Any]:
     return [Stream, sequence, ("barrier",), 3 << LINE_BITS | 7, began, 0, 0, 0]
+
+
+def test_a_log_knows_what_receives_from_any_rank() -> None:
+    log = OperationLog({})
+    for key in (("recv", "any source"), ("recv", "any source", "tag 3"), ("recv", torch.float32)):
+        log.append([Stream, 1, key, 0, 5, 0, 0, 0])
+    assert [record.is_from_any for record in log.records()] == [True, True, False]
 
 
 def test_a_log_keeps_the_last_operations() -> None:

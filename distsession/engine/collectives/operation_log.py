@@ -11,6 +11,7 @@ from typing import Any
 
 from distsession.engine.collectives.operations import describe, size
 from distsession.protocol.board import LINE_BITS, LINE_MASK
+from distsession.protocol.diagnosis import ANY_SOURCE
 from distsession.timeline.records import OperationRecord
 
 __all__ = [
@@ -91,4 +92,5 @@ class OperationLog:
             is_async=bool(flags & IS_ASYNC),
             is_future=bool(flags & IS_FUTURE),
             failed=bool(flags & FAILED),
+            is_from_any=key[:2] == ("recv", ANY_SOURCE),
         )

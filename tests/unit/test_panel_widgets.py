@@ -1,0 +1,142 @@
+"""The panel's widgets and buttons, with a session that is made up."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from distsession.display.html import Html
+from distsession.display.panel import RankRow, Snapshot
+from distsession.notebook.panel import PanelWidgets
+
+
+class Facts:
+    """What ``diagnose()`` gives."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def bundle(self) -> dict[str, Any]:
+        return {"text/html": Html(f"<p>{self.text}</p>")}
+
+
+class Channel:
+    busy: frozenset[int] = frozenset()
+
+    def is_busy(self, rank: int) -> bool:
+        return rank in self.busy
+
+
+class Session:
+    """As much of a session as the panel needs."""
+
+    ranks = (0, 1, 2)
+    is_open = True
+
+    def __init__(self) -> None:
+        self.channel = Channel()
+        self.hit = True
+        self.restarted: list[int] = []
+        self.held = threading.Event()
+        self.held.set()
+
+    def status(self) -> str:
+        return "closed"
+
+    def interrupt(self) -> bool:
+        assert self.held.wait(10)
+        return self.hit
+
+    def diagnose(self, stacks: bool = False) -> Facts:
+        return Facts("stacks" if stacks else "states")
+
+    def restart(self, ranks: list[int]) -> None:
+        self.restarted += ranks
+
+
+def snapshot(*kinds: str) -> Snapshot:
+    rows = [
+        RankRow(rank, "alpha", 10 + rank, "cpu", kind, f"{kind} <{rank}>", "")
+        for rank, kind in enumerate(kinds)
+    ]
+    return Snapshot("3 ranks", (("backend", "gloo"),), (), tuple(rows))
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
+@pytest.fixture
+def widgets(session: Session) -> PanelWidgets:
+    return PanelWidgets(session, None, snapshot("idle", "idle", "idle"))  # type: ignore[arg-type]
+
+
+def click(widgets: PanelWidgets, name: str) -> str:
+    """Press a button, and wait for what comes of it."""
+    widgets._buttons[name].click()
+    for thread in threading.enumerate():
+        if thread.name == "distsession-button":
+            thread.join(10)
+    return str(widgets._answer.value)
+
+
+def test_the_widgets_show_the_status_and_the_ranks(widgets: PanelWidgets) -> None:
+    assert "3 ranks" in widgets._status.value
+    assert "idle &lt;2&gt;" in widgets._rows.value
+    assert "backend" in widgets._config.value
+
+
+def test_stop_says_whether_something_ran(widgets: PanelWidgets, session: Session) -> None:
+    assert "what ran is interrupted" in click(widgets, "Stop")
+    session.hit = False
+    assert "nothing was running" in click(widgets, "Stop")
+
+
+def test_diagnose_and_stacks_show_their_tables(widgets: PanelWidgets) -> None:
+    assert "<p>states</p>" in click(widgets, "Diagnose")
+    assert "<p>stacks</p>" in click(widgets, "Stacks")
+
+
+def test_a_second_click_while_the_first_is_handled_does_nothing(
+    widgets: PanelWidgets, session: Session
+) -> None:
+    session.held.clear()
+    widgets._buttons["Stop"].click()
+    widgets._buttons["Stop"].click()
+    running = [t for t in threading.enumerate() if t.name == "distsession-button"]
+    assert len(running) == 1
+    session.held.set()
+    running[0].join(10)
+
+
+def test_a_restart_needs_a_rank_and_that_the_others_are_idle(
+    widgets: PanelWidgets, session: Session
+) -> None:
+    assert "choose a rank first" in click(widgets, "Restart rank")
+    assert 'role="alert"' in widgets._answer.value
+    widgets._rank.value = 1
+    session.channel.busy = frozenset({1, 2})
+    assert "rank 2 still runs something: press Stop first." in click(widgets, "Restart rank")
+    session.channel.busy = frozenset({1})
+    assert "Rank 1 has a fresh process" in click(widgets, "Restart rank")
+    assert session.restarted == [1]
+    assert widgets._rank.value == -1
+
+
+def test_a_rank_that_has_died_is_chosen_once(widgets: PanelWidgets) -> None:
+    widgets._update(snapshot("idle", "idle", "dead"))
+    assert widgets._rank.value == 2
+    widgets._rank.value = -1
+    widgets._update(snapshot("idle", "idle", "dead"))
+    assert widgets._rank.value == -1
+
+
+def test_the_panel_of_a_closed_session_says_so_and_has_no_buttons(widgets: PanelWidgets) -> None:
+    widgets._show_closed()
+    assert "closed" in widgets._status.value
+    assert "idle" not in widgets._rows.value
+    assert all(button.disabled for button in widgets._buttons.values())
+    assert widgets._rank.disabled
