@@ -82,14 +82,14 @@ def test_groups_are_ours_whoever_asks_for_them_and_say_gloo(session: Session) ->
 def test_the_sockets_of_gloo_and_of_its_tcp_store_are_found(session: Session) -> None:
     shut = session.execute(
         "import os\n"
-        "from distsession.engine import rescue\n"
+        "from distsession.engine.collectives import abort\n"
         "dist.barrier()\n"
         "if rank: dist.distributed_c10d._get_default_store().set('over', '1')\n"
         "else: dist.distributed_c10d._get_default_store().wait(['over'])\n"
-        "gloo = rescue.shut_gloo() if rank == 0 else 1  # the other end goes with it\n"
+        "gloo = abort.shut_gloo() if rank == 0 else 1  # the other end goes with it\n"
         "port = int(os.environ['MASTER_PORT'])\n"
         "client = dist.TCPStore('127.0.0.1', port, None, False, wait_for_workers=False)\n"
-        "gloo, rescue.shut_store(port)",
+        "gloo, abort.shut_store(port)",
         fetch=True,
     )
     assert shut is not None
@@ -102,7 +102,7 @@ def test_the_sockets_of_gloo_and_of_its_tcp_store_are_found(session: Session) ->
 
 def test_a_fresh_reducer_gives_the_right_gradients(session: Session) -> None:
     same = session.execute(
-        "from distsession.engine import internals\n"
+        "from distsession.engine.collectives import torch_private\n"
         "from torch.nn.parallel import DistributedDataParallel\n"
         "model = DistributedDataParallel(torch.nn.Linear(4, 2))\n"
         "def gradient():\n"
@@ -110,8 +110,8 @@ def test_a_fresh_reducer_gives_the_right_gradients(session: Session) -> None:
         "    (model(torch.ones(1, 4)) * (rank + 1)).sum().backward()\n"
         "    return model.module.bias.grad.tolist()\n"
         "before = [gradient() for _ in range(3)]\n"
-        "assert model in list(internals.data_parallel_modules())\n"
-        "internals.refresh_data_parallel(model)\n"
+        "assert model in list(torch_private.data_parallel_modules())\n"
+        "torch_private.refresh_data_parallel(model)\n"
         "after = [gradient() for _ in range(3)]\n"
         "before == after, after[0]",
         fetch=True,
