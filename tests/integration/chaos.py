@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from distsession import RunError, RunInterrupt, Session, errors
+from tests.conftest import held_by_others, shared_memory
 from tests.integration.conftest import Recorder
 
 RANKS = 4
@@ -87,7 +88,7 @@ class Held:
     """What the kernel and each rank hold."""
 
     processes: int
-    shared_memory: int
+    shared_memory: frozenset[str]
     kernel: tuple[int, int]
     ranks: tuple[tuple[int, int], ...]
     memory: tuple[int, ...]
@@ -261,7 +262,7 @@ class Chaos:
         ranks = [psutil.Process(info.pid) for info in self.session.infos]
         return Held(
             processes=len(kernel.children(recursive=True)),
-            shared_memory=len(os.listdir("/dev/shm")),
+            shared_memory=shared_memory(),
             kernel=(kernel.num_fds(), kernel.num_threads()),
             ranks=tuple((rank.num_fds(), rank.num_threads()) for rank in ranks),
             memory=tuple(p.memory_info().rss for p in (kernel, *ranks)),
@@ -274,7 +275,8 @@ class Chaos:
             now = self.held()
             most = tuple(max(counts) for counts in zip(*before.ranks, strict=True))
             grown = [counts for counts in now.ranks if counts[0] > most[0] or counts[1] > most[1]]
-            same = now.processes <= before.processes and now.shared_memory <= before.shared_memory
+            new = now.shared_memory - before.shared_memory
+            same = now.processes <= before.processes and not new - held_by_others(new)
             kernel_same = all(n <= b for n, b in zip(now.kernel, before.kernel, strict=True))
             larger = max(n - b for n, b in zip(now.memory, before.memory, strict=True))
             if not grown and same and kernel_same and larger < MEMORY_GROWTH:
@@ -327,6 +329,7 @@ def main() -> int:
     parser.add_argument("--between", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
+    os.environ["PYTEST_RUN_OF"] = str(os.getpid())  # tells what it starts from what others start
     chaos = Chaos(arguments.seed)
     began = time.monotonic()
     try:

@@ -6,8 +6,9 @@ import pytest
 
 from tests.integration.chaos import Chaos
 
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
-@pytest.mark.timeout(600)
+
 def test_a_session_survives_a_hundred_random_faults() -> None:
     chaos = Chaos(seed=20)
     try:
@@ -16,7 +17,6 @@ def test_a_session_survives_a_hundred_random_faults() -> None:
         chaos.close()
 
 
-@pytest.mark.timeout(600)
 def test_a_session_survives_faults_that_come_after_long_use() -> None:
     chaos = Chaos(seed=21)
     try:
