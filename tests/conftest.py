@@ -102,7 +102,7 @@ def held_by_others(names: frozenset[str]) -> set[str]:
     return held
 
 
-def assert_nothing_left(before: Traces, within: float = 2.0) -> None:
+def assert_nothing_left(before: Traces, within: float = 10.0) -> None:
     """Processes, folders, shared memory and ports are as before, at latest after some seconds."""
     deadline = time.monotonic() + within
     while True:

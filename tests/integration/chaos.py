@@ -150,6 +150,16 @@ class Chaos:
         timer.start()
         return timer
 
+    def interrupt_later(self, seconds: float) -> threading.Timer:
+        """Press Stop some time after what comes next has begun."""
+
+        def press() -> None:
+            deadline = time.monotonic() + LIMIT
+            while not self.session.interrupt() and time.monotonic() < deadline:
+                time.sleep(0.01)  # nothing runs yet, on a machine that has much else to do
+
+        return self.later(seconds, press)
+
     def fault_kill(self) -> None:
         victim = self.victim
         pid = self.session.infos[victim].pid
@@ -181,7 +191,7 @@ class Chaos:
 
     def fault_stop_a_hang(self) -> None:
         victim, collective = self.victim, self.random.choice(COLLECTIVES)
-        timer = self.later(self.random.uniform(0.05, 0.4), self.session.interrupt)
+        timer = self.interrupt_later(self.random.uniform(0.05, 0.4))
         self.run(f"if rank != {victim}: {collective}\nelse: time.sleep(60)", RunInterrupt)
         timer.join()
 
@@ -205,7 +215,7 @@ class Chaos:
         )
 
     def fault_interrupt(self) -> None:
-        timer = self.later(self.random.uniform(0.05, 0.4), self.session.interrupt)
+        timer = self.interrupt_later(self.random.uniform(0.05, 0.4))
         self.run(self.random.choice(BUSY), RunInterrupt)
         timer.join()
 

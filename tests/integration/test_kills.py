@@ -12,6 +12,6 @@ from tests.integration.kills import Kills
 def test_a_kernel_that_is_killed_at_any_moment_leaves_nothing() -> None:
     kills = Kills(seed=3)
     try:
-        kills.go(12)
+        kills.go(8)
     finally:
         kills.close()
