@@ -4,13 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-torch lint notebooks docs bench soak clean
+# Tests wait more than they compute, so several run at once. One that hangs ends its process, and
+# thereby the run.
+BESIDE := -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
+TEST_PROCESSES ?= 3
+
+.PHONY: demo unit test test-torch lint notebooks docs bench soak clean
 
 demo: $(STAMP)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
 
+unit: $(STAMP)  ## run the tests that start no session
+	$(BIN)/python -m pytest $(BESIDE) tests/unit
+
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest -m "not notebook"
+	$(BIN)/python -m pytest $(BESIDE) -m "not notebook and not alone"
+	$(BIN)/python -m pytest -m alone
 
 test-torch: $(STAMP)  ## the integration tests with another torch: make test-torch TORCH=2.15.0
 	.ci/test-torch $(TORCH) $(TESTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import glob
 import os
 import signal
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +19,32 @@ from tests.ports import held_port
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_in_one_of_several = False
+"""Whether pytest-xdist runs this process beside others."""
+_stderr = -1
+"""That of the run, also while pytest captures the tests'."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _in_one_of_several, _stderr
+    _in_one_of_several = hasattr(config, "workerinput")
+    _stderr = os.dup(2)
+
+
+# What pytest-timeout says of a test that hangs goes to standard output, and a process that
+# pytest-xdist started has none.
+
+
+def pytest_timeout_set_timer(settings: Any) -> None:
+    if _in_one_of_several:
+        faulthandler.dump_traceback_later(max(settings.timeout - 1.0, 0.1), file=_stderr)
+
+
+def pytest_timeout_cancel_timer() -> None:
+    if _in_one_of_several:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True)
@@ -39,9 +67,13 @@ def traces() -> Traces:
     return Traces(
         processes=frozenset(processes),
         folders=frozenset(glob.glob(os.path.join(tempfile.gettempdir(), "distsession-*"))),
-        shared_memory=frozenset(os.listdir("/dev/shm")),
+        shared_memory=shared_memory(),
         listening=frozenset(listening),
     )
+
+
+def shared_memory() -> frozenset[str]:
+    return frozenset(os.listdir("/dev/shm"))
 
 
 def _is_ours(process: psutil.Process) -> bool:
@@ -53,7 +85,7 @@ def _is_ours(process: psutil.Process) -> bool:
         return False
 
 
-def _held_by_others(names: frozenset[str]) -> set[str]:
+def held_by_others(names: frozenset[str]) -> set[str]:
     """Those of these names in ``/dev/shm`` that processes of others have open or mapped."""
     held = set()
     for process in psutil.process_iter() if names else ():
@@ -70,7 +102,7 @@ def _held_by_others(names: frozenset[str]) -> set[str]:
     return held
 
 
-def assert_nothing_left(before: Traces, within: float = 2.0) -> None:
+def assert_nothing_left(before: Traces, within: float = 10.0) -> None:
     """Processes, folders, shared memory and ports are as before, at latest after some seconds."""
     deadline = time.monotonic() + within
     while True:
@@ -78,7 +110,7 @@ def assert_nothing_left(before: Traces, within: float = 2.0) -> None:
         left = Traces(
             processes=now.processes - before.processes,
             folders=now.folders - before.folders,
-            shared_memory=(new := now.shared_memory - before.shared_memory) - _held_by_others(new),
+            shared_memory=(new := now.shared_memory - before.shared_memory) - held_by_others(new),
             listening=now.listening - before.listening,
         )
         if left == Traces(frozenset(), frozenset(), frozenset(), frozenset()):

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from distsession import RunError, RunInterrupt, Session, errors
+from tests.conftest import held_by_others, shared_memory
 from tests.integration.conftest import Recorder
 
 RANKS = 4
@@ -87,7 +88,7 @@ class Held:
     """What the kernel and each rank hold."""
 
     processes: int
-    shared_memory: int
+    shared_memory: frozenset[str]
     kernel: tuple[int, int]
     ranks: tuple[tuple[int, int], ...]
     memory: tuple[int, ...]
@@ -149,6 +150,16 @@ class Chaos:
         timer.start()
         return timer
 
+    def interrupt_later(self, seconds: float) -> threading.Timer:
+        """Press Stop some time after what comes next has begun."""
+
+        def press() -> None:
+            deadline = time.monotonic() + LIMIT
+            while not self.session.interrupt() and time.monotonic() < deadline:
+                time.sleep(0.01)  # nothing runs yet, on a machine that has much else to do
+
+        return self.later(seconds, press)
+
     def fault_kill(self) -> None:
         victim = self.victim
         pid = self.session.infos[victim].pid
@@ -180,7 +191,7 @@ class Chaos:
 
     def fault_stop_a_hang(self) -> None:
         victim, collective = self.victim, self.random.choice(COLLECTIVES)
-        timer = self.later(self.random.uniform(0.05, 0.4), self.session.interrupt)
+        timer = self.interrupt_later(self.random.uniform(0.05, 0.4))
         self.run(f"if rank != {victim}: {collective}\nelse: time.sleep(60)", RunInterrupt)
         timer.join()
 
@@ -204,7 +215,7 @@ class Chaos:
         )
 
     def fault_interrupt(self) -> None:
-        timer = self.later(self.random.uniform(0.05, 0.4), self.session.interrupt)
+        timer = self.interrupt_later(self.random.uniform(0.05, 0.4))
         self.run(self.random.choice(BUSY), RunInterrupt)
         timer.join()
 
@@ -261,7 +272,7 @@ class Chaos:
         ranks = [psutil.Process(info.pid) for info in self.session.infos]
         return Held(
             processes=len(kernel.children(recursive=True)),
-            shared_memory=len(os.listdir("/dev/shm")),
+            shared_memory=shared_memory(),
             kernel=(kernel.num_fds(), kernel.num_threads()),
             ranks=tuple((rank.num_fds(), rank.num_threads()) for rank in ranks),
             memory=tuple(p.memory_info().rss for p in (kernel, *ranks)),
@@ -274,7 +285,8 @@ class Chaos:
             now = self.held()
             most = tuple(max(counts) for counts in zip(*before.ranks, strict=True))
             grown = [counts for counts in now.ranks if counts[0] > most[0] or counts[1] > most[1]]
-            same = now.processes <= before.processes and now.shared_memory <= before.shared_memory
+            new = now.shared_memory - before.shared_memory
+            same = now.processes <= before.processes and not new - held_by_others(new)
             kernel_same = all(n <= b for n, b in zip(now.kernel, before.kernel, strict=True))
             larger = max(n - b for n, b in zip(now.memory, before.memory, strict=True))
             if not grown and same and kernel_same and larger < MEMORY_GROWTH:
@@ -327,6 +339,7 @@ def main() -> int:
     parser.add_argument("--between", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
+    os.environ["PYTEST_RUN_OF"] = str(os.getpid())  # tells what it starts from what others start
     chaos = Chaos(arguments.seed)
     began = time.monotonic()
     try:

@@ -172,19 +172,6 @@ def _fail_later() -> None:
     raise ZeroDivisionError("no")
 
 
-def test_of_many_ranks_one_cause_and_one_line(start) -> None:
-    session = start(32, threads=1)
-    error = fails(
-        session,
-        "import time\n"
-        "if rank == 17: raise ValueError('boom')\n"
-        "time.sleep(0.05 * rank)\n"
-        "dist.all_reduce(torch.ones(4))",
-    )
-    check_one_line(error, 17, "ValueError", set(range(32)) - {17})
-    assert len(error._render_traceback_()) < 15
-
-
 def test_a_script_says_the_cause_first(tmp_path, capfd) -> None:
     path = tmp_path / "train.py"
     path.write_text(

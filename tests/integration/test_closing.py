@@ -57,6 +57,7 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
 # --- how long an agent has ------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("busy_machine")
 def test_no_agent_is_killed_that_ends_by_itself(
@@ -347,6 +348,7 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
 # --- again and again ------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_process_that_starts_and_closes_sessions_does_not_grow() -> None:
-    cycles.go(10)
+    cycles.go(6)

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from distsession import ExportError, Session
-from tests.conftest import assert_nothing_left, traces
 from tests.integration.kernel import Notebook
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -31,19 +30,19 @@ CELLS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_after_the_module():
-    before = traces()
-    yield
-    assert_nothing_left(before, within=5.0)
-
-
-@pytest.fixture
-def session():
+@pytest.fixture(scope="module")
+def shared():
     from distsession.view import Silent
 
     with Session(2, output=Silent, seed=0, backend="gloo") as session:
         yield session
+
+
+@pytest.fixture
+def session(shared):
+    """Ranks on which nothing has run, and so nothing to export."""
+    shared.restart()
+    return shared
 
 
 def started(*command, cwd) -> str:

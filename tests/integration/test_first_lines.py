@@ -449,18 +449,6 @@ def test_of_two_ranks_both_sides_are_told(start) -> None:
     check_works(session)
 
 
-def test_of_many_ranks_the_odd_one_is_first(start) -> None:
-    session = start(32, threads=1)
-    session.execute("number = 40 + rank")
-    shown = fail(session, "dist.all_reduce(torch.ones(4 + (rank == 17)))")
-    check_lines(
-        shown, Broken("", "rank 17", also=("float32 [5], ranks 0-16,18-31 with float32 [4], at",))
-    )
-    shown = fail(session, "if rank != 17: dist.barrier()")
-    check_lines(shown, Broken("", "rank 17", what="barrier"))
-    check_works(session)
-
-
 def test_a_function_of_the_notebook_has_its_line(session: Session) -> None:
     source = "def step(rank, dist, some):\n    if rank != 2:\n        dist.all_reduce(some)\n"
     session.execute("import linecache\n" + f"source = {source!r}\n"

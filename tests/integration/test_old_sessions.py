@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -50,14 +48,14 @@ def age(session: Session, *, operations: int, shapes: int, groups: int, cells: i
 def aged() -> Iterator[Session]:
     with Session(RANKS, output=Recorder(), threads=1, hang_grace=0.5) as session:
         session.execute("x = torch.arange(3.0) + rank")
-        age(session, operations=20_000, shapes=10_000, groups=300, cells=2000)
+        age(session, operations=12_000, shapes=10_000, groups=300, cells=600)
         yield session
 
 
 @pytest.fixture
 def old(aged: Session) -> Session:
     """The same; an earlier test has connected its group anew, so it is used some more."""
-    age(aged, operations=600, shapes=600, groups=70, cells=300)
+    age(aged, operations=600, shapes=600, groups=70, cells=100)
     return aged
 
 
@@ -195,30 +193,6 @@ def test_groups_that_members_make_alone_agree_also_with_a_fresh_rank(old: Sessio
 
 
 # --- many ranks -----------------------------------------------------------------------------------
-
-
-def test_thirty_two_ranks_beside_busy_loops_are_freed_after_long_use() -> None:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
-        with Session(32, output=Recorder(), threads=1, hang_grace=0.5) as session:
-            session.execute(OPERATIONS.format(count=400, first=1, shapes=400))
-            session.execute("odd = dist.new_group(list(range(1, 32, 2)))")
-            for number in range(100):
-                session.execute(f"dist.all_reduce(torch.ones({number + 1}, 3))")
-            text = failure(
-                session, "if rank == 7: raise ValueError('late')\ndist.barrier()", RunError
-            )
-            assert text.startswith("ValueError on rank 7 at In[7] line 1: late")
-            assert "waited in barrier #" in text  # a late one may have come to it later
-            code = "if rank % 2 and rank != 9:\n    dist.barrier(group=odd)"
-            text = failure(session, code, errors.CollectiveHangError)
-            assert "for rank 9, which finished its part" in text
-            session.execute("t = torch.ones(1)\ndist.all_reduce(t)")
-            assert session.evaluate("t.item()")[31] == 32.0
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 def test_sizes_that_make_a_long_text_are_compared_in_full() -> None:

@@ -32,7 +32,7 @@ def controllers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if "controller_process" in " ".join(child.cmdline())
+        if "ipyparallel_controller" in " ".join(child.cmdline())
     ]
 
 

@@ -174,8 +174,8 @@ def test_a_run_on_a_stopped_rank_says_so(
 def test_a_rank_that_does_not_answer_is_named_after_the_limit(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconnect, "REJOIN_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(reconnect, "REJOIN_TIMEOUT_PER_RANK_S", 0.0)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_PER_RANK_S", 0.0)
     monkeypatch.setattr(reconnect, "FREED_S", 0.2)
     # Idle, and yet it takes no request: a task of ipyparallel's event loop holds the lock.
     session[1].execute(

@@ -232,7 +232,7 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "Ranks that only suffered have one line together at the end.": (
         ERROR_FIRST,
         f"{CAUSE}test_ranks_that_come_late_do_not_lead",
-        f"{CAUSE}test_of_many_ranks_one_cause_and_one_line",
+        "integration/test_many_ranks.py::test_there_is_one_cause_and_one_line",
     ),
     "So do those that come to the operation later, and those whose code catches the error and raises another one.": (
         f"{CAUSE}test_ranks_that_come_late_do_not_lead",
