@@ -10,6 +10,7 @@ import pytest
 from distsession.notebook import cell
 from distsession.notebook.cell import LIVE_AFTER_S, LIVE_INTERVAL_S, PLACE_AFTER_S, CellOutput
 from distsession.protocol.messages import ClearOutput, Display, RankReport, Text
+from distsession.protocol.rank_state import Ending, Outcome
 
 
 class Clock:
@@ -88,7 +89,10 @@ def test_a_short_run_shows_its_output_in_the_end_and_equal_output_once(
 def test_a_longer_run_has_a_row_for_each_rank_and_then_says_how_long_it_took(
     output: CellOutput, screen: Screen, clock: Clock
 ) -> None:
-    reports = {0: RankReport(0, "running", 1.0), 1: RankReport(1, "idle", outcome="finished\nx")}
+    reports = {
+        0: RankReport(0, "running", 1.0),
+        1: RankReport(1, "idle", outcome=Outcome(Ending.FINISHED)),
+    }
     output.tick(lambda _: reports)
     assert screen.shown == []
     clock.now += LIVE_AFTER_S
