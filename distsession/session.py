@@ -147,6 +147,7 @@ class Session(RankView):
         chosen = self.requests.failed_rank if rank is None else rank
         if chosen is None:
             raise SessionStateError("nothing has failed, so there is nothing to debug.")
+        (chosen,) = select_ranks(chosen, self.world_size)
         problem = self.requests.call([chosen], DebugRequest, [])[chosen]
         if problem:
             raise SessionStateError(f"rank {chosen} {problem}.")

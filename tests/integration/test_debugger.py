@@ -216,7 +216,8 @@ def test_the_failed_rank_is_looked_at_post_mortem(notebook: Notebook) -> None:
     assert (
         "nothing has failed"
         in notebook.run(
-            "import distsession; distsession.current_session().requests.failed_rank = None\n%session debug"
+            "import distsession\n"
+            "distsession.current_session().requests.failed_rank = None\n%session debug"
         ).error
     )
     shown = notebook.run(

@@ -264,7 +264,7 @@ def test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "NOTICE_AFTER_S", 0.5)
-    monkeypatch.setattr(recovery, "NOTICE_EVERY", 0.3)
+    monkeypatch.setattr(recovery, "NOTICE_EVERY_S", 0.3)
     cluster.output.clear()
     cluster.session.execute(
         "if rank == 1: time.sleep(2)\ndist.all_reduce(x.clone())", label="In[5]"
