@@ -54,7 +54,12 @@ class DistsessionError(Exception):
 
     An IPython front end shows the message alone: the frames between the user's call and the
     ``raise`` are this package's own and explain nothing.
+
+    Attributes:
+        remedy: What to do about it, where that is told apart from what has happened.
     """
+
+    remedy: str = ""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
@@ -93,6 +98,8 @@ class EngineDiedError(DistsessionError, RuntimeError):
         returncode: Exit code, or the negative signal number, as in :mod:`subprocess`.
         log_tail: The last lines that it wrote.
         how: How and where it ended: ``"was killed by SIGKILL at In[3] line 4"``.
+        remedy: What to do about it.
+        details: What else is known, on lines of its own.
     """
 
     def __init__(
@@ -104,30 +111,58 @@ class EngineDiedError(DistsessionError, RuntimeError):
         returncode: int,
         log_tail: str = "",
         how: str = "",
+        remedy: str = "",
+        details: str = "",
     ):
         super().__init__(message)
+        self.remedy = remedy
+        self.details = details
         self.rank = rank
         self.pid = pid
         self.returncode = returncode
         self.log_tail = log_tail
         self.how = how or message.partition("\n")[0].rstrip(".")
 
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, with_remedy: bool = True) -> str:
+        """The message, with the remedy or without it."""
+        remedy = f" {self.remedy}" if with_remedy and self.remedy else ""
+        return f"{self.args[0]}{remedy}{self.details}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_engine_died, (
-            str(self),
+            self.args[0],
             self.rank,
             self.pid,
             self.returncode,
             self.log_tail,
             self.how,
+            self.remedy,
+            self.details,
         )
 
 
 def _rebuild_engine_died(
-    message: str, rank: int, pid: int, returncode: int, log_tail: str, how: str
+    message: str,
+    rank: int,
+    pid: int,
+    returncode: int,
+    log_tail: str,
+    how: str,
+    remedy: str,
+    details: str,
 ) -> EngineDiedError:
     return EngineDiedError(
-        message, rank=rank, pid=pid, returncode=returncode, log_tail=log_tail, how=how
+        message,
+        rank=rank,
+        pid=pid,
+        returncode=returncode,
+        log_tail=log_tail,
+        how=how,
+        remedy=remedy,
+        details=details,
     )
 
 

@@ -28,7 +28,7 @@ from distsession.protocol.messages import (
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "NodeGone", "RankUnreported", "agent_text", "describe_death", "restart_text"]
+__all__ = ["Monitor", "NodeGone", "RankUnreported", "agent_text", "death_error"]
 
 log = logging.getLogger(__name__)
 
@@ -146,15 +146,7 @@ class Monitor:
         self._exited[message.rank] = message
         info = self.ready.get(message.rank)
         self.engine_ids.pop(message.rank, None)
-        operation = self.operation_of(message.rank)
-        error = EngineDiedError(
-            describe_death(message, operation=operation),
-            rank=message.rank,
-            pid=message.pid,
-            returncode=message.returncode,
-            log_tail=message.log_tail,
-            how=describe_end(message, operation=operation),
-        )
+        error = death_error(message, operation=self.operation_of(message.rank))
         if info is not None and info.pid == message.pid:
             self.dead[message.rank] = error
             return [error]
@@ -186,11 +178,12 @@ class Monitor:
             for rank in ranks:
                 info = self.ready[rank]
                 error = EngineDiedError(
-                    f"rank {rank} was to be replaced, but did not start.{restart_text(rank)}",
+                    f"rank {rank} was to be replaced, but did not start.",
                     rank=rank,
                     pid=info.pid,
                     returncode=-signal.SIGKILL,
                     how="was to be replaced, but did not start",
+                    remedy=restart_text(rank),
                 )
                 self.dead[rank] = error
                 self._on_death(error)
@@ -200,12 +193,12 @@ class Monitor:
         if message.rank in self.dead or info is None or info.pid != message.pid:
             return []
         error = EngineDiedError(
-            f"rank {message.rank} (pid {message.pid}) has ended; {message.text}."
-            f"{restart_text(message.rank)}",
+            f"rank {message.rank} (pid {message.pid}) has ended; {message.text}.",
             rank=message.rank,
             pid=message.pid,
             returncode=-signal.SIGKILL,
             how=f"has ended; {message.text}",
+            remedy=restart_text(message.rank),
         )
         self.dead[message.rank] = error
         self._unreported.add(message.pid)
@@ -332,7 +325,7 @@ class Monitor:
             # The end of a process of an earlier attempt may be told of late.
             exited = self._exited.get(rank)
             if exited is not None and (exited.generation == generation or rank in self.dead):
-                raise LaunchError(describe_death(self._exited[rank], while_starting=True))
+                raise LaunchError(str(death_error(self._exited[rank], while_starting=True)))
 
     def has_usage(self, node: int, number: int) -> bool:
         """Whether the agent of a node has come to the question of this number."""
@@ -376,32 +369,44 @@ class Monitor:
             return {rank: self.engine_ids[rank] for rank in world if rank in self.engine_ids}
 
 
-def describe_death(
+def death_error(
     message: RankExited, *, while_starting: bool = False, operation: str = ""
-) -> str:
-    """Say how a rank ended and where, with the last lines that it wrote.
+) -> EngineDiedError:
+    """The error of a rank that has ended: how and where, and the last lines that it wrote.
 
     Args:
         message: What its agent says.
         while_starting: It was not ready yet.
         operation: The collective that its main thread waited in, with its place.
     """
-    who = f"rank {message.rank} (pid {message.pid})"
-    how = describe_end(message, while_starting=while_starting, operation=operation)
-    if message.expected:
-        return f"{who} {how}."
+    how, details = "was ended by session.restart() or close()", ""
+    if not message.expected:
+        how, details = _how(message, while_starting, operation), _last_lines(message)
+    can_be_replaced = not while_starting and not message.expected
+    return EngineDiedError(
+        f"rank {message.rank} (pid {message.pid}) {how}.",
+        rank=message.rank,
+        pid=message.pid,
+        returncode=message.returncode,
+        log_tail=message.log_tail,
+        how=how,
+        remedy=restart_text(message.rank) if can_be_replaced else "",
+        details=details,
+    )
+
+
+def _last_lines(message: RankExited) -> str:
+    """What a rank has left: its Python stack, and what it wrote last."""
     tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
     last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
     if message.stack:
         stack = "\n".join(f"  {line}" for line in message.stack)
         last = f"\nIts Python stack, innermost line first:\n{stack}{last if tail else ''}"
-    return f"{who} {how}.{'' if while_starting else restart_text(message.rank)}{last}"
+    return last
 
 
-def describe_end(message: RankExited, *, while_starting: bool = False, operation: str = "") -> str:
-    """How a rank ended and where; see :func:`describe_death`."""
-    if message.expected:
-        return "was ended by session.restart() or close()"
+def _how(message: RankExited, while_starting: bool, operation: str) -> str:
+    """How and where a rank ended."""
     how = _ended_text(message.returncode)
     if message.oom:
         limit = f"; its limit is {_size(message.oom_limit)}" if message.oom_limit else ""
@@ -454,6 +459,6 @@ def node_gone_text(node: int, ranks: Sequence[int]) -> str:
 def restart_text(rank: int) -> str:
     """What to do about the death of a rank."""
     return (
-        f" session.restart([{rank}]) replaces it; restore=[...] copies variables from a rank that "
+        f"session.restart([{rank}]) replaces it; restore=[...] copies variables from a rank that "
         "stays."
     )

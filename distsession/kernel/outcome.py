@@ -74,7 +74,7 @@ Failures = dict[int, Failure]
 
 
 def collect(
-    pending: PendingRequest, duration: float, *, load: bool = True
+    pending: PendingRequest, duration: float, *, load: bool = True, remedies: bool = True
 ) -> tuple[RankResults[Any], Failures]:
     """Sort the answers to a request into values and failures.
 
@@ -82,6 +82,7 @@ def collect(
         pending: Whose ranks have all answered or died.
         duration: Seconds since the call.
         load: Rebuild the values; otherwise they stay in ``pending``.
+        remedies: Say what to do about a death.
     """
     values: dict[int, Any] = {}
     failed: Failures = {}
@@ -104,7 +105,7 @@ def collect(
                 info = ErrorInfo("SerializationError", refused.evalue)
                 failed[rank] = Failure(refused, info, at=at)
     for rank, death in pending.deaths.items():
-        info = ErrorInfo("EngineDiedError", str(death))
+        info = ErrorInfo("EngineDiedError", death.text(with_remedy=remedies))
         failed[rank] = Failure(death, info, at=pending.times[rank])
     durations = {rank: reply.duration for rank, (reply, _) in pending.replies.items()}
     return RankResults(values, duration=duration, durations=durations), failed
@@ -115,7 +116,7 @@ def run_error(
     results: RankResults[Any],
     infos: Sequence[RankInfo],
     waited: Mapping[int, str] | None = None,
-    problem: str = "",
+    then: str = "",
     places: Mapping[int, str] | None = None,
 ) -> RunError:
     """One error for all ranks that failed, the cause first.
@@ -125,7 +126,7 @@ def run_error(
         results: The values of the others.
         infos: Of all ranks.
         waited: What ranks were seen to wait in when the process group was given up.
-        problem: What prevents the process group from being connected anew.
+        then: How the process group is afterwards.
         places: Where ranks were that others had waited for in vain.
     """
     waited = waited or {}
@@ -144,8 +145,7 @@ def run_error(
     details = "\n\n".join(_block(kind, failed, where, places or {}) for kind in causes)
     if suffered:
         freed = any(isinstance(failed[r].reason, Aborted) or r in waited for r in suffered)
-        then = reconnected_text(problem) if freed else ""
-        text = f"{_suffered_text(suffered, failed, waited)}{then}"
+        text = f"{_suffered_text(suffered, failed, waited)}{then if freed else ''}"
         summary, details = f"{sentence(summary)} {text}", f"{details.rstrip()}\n\n{text}"
     by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
     by_rank |= {rank: failed[rank].error for rank in suffered}
@@ -308,15 +308,13 @@ def reconnected_text(problem: str) -> str:
 
 
 def hang_error(
-    verdict: Verdict, problem: str, failed: Failures, waited: Mapping[int, str]
+    verdict: Verdict, then: str, failed: Failures, waited: Mapping[int, str]
 ) -> CollectiveError:
     """The error of a run whose ranks could never have come free by themselves."""
     kind = CollectiveMismatchError if verdict.kind is Kind.ORDER else CollectiveHangError
     causes = [each for each in _kinds(failed, waited) if each.grade == 0]
     also = "".join(f" {sentence(_line(each, failed, {}, {}))}" for each in causes)
-    return kind(
-        f"{verdict.sentence} The waiting ranks were freed.{also}{reconnected_text(problem)}"
-    )
+    return kind(f"{verdict.sentence} The waiting ranks were freed.{also}{then}")
 
 
 def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:

@@ -58,6 +58,8 @@ class Requests:
         self.last_run: LastRun | None = None
         self.failed_rank: int | None = None
         """The rank at which the last run that failed did so first."""
+        self.goes_on = True
+        """Something may run after a failure; otherwise nobody is told what to do then."""
 
     @property
     def launcher(self) -> Launcher:
@@ -129,6 +131,7 @@ class Requests:
             timeout=timeout,
             progress=progress,
             steady=steady,
+            goes_on=self.goes_on,
         )
         try:
             return run.finish()

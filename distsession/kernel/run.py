@@ -54,6 +54,7 @@ class Run:
         timeout: Seconds after which it is interrupted.
         progress: Shows how much of the answers is here.
         steady: A stop comes too late for it and is only told afterwards.
+        goes_on: Something may run after it, so it is told what to do and that the group works.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Run:
         timeout: float | None = None,
         progress: TransferProgress | None = None,
         steady: bool = False,
+        goes_on: bool = True,
     ):
         self._pending = pending
         self._recovery = recovery
@@ -76,6 +78,7 @@ class Run:
         self._timeout = timeout
         self._progress = progress
         self._steady = steady
+        self._goes_on = goes_on
         self._watchdog = Watchdog(recovery, pending, output.notify)
         self._input_requests = self._make_input_requests()
         self._stopped_at = 0.0
@@ -88,7 +91,9 @@ class Run:
         is_late = False
         try:
             is_late = self._wait()
-            results, failed = collect(pending, time.perf_counter() - self._began)
+            results, failed = collect(
+                pending, time.perf_counter() - self._began, remedies=self._goes_on
+            )
             shown = {
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
             }
@@ -98,19 +103,19 @@ class Run:
             output.close()
             self._channel.forget(pending)
             self._recovery.check_damage()
-            problem = "" if pending.missing else self._reconnect()
+            then = "" if pending.missing else self._reconnected_text()
         if pending.stopped:
-            end = reconnected_text(problem) if pending.was_begun else ""
+            end = then if pending.was_begun else ""
             raise RunInterrupt(f"{pending.stopped}{end}")
         if pending.debugger_quit:
             raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
         verdict, waited = self._watchdog.verdict, self._watchdog.waited
         has_suffered = len(own_causes(failed, waited)) < len(failed)
         if verdict is not None and not verdict.failed and has_suffered:
-            raise hang_error(verdict, problem, failed, waited)
+            raise hang_error(verdict, then, failed, waited)
         if failed:
             infos = self._recovery.launcher.infos
-            raise run_error(failed, results, infos, waited, problem, self._watchdog.places)
+            raise run_error(failed, results, infos, waited, then, self._watchdog.places)
         if is_late:
             raise RunInterrupt("this was stopped when it was done already: the variables are set.")
         return results
@@ -185,7 +190,11 @@ class Run:
             return pending.stopped
         if stuck := self._recovery.explain_stuck(pending) if pending.missing else "":
             return pending.stopped + stuck
-        return pending.stopped + reconnected_text(self._reconnect())
+        return pending.stopped + self._reconnected_text()
+
+    def _reconnected_text(self) -> str:
+        problem = self._reconnect()
+        return reconnected_text(problem) if problem or self._goes_on else ""
 
     def _reconnect(self) -> str:
         """Connect the group anew, once, if that is needed; gives what prevents it."""

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distsession.cluster.monitor import restart_text
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.display import render
 from distsession.engine.script import run_script
@@ -24,7 +23,7 @@ from distsession.errors import (
     RunError,
     RunInterrupt,
 )
-from distsession.kernel.outcome import collect, reconnected_text, run_error
+from distsession.kernel.outcome import collect, run_error
 from distsession.kernel.output import Silent
 from distsession.options import add_arguments
 from distsession.protocol.messages import Text
@@ -130,18 +129,19 @@ def _signals_end_it() -> Iterator[None]:
 
 
 def _run(session: Session, path: str, script: str, arguments: Sequence[str]) -> int:
+    session.requests.goes_on = False  # a script is over when it has failed
     future = session.submit(run_script, path, [script, *arguments])
     pending = next(iter(session.channel.pending()), None)
     try:
         return _wait(session, future, pending)
     except RunInterrupt as stop:
-        return _say(_without_mending(str(stop)), INTERRUPTED)
+        return _say(str(stop), INTERRUPTED)
     except KeyboardInterrupt:
         return _stop(session, future)
     except RunError as error:
         return _fail(error)
     except DistsessionError as error:  # a hang
-        return _say(_without_mending(str(error)), 1)
+        return _say(str(error), 1)
 
 
 def _wait(
@@ -160,7 +160,7 @@ def _wait(
             continue
         failed_at = failed_at or time.monotonic()
         if time.monotonic() - failed_at > LEAVE + session.options.hang_grace:
-            results, failed = collect(pending, 0.0)
+            results, failed = collect(pending, 0.0, remedies=False)
             raise run_error(failed, results, session.infos)
 
 
@@ -171,7 +171,7 @@ def _stop(session: Session, future: concurrent.futures.Future[Any]) -> int:
         try:
             future.result(timeout=STOP)
         except RunInterrupt as stop:
-            text = _without_mending(str(stop))
+            text = str(stop)
         except concurrent.futures.TimeoutError:
             pass
     return _say(text, INTERRUPTED)
@@ -190,10 +190,7 @@ def _fail(error: RunError) -> int:
         else:
             _say(f"rank {rank} ended with exit code {first.code}.", 1)
     else:
-        text = "\n".join(error._render_traceback_())
-        for rank in error.by_rank:
-            text = text.replace(restart_text(rank), "")
-        _say(_without_mending(text), 1)
+        _say("\n".join(error._render_traceback_()), 1)
     return exit_code(first)
 
 
@@ -208,11 +205,6 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return 1
-
-
-def _without_mending(text: str) -> str:
-    """A script is over when it has failed: that one could go on is no news."""
-    return text.replace(reconnected_text(""), "")
 
 
 def _say(text: str, code: int) -> int:

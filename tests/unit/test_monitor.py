@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distsession.cluster.local import LocalLauncher
-from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, describe_death
+from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, death_error
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -281,7 +281,7 @@ def test_the_engine_of_a_dead_rank_is_forgotten(heard: Heard) -> None:
     ],
 )
 def test_a_death_says_how_the_process_ended(returncode: int, how: str) -> None:
-    text = describe_death(exited(2, pid=77, returncode=returncode))
+    text = str(death_error(exited(2, pid=77, returncode=returncode)))
     assert text.startswith(f"rank 2 (pid 77) {how}.")
     assert "session.restart([2]) replaces it; restore=[...] copies variables from a rank" in text
     assert text.endswith("It wrote nothing.")
@@ -290,12 +290,12 @@ def test_a_death_says_how_the_process_ended(returncode: int, how: str) -> None:
 def test_a_rank_that_was_asked_to_end_says_who_did_that() -> None:
     message = RankExited(1, 0, 77, 0, expected=True, log_tail="bye")
     text = "rank 1 (pid 77) was ended by session.restart() or close()."
-    assert describe_death(message) == text
-    assert describe_death(message, while_starting=True) == text
+    assert str(death_error(message)) == text
+    assert str(death_error(message, while_starting=True)) == text
 
 
 def test_a_death_for_want_of_memory_is_named() -> None:
-    text = describe_death(RankExited(1, 0, 77, -9, expected=False, log_tail="", oom=True))
+    text = str(death_error(RankExited(1, 0, 77, -9, expected=False, log_tail="", oom=True)))
     assert text.startswith(
         "rank 1 (pid 77) was killed by SIGKILL, by the system for want of memory "
         "(its count of out-of-memory kills rose). session.restart([1]) replaces it"
@@ -316,20 +316,22 @@ WHERE = {
 @pytest.mark.parametrize(("known", "operation", "text"), WHERE.values(), ids=WHERE)
 def test_a_death_says_where(known: dict[str, Any], operation: str, text: str) -> None:
     message = RankExited(1, 0, 77, -9, expected=False, log_tail="", **known)
-    said = describe_death(message, operation=operation)
+    said = str(death_error(message, operation=operation))
     assert said.startswith(f"rank 1 (pid 77) was killed by SIGKILL{text}")
 
 
 def test_a_death_for_want_of_memory_tells_the_limit() -> None:
-    text = describe_death(
-        RankExited(1, 0, 77, -9, expected=False, log_tail="", oom=True, oom_limit=600 << 20)
+    text = str(
+        death_error(
+            RankExited(1, 0, 77, -9, expected=False, log_tail="", oom=True, oom_limit=600 << 20)
+        )
     )
     assert "(its count of out-of-memory kills rose; its limit is 600 MiB). session" in text
 
 
 def test_a_crash_shows_its_stack_before_the_last_lines() -> None:
     stack = ('File "a.py", line 1, in f', 'File "In[3]", line 2, in <module>')
-    text = describe_death(RankExited(1, 0, 77, -11, False, "bye", stack=stack))
+    text = str(death_error(RankExited(1, 0, 77, -11, False, "bye", stack=stack)))
     assert text.splitlines()[1:] == [
         "Its Python stack, innermost line first:",
         *(f"  {line}" for line in stack),
@@ -372,7 +374,7 @@ def test_a_late_report_is_not_taken_for_the_death_of_the_next_process(
 
 
 def test_a_death_shows_the_last_lines_that_the_rank_wrote() -> None:
-    text = describe_death(exited(0, log="".join(f"line {n}\n" for n in range(100)) + "\n\n"))
+    text = str(death_error(exited(0, log="".join(f"line {n}\n" for n in range(100)) + "\n\n")))
     lines = text.splitlines()
     assert lines[1] == "Its last lines:"
     assert lines[-1] == "line 99"
@@ -380,7 +382,7 @@ def test_a_death_shows_the_last_lines_that_the_rank_wrote() -> None:
 
 
 def test_a_death_at_the_start_says_so_and_offers_no_restart() -> None:
-    text = describe_death(exited(0, returncode=1), while_starting=True)
+    text = str(death_error(exited(0, returncode=1), while_starting=True))
     assert "ended with exit code 1 while it was starting." in text
     assert "restart" not in text
 

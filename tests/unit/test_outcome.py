@@ -52,7 +52,8 @@ def order(failed: Failures) -> list[int]:
 
 
 def shown(failed: Failures, **more: object) -> list[str]:
-    return run_error(failed, NONE, [], **more)._render_traceback_()  # type: ignore[arg-type]
+    then = reconnected_text("")
+    return run_error(failed, NONE, [], then=then, **more)._render_traceback_()  # type: ignore
 
 
 def test_those_that_only_suffered_are_last_whatever_their_rank() -> None:
