@@ -1,9 +1,10 @@
 // Enlarges the pictures of timelines, which can be read without this, too. Ctrl and the wheel, or a
 // double click, enlarge; dragging moves what is enlarged; a double click with Shift shows all.
-// Each picture brings this script, and a notebook that is opened again has several pictures.
-for (const box of document.querySelectorAll(".distsession-timeline:not([data-zoom])")) {
+// Each picture brings this script, and a notebook that is opened again has several pictures. The box
+// of one that is not trusted is empty.
+for (const outer of document.querySelectorAll(".distsession-timeline:not([data-zoom]) > svg")) {
+  const box = outer.parentElement;
   box.dataset.zoom = "on";
-  const outer = box.firstElementChild;
   const inner = outer.querySelector("svg");
   const ticks = outer.querySelector(":scope > g:last-of-type");
   const range = outer.lastElementChild;
