@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from distsession.engine.torch_errors import is_from_gloo
 from distsession.protocol.messages import Abort, Aborted, Reason
 
-__all__ = ["IN_GLOO", "attach", "chain", "find", "has_reason"]
-
-IN_GLOO = "/gloo/"
-"""In the text of each error of gloo's: a path of its source."""
+__all__ = ["attach", "chain", "find", "has_reason"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -79,7 +77,7 @@ def _own(error: BaseException, abort: Abort | None) -> Reason | None:
     if abort is not None:
         try:
             text = str(error) if isinstance(error, RuntimeError) else ""
-            repeats = (bool(text and abort.text) and abort.text in text) or IN_GLOO in text
+            repeats = (bool(text and abort.text) and abort.text in text) or is_from_gloo(text)
         except Exception:  # its own __str__ fails
             return None
         return Aborted() if repeats else None

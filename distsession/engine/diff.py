@@ -2,11 +2,12 @@
 
 A rank summarises its value; the notebook compares the summaries and asks for those parts only of
 which it wants to know by how much they differ, with ``gap``. torch and numpy are used where they
-are loaded.
+are loaded. What checks an exported script takes values apart by the same ``flatten``.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import math
@@ -15,9 +16,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Gap", "Leaf", "Summary", "gap"]
+__all__ = ["Form", "Gap", "Leaf", "Part", "Summary", "flatten", "gap", "on_cpu"]
 
 DEPTH = 20
 """How deep attributes and containers are looked into; below that a pickle has to do."""
@@ -56,7 +57,7 @@ class Gap:
     """By how much two parts differ.
 
     Attributes:
-        largest: The largest absolute difference; infinite where a number stands against a NaN.
+        largest: The largest difference; infinite where a number stands against a NaN.
         index: Where that is.
         count: How many elements differ.
         total: How many there are.
@@ -66,6 +67,32 @@ class Gap:
     index: tuple[int, ...]
     count: int
     total: int
+
+
+class Form(enum.Enum):
+    """What a part is."""
+
+    PLAIN = "a tensor, an array, a number, a text or None"
+    SERIES = "a long list of numbers"
+    CONTAINER = "what holds the parts below it"
+    OPAQUE = "anything else"
+    CYCLE = "a container that it is within"
+
+
+class Part(NamedTuple):
+    """One part of a value.
+
+    Attributes:
+        path: Where it is, such as ``['fc.weight']``.
+        value: The part itself.
+        form: What it is.
+        above: Of a cycle, which of the containers above it is meant; 0 is the outermost.
+    """
+
+    path: str
+    value: Any
+    form: Form
+    above: int = 0
 
 
 class Summary:
@@ -78,37 +105,73 @@ class Summary:
     def __init__(self, value: Any):
         self.leaves: dict[str, Leaf] = {}
         self._values: dict[str, Any] = {}
-        for path, leaf, part in _walk("", value, ()):
+        for part in flatten(value):
+            leaf = _leaf(part)
             if len(self.leaves) == LEAVES:
                 raise TypeError(
                     f"it has more than {LEAVES} parts: compare a part of it, or put numbers into "
                     "a tensor or an array."
                 )
-            self.leaves[path] = leaf
+            self.leaves[part.path] = leaf
             if leaf.size:
-                self._values[path] = part
+                self._values[part.path] = part.value
 
     def values(self, paths: Sequence[str]) -> dict[str, Any]:
         """Parts themselves, on the CPU."""
-        return {path: _on_cpu(self._values[path]) for path in paths if path in self._values}
+        return {path: on_cpu(self._values[path]) for path in paths if path in self._values}
 
 
-def _walk(path: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Leaf, Any]]:
-    """A value's parts: where each is, what it is like, and itself."""
+def flatten(
+    value: Any,
+    path: str = "",
+    *,
+    attributes: bool = True,
+    series: bool = True,
+    above: tuple[int, ...] = (),
+) -> Iterator[Part]:
+    """The parts of a value, outermost first.
+
+    Args:
+        value: Any. Nothing of it is copied.
+        path: Where it is.
+        attributes: Look into other objects by what they store.
+        series: Give a long list of numbers as one part.
+        above: The ids of the containers that it is within.
+    """
     if id(value) in above:
-        yield path, Leaf("what it is part of", f"{above.index(id(value))}"), value
-        return
-    leaf = _plain_leaf(value)
-    children = None if leaf or len(above) >= DEPTH else _children(value)
-    if children is None:
-        yield path, leaf or _opaque_leaf(value), value
-        return
-    yield path, Leaf(_type_name(value), _type_name(value), is_container=True), value
-    for step, child in children:
-        yield from _walk(path + step, child, (*above, id(value)))
+        yield Part(path, value, Form.CYCLE, above.index(id(value)))
+    elif _is_plain(value):
+        yield Part(path, value, Form.PLAIN)
+    elif series and _is_series(value):
+        yield Part(path, value, Form.SERIES)
+    else:
+        children = None if len(above) >= DEPTH else _children(value, attributes)
+        yield Part(path, value, Form.OPAQUE if children is None else Form.CONTAINER)
+        for step, child in children or ():
+            yield from flatten(
+                child,
+                path + step,
+                attributes=attributes,
+                series=series,
+                above=(*above, id(value)),
+            )
 
 
-def _children(value: Any) -> list[tuple[str, Any]] | None:
+def _is_plain(value: Any) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return True
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return not value.dtype.hasobject
+    return value is None or isinstance(value, (str, bytes, *_PLAIN))
+
+
+def _is_series(value: Any) -> bool:
+    is_long = type(value) in (list, tuple) and len(value) > SERIES
+    return is_long and all(type(item) in (int, float) for item in value)
+
+
+def _children(value: Any, attributes: bool) -> list[tuple[str, Any]] | None:
     """What a container or an object holds; None where one cannot look into it."""
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", item) for key, item in value.items()]
@@ -117,7 +180,9 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, type):
         return None
     if callable(getattr(type(value), "state_dict", None)):
-        return _children(value.state_dict())
+        return _children(value.state_dict(), attributes)
+    if not attributes:
+        return None
     kind = type(value)
     hooks = ("__reduce__", "__reduce_ex__", "__getstate__")
     is_usual = not hasattr(kind, "__slots__") and all(
@@ -128,34 +193,40 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _plain_leaf(value: Any) -> Leaf | None:
-    """Tensors, arrays, numbers and texts; None for others."""
+def _leaf(part: Part) -> Leaf:
+    """What a part is like."""
+    value, name = part.value, _type_name(part.value)
+    match part.form:
+        case Form.PLAIN:
+            return _plain_leaf(value)
+        case Form.SERIES:
+            text = repr(value).encode()
+            return Leaf(f"{name} of {len(value)} numbers", _digest(text), "", len(text))
+        case Form.CONTAINER:
+            return Leaf(name, name, is_container=True)
+        case Form.CYCLE:
+            return Leaf("what it is part of", f"{part.above}")
+    return _opaque_leaf(value)
+
+
+def _plain_leaf(value: Any) -> Leaf:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_leaf(value)
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        if value.dtype.hasobject:
-            return None
         data = numpy.ascontiguousarray(value)
         is_number = value.dtype.kind in "biufc"
-        digest = _digest(data.tobytes())
         return Leaf(
             f"array {value.dtype} {list(value.shape)}",
-            digest,
+            _digest(data.tobytes()),
             _short(value) if value.size == 1 else "",
             max(1, value.nbytes) if is_number and value.size else 0,
         )
-    if value is None or isinstance(value, (str, bytes, *_PLAIN)):
-        size = 8 if isinstance(value, _PLAIN) else 0
-        return Leaf(_type_name(value), _digest(repr(value).encode()), _short(value), size)
-    is_list = type(value) in (list, tuple) and len(value) > SERIES
-    if is_list and all(type(item) in (int, float) for item in value):
-        text = repr(value).encode()
-        return Leaf(f"{_type_name(value)} of {len(value)} numbers", _digest(text), "", len(text))
-    return None
+    size = 8 if isinstance(value, _PLAIN) else 0
+    return Leaf(_type_name(value), _digest(repr(value).encode()), _short(value), size)
 
 
-def _tensor_leaf(value: Any) -> Leaf | None:
+def _tensor_leaf(value: Any) -> Leaf:
     import torch
 
     part = " local part" if hasattr(value, "to_local") else ""
@@ -164,7 +235,7 @@ def _tensor_leaf(value: Any) -> Leaf | None:
         return Leaf(f"{kind} without data")
     if value.layout != torch.strided or value.is_quantized or value.is_nested:
         return Leaf(f"{kind} {value.layout}", _digest(repr(value).encode()))
-    data = _on_cpu(value)
+    data = on_cpu(value)
     if part:
         kind = f"{kind} {list(data.shape)}"
     digest = _digest(data.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -172,7 +243,8 @@ def _tensor_leaf(value: Any) -> Leaf | None:
     return Leaf(kind, digest, text, data.numel() * data.element_size())
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
+    """A part, with the data of a tensor as this process has them; others as they are."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
@@ -237,8 +309,14 @@ def _digest(data: Any) -> str:
 # --- by how much ----------------------------------------------------------------------------------
 
 
-def gap(first: Any, second: Any) -> Gap:
-    """By how much two parts differ that are of the same kind."""
+def gap(first: Any, second: Any, *, relative: bool = False) -> Gap:
+    """By how much two parts differ that are of the same kind.
+
+    Args:
+        first: A tensor, an array, a number, or a list of numbers.
+        second: The same of another rank, or of another time.
+        relative: Divide each difference by what is in ``first``, if that is more than one.
+    """
     import torch
 
     a, b = (v if isinstance(v, torch.Tensor) else torch.as_tensor(v) for v in (first, second))
@@ -250,7 +328,10 @@ def gap(first: Any, second: Any) -> Gap:
         x, y = (t[start : start + CHUNK].to(wide) for t in (a, b))
         same = (x == y) | (x.isnan() & y.isnan())
         count += int((~same).sum())
-        apart = torch.where(same, 0.0, (x - y).abs()).nan_to_num(math.inf, posinf=math.inf)
+        apart = (x - y).abs()
+        if relative:
+            apart = apart / x.abs().clamp(min=1.0)
+        apart = torch.where(same, 0.0, apart).nan_to_num(math.inf, posinf=math.inf)
         worst = int(apart.argmax())
         if float(apart[worst]) > largest:
             largest, at = float(apart[worst]), start + worst

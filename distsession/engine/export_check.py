@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from distsession.engine import script
+from distsession.engine.diff import Form, flatten, gap, on_cpu
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["compare", "save"]
 
@@ -21,8 +25,8 @@ def save(variables: Mapping[str, Any], names: Sequence[str], folder: str) -> lis
     """Save variables of this rank, for :func:`compare`; gives the names that are there."""
     import torch
 
-    values = {name: _leaves(name, variables[name]) for name in names if name in variables}
-    torch.save({name: dict(leaves) for name, leaves in values.items()}, _path(folder))
+    values = {name: _parts(name, variables[name]) for name in names if name in variables}
+    torch.save(values, _path(folder))
     return list(values)
 
 
@@ -44,7 +48,7 @@ def compare(names: Sequence[str], folder: str) -> dict[str, tuple[float, str]]:
                 where = "session" if name in expected else "script"
                 result[name] = (DIFFERENT, f"only the {where} has it")
             continue
-        theirs, ours = expected[name], dict(_leaves(name, found[name]))
+        theirs, ours = expected[name], _parts(name, found[name])
         differences = [
             _difference(at, theirs.get(at, _Missing), ours.get(at, _Missing))
             for at in {**theirs, **ours}
@@ -61,54 +65,39 @@ def _path(folder: str) -> str:
     return os.path.join(folder, f"rank{os.environ['RANK']}")
 
 
-def _leaves(at: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The plain values that a value consists of, each with where it is.
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """The plain values that a value consists of, by where they are.
 
     Raises:
         TypeError: There is something else in it.
     """
     import torch
 
-    if isinstance(value, torch.Tensor):
-        local = getattr(value, "to_local", None)
-        yield at, (local() if local is not None else value).detach().cpu().clone()
-    elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        yield at, torch.as_tensor(value)
-    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        yield at, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{at}[{key!r}]", item)
-    elif isinstance(value, (list, tuple)):
-        yield f"len({at})", len(value)
-        for index, item in enumerate(value):
-            yield from _leaves(f"{at}[{index}]", item)
-    elif callable(getattr(value, "state_dict", None)):
-        yield from _leaves(at, value.state_dict())
-    else:
-        raise TypeError(
-            f"{at} is a {type(value).__name__}, which cannot be compared: numbers, strings, "
-            "tensors, arrays, lists and dictionaries of these, and what has a state_dict() can."
-        )
+    found: dict[str, Any] = {}
+    for part in flatten(value, name, attributes=False, series=False):
+        if part.form is Form.CONTAINER:
+            if isinstance(part.value, (list, tuple)):
+                found[f"len({part.path})"] = len(part.value)
+        elif part.form is not Form.PLAIN:
+            raise TypeError(
+                f"{part.path} is a {type(part.value).__name__}, which cannot be compared: "
+                "numbers, strings, tensors, arrays, lists and dictionaries of these, and what has "
+                "a state_dict() can."
+            )
+        elif isinstance(part.value, torch.Tensor):
+            found[part.path] = on_cpu(part.value).clone()
+        elif type(part.value).__module__ == "numpy":
+            found[part.path] = torch.as_tensor(part.value)
+        else:
+            found[part.path] = part.value
+    return found
 
 
 def _difference(at: str, theirs: Any, ours: Any) -> tuple[float, str]:
     import torch
 
     if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
-        if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
-            kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (theirs, ours)]
-            return DIFFERENT, f"{at} is {kinds[0]} in the session, {kinds[1]} in the script"
-        if torch.equal(theirs, ours):
-            return 0.0, ""
-        if theirs.dtype is torch.bool:
-            return DIFFERENT, f"{int((theirs != ours).sum())} elements of {at} differ"
-        wide = torch.complex128 if theirs.is_complex() else torch.float64
-        a, b = theirs.to(wide), ours.to(wide)
-        gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
-        gap = gap / a.abs().clamp(min=1.0)
-        worst = float(gap.nan_to_num(DIFFERENT).max())
-        return worst, f"{at} differs by up to {worst:.3g}" if worst else ""
+        return _tensor_difference(at, theirs, ours)
     numbers = (bool, int, float, complex)
     if isinstance(theirs, numbers) and isinstance(ours, numbers):
         if theirs == ours or (theirs != theirs and ours != ours):
@@ -121,3 +110,18 @@ def _difference(at: str, theirs: Any, ours: Any) -> tuple[float, str]:
         return 0.0, ""
     texts = ["missing" if v is _Missing else repr(v)[:60] for v in (theirs, ours)]
     return DIFFERENT, f"{at} is {texts[0]} in the session, {texts[1]} in the script"
+
+
+def _tensor_difference(at: str, theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float, str]:
+    import torch
+
+    if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+        kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (theirs, ours)]
+        return DIFFERENT, f"{at} is {kinds[0]} in the session, {kinds[1]} in the script"
+    if torch.equal(theirs, ours):
+        return 0.0, ""
+    found = gap(theirs, ours, relative=True)
+    if theirs.dtype is torch.bool:
+        return DIFFERENT, f"{found.count} elements of {at} differ"
+    worst = found.largest
+    return worst, f"{at} differs by up to {worst:.3g}" if worst else ""

@@ -47,6 +47,7 @@ from distsession.engine.process import (
 from distsession.engine.requests import RequestDispatcher
 from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
+from distsession.engine.torch_errors import is_from_gloo
 from distsession.errors import CollectiveError, SessionStateError
 from distsession.protocol import board as layout
 from distsession.protocol import serialize, shared_memory
@@ -403,7 +404,7 @@ class Rank:
         for part in cause.chain(raised):
             if cause.has_reason(part):
                 break
-            if cause.IN_GLOO in failure.message_of(part):
+            if is_from_gloo(failure.message_of(part)):
                 explained = self._recorder.explain(part)
                 if part is raised and explained is not raised:
                     explained.__context__ = raised.__context__

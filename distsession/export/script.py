@@ -222,7 +222,7 @@ def check_script(
         raise ExportError(f"there is no script {path}: session.export(...) writes one.")
     module = "__import__('distsession.engine.export_check', fromlist=['compare'])"
     with tempfile.TemporaryDirectory(prefix="distsession-") as folder:
-        kept = _evaluate(session, f"{module}.keep(globals(), {names!r}, {folder!r})")
+        kept = _evaluate(session, f"{module}.save(globals(), {names!r}, {folder!r})")
         missing = [name for name in names if not any(name in there for there in kept.values())]
         if missing:
             raise ExportError(f"no rank of the session has {', '.join(missing)}.")

@@ -21,7 +21,7 @@ from distsession.engine.collectives.operation_log import (
     begin_wait,
     end,
 )
-from distsession.engine.collectives.operations import describe, size
+from distsession.engine.collectives.operations import Elements, SplitSizes, describe, size
 from distsession.protocol.board import LINE_BITS
 from distsession.timeline import chrome_trace, svg
 from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
@@ -371,10 +371,10 @@ F32 = torch.float32
         (("all_reduce_coalesced", F32, torch.Size([4]), torch.int64, torch.Size([2]), "sum"), 32),
         (("barrier",), 0),
         (("broadcast", torch.bfloat16, torch.Size([]), "root 0"), 2),
-        (("send", F32, "12 elements"), 48),
+        (("send", F32, Elements(12)), 48),
         (("recv", "any source"), 0),
-        (("all_to_all", F32, "send 1,2 receive 3,4"), 12),
-        (("all_to_all_single", F32, torch.Size([5]), "send 1,2 receive 3,4"), 60),
+        (("all_to_all", F32, SplitSizes((1, 2), (3, 4))), 12),
+        (("all_to_all_single", F32, torch.Size([5]), SplitSizes((1, 2), (3, 4))), 60),
     ],
 )
 def test_the_bytes_of_an_operation_are_what_the_rank_puts_in(

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Any
 
-from distsession.engine.collectives.operations import describe, size
+from distsession.engine.collectives.operations import describe_detail, size
 from distsession.protocol.board import LINE_BITS, LINE_MASK
 from distsession.protocol.diagnosis import ANY_SOURCE
 from distsession.timeline.records import OperationRecord
@@ -76,7 +76,7 @@ class OperationLog:
         stream, sequence, key, place, began, ended, blocked, flags = entry
         known = texts.get(key)
         if known is None:
-            known = texts[key] = size(key), describe(key).partition(" ")[2]
+            known = texts[key] = size(key), describe_detail(key)
         file = self.names.get(place >> LINE_BITS, "")
         return OperationRecord(
             name=key[0],

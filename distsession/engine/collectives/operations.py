@@ -6,10 +6,11 @@ operations in messages are those of torch's functions (``all_reduce``), not of t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,54 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-__all__ = ["Collectives", "describe", "size"]
+__all__ = [
+    "Collectives",
+    "Elements",
+    "SplitSizes",
+    "comparable",
+    "describe",
+    "describe_detail",
+    "size",
+]
 
 _OPS = {
     hash(getattr(dist.ReduceOp, name)): name.lower()
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
 """torch (2.13) hashes a reduce op to its number."""
+
+
+MESSAGES = ("send", "recv")
+"""Operations whose two ends are called differently."""
+
+
+class Elements(int):
+    """How many elements a message has."""
+
+
+class SplitSizes(NamedTuple):
+    """How much a rank sends to each member in an all_to_all, and what it expects from each."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    @property
+    def description(self) -> str:
+        """As it stands at the end of a description, which is all that other ranks see of it."""
+        send, receive = (",".join(map(str, sizes)) for sizes in self)
+        return f"send {send} receive {receive}"
+
+    @classmethod
+    def from_description(cls, text: str) -> SplitSizes | None:
+        """What is at the end of another rank's description; None if there are no sizes."""
+        found = _SPLIT_SIZES.search(text)
+        if found is None:
+            return None
+        return cls(*(tuple(int(n) for n in part.split(",") if n) for part in found.groups()))
+
+
+_SPLIT_SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
+"""What :attr:`SplitSizes.description` gives."""
 
 
 class Collectives(dist.ProcessGroup):
@@ -167,9 +209,9 @@ class Collectives(dist.ProcessGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = AllToAllOptions() if opts is None else opts
-        send = [tensor.numel() for tensor in inputs]
-        receive = [tensor.numel() for tensor in outputs]
-        key = ("all_to_all", inputs[0].dtype, _sizes(send, receive))
+        send = tuple(tensor.numel() for tensor in inputs)
+        receive = tuple(tensor.numel() for tensor in outputs)
+        key = ("all_to_all", inputs[0].dtype, SplitSizes(send, receive))
         call = lambda g: g.alltoall(outputs, inputs, opts)  # noqa: E731
         return self._collective(call, key, _is_async(opts), has_sizes=True)
 
@@ -184,7 +226,7 @@ class Collectives(dist.ProcessGroup):
             "all_to_all_single",
             tensor.dtype,
             tensor.shape[1:],
-            _sizes(send_sizes, receive_sizes),
+            SplitSizes(tuple(send_sizes), tuple(receive_sizes)),
         )
         call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
         return self._collective(call, key, _is_async(opts), has_sizes=True)
@@ -205,13 +247,13 @@ class Collectives(dist.ProcessGroup):
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int) -> Any:
-        key = ("send", tensors[0].dtype, f"{tensors[0].numel()} elements")
+        key = ("send", tensors[0].dtype, Elements(tensors[0].numel()))
         return self._message(
             lambda g: g.send(tensors, target, tag), key, self._my_rank, target, tag
         )
 
     def recv(self, tensors: Any, source: int, tag: int) -> Any:
-        key = ("recv", tensors[0].dtype, f"{tensors[0].numel()} elements")
+        key = ("recv", tensors[0].dtype, Elements(tensors[0].numel()))
         return self._message(
             lambda g: g.recv(tensors, source, tag), key, source, self._my_rank, tag
         )
@@ -237,18 +279,24 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
         yield tensor.shape
 
 
-def _sizes(send: Sequence[int], receive: Sequence[int]) -> str:
-    return f"send {','.join(map(str, send))} receive {','.join(map(str, receive))}"
-
-
 # --- texts and sizes ------------------------------------------------------------------------------
 
 
 def describe(key: tuple[Any, ...]) -> str:
     """``all_reduce float32 [4, 2], sum`` from what was called."""
-    name, *parts = key
-    detail = ", ".join(part for part in map(_part, parts) if part)
-    return f"{name} {detail}".replace(", [", " [").strip()
+    return f"{key[0]} {describe_detail(key)}".strip()
+
+
+def describe_detail(key: tuple[Any, ...]) -> str:
+    """The same without the name: ``float32 [4, 2], sum``."""
+    return ", ".join(part for part in map(_part, key[1:]) if part).replace(", [", " [")
+
+
+def comparable(key: tuple[Any, ...]) -> str:
+    """What of an operation has to be the same on all ranks, as text."""
+    if key[0] in MESSAGES:  # its two ends
+        return describe_detail(key)
+    return describe(tuple(part for part in key if not isinstance(part, SplitSizes)))
 
 
 def _part(part: Any) -> str:
@@ -256,6 +304,10 @@ def _part(part: Any) -> str:
         return str(part).removeprefix("torch.")
     if isinstance(part, torch.Size):
         return str(list(part))
+    if isinstance(part, SplitSizes):
+        return part.description
+    if isinstance(part, Elements):
+        return f"{int(part)} elements"
     if isinstance(part, (str, int)):
         return str(part)
     if part is None:
@@ -269,15 +321,13 @@ def size(key: tuple[Any, ...]) -> int:
     """Bytes that the caller itself puts in, or in which it receives."""
     total = itemsize = count = 0
     for part in key[1:]:
-        if isinstance(
-            part, torch.dtype
-        ):  # each tensor is a dtype, and a shape or what stands for it
+        if isinstance(part, torch.dtype):  # each tensor is one, and a shape or what stands for it
             total += itemsize * count
             itemsize, count = part.itemsize, 1
         elif isinstance(part, torch.Size):
             count *= part.numel()
-        elif isinstance(part, str) and part.startswith("send "):
-            count *= sum(int(n) for n in part.split()[1].split(",") if n.isdigit())
-        elif isinstance(part, str) and part.endswith(" elements"):
-            count *= int(part.split()[0])
+        elif isinstance(part, SplitSizes):
+            count *= sum(part.send)
+        elif isinstance(part, Elements):
+            count *= part
     return total + itemsize * count

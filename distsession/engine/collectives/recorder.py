@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -33,8 +32,14 @@ from distsession.engine.collectives.operation_log import (
     Entry,
     OperationLog,
 )
-from distsession.engine.collectives.operations import describe
+from distsession.engine.collectives.operations import (
+    SplitSizes,
+    comparable,
+    describe,
+    describe_detail,
+)
 from distsession.engine.failure import is_user_code, short_name
+from distsession.engine.torch_errors import Break, classify, time_limit_s
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, key_of
@@ -75,12 +80,7 @@ Posted = list[int]
 
 _FRAMES = range(24)
 """How far up a place in user code is looked for."""
-_LOST = re.compile("[Cc]losed|reset by peer|[Bb]roken pipe")
-"""In what gloo says of a connection that the peer has given up."""
-_LIMIT = re.compile(r"(\d+) ?ms")
-"""In what gloo says of its time limit."""
 _UNKNOWN = Operation("an operation", "world", (), 0)
-_SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
 
 # Words, as plain names of this module: they are read several times in each operation.
 _HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
@@ -268,10 +268,7 @@ class Recorder:
 
     def sign(self, key: tuple[Any, ...]) -> tuple[int, int]:
         """Fingerprint and text of an operation that is seen for the first time."""
-        text = describe(key)
-        compared = _SIZES.sub("", text)
-        if key[0] in ("send", "recv"):  # the two ends of one message
-            compared = compared[4:]
+        text, compared = describe(key), comparable(key)
         with self._lock:
             if len(self.signatures) >= MAX_SIGNATURES:
                 self.signatures.clear()
@@ -372,32 +369,31 @@ class Recorder:
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
             return error
         text = str(error)
-        if text.startswith("Detected mismatch between collectives"):  # check="detail"
+        why = classify(text)
+        if why is Break.MISMATCH:  # check="detail"
             return CollectiveMismatchError(text)
-        is_within = "gloo" in text or "timed out" in text  # otherwise it was refused at the door
-        if not is_within and self.abort is None:
+        if why is Break.OUTSIDE and self.abort is None:
             return error
         # A peer may have closed its end of a connection a moment before we are told why.
         deadline = time.monotonic() + ABORT_REASON_TIMEOUT_S
-        while self.abort is None and _LOST.search(text) and time.monotonic() < deadline:
+        while self.abort is None and why is Break.CLOSED and time.monotonic() < deadline:
             time.sleep(0.002)
         if self.abort is not None:
             return self.abort_error().with_traceback(error.__traceback__)
         self.mark_damaged()
-        if _LOST.search(text):
+        if why is Break.CLOSED:
             operation = self._operation()
-            lost = CollectiveError(
+            closed = CollectiveError(
                 f"{_described(operation)} broke off: another rank closed its connection, as one "
                 "does that fails, dies or runs into a time limit within an operation."
             ).with_traceback(error.__traceback__)
-            return cause.attach(lost, Aborted(operation))
-        if "imed out" in text:
-            return self._timeout_error(text).with_traceback(error.__traceback__)
+            return cause.attach(closed, Aborted(operation))
+        if why is Break.TIMED_OUT:
+            return self._timeout_error(time_limit_s(text)).with_traceback(error.__traceback__)
         return error
 
-    def _timeout_error(self, text: str) -> CollectiveHangError:
+    def _timeout_error(self, limit_s: float) -> CollectiveHangError:
         """What to raise for a time limit of gloo's."""
-        limit = _LIMIT.search(text)
         *operations, last = [*self.region.operations(), _UNKNOWN]
         begun = [region.sequences() for region in self.board.regions]
         found = TimedOut(last, ())
@@ -411,7 +407,7 @@ class Recorder:
                 found = TimedOut(replace(operation, is_waiting=True), tuple(late))
             if late:
                 break
-        return _late_error(replace(found, limit=int(limit[1]) / 1000 if limit else 0.0), self.rank)
+        return _late_error(replace(found, limit=limit_s), self.rank)
 
     def mark_damaged(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
@@ -504,7 +500,7 @@ class Stream:
     def _refused(self, key: tuple[Any, ...]) -> Operation:
         """An operation that is not to be begun."""
         recorder = self.recorder
-        name, _, detail = describe(key).partition(" ")
+        name, detail = key[0], describe_detail(key)
         place = recorder.region.place(recorder.place())
         sequence = self.count + 1
         return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
@@ -805,13 +801,9 @@ def _described(operation: Operation | None) -> str:
 
 
 @lru_cache(256)
-def _parts(signature: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parts(signature: str) -> SplitSizes:
     """How much a rank sends to each member and expects from each; empty where it does not say."""
-    found = _SIZES.search(signature)
-    if found is None:
-        return (), ()
-    sent, received = (tuple(int(n) for n in part.split(",") if n) for part in found.groups())
-    return sent, received
+    return SplitSizes.from_description(signature) or SplitSizes((), ())
 
 
 def _readable(signature: str) -> str:

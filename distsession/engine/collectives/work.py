@@ -19,6 +19,7 @@ from distsession.engine.collectives.operation_log import (
 )
 from distsession.engine.collectives.operations import describe
 from distsession.engine.collectives.recorder import Recorder, Stream
+from distsession.engine.torch_errors import is_wait_over
 from distsession.errors import CollectiveError
 
 __all__ = ["AnySource", "IssuedWork", "await_collective"]
@@ -133,7 +134,7 @@ def await_collective(work: Any, recorder: Recorder) -> bool:
         try:
             return bool(work.wait(WAIT_STEP))
         except RuntimeError as error:
-            if "Operation timed out" not in str(error):
+            if not is_wait_over(error):
                 raise
             if recorder.epoch != epoch:  # in a thread that nobody waited for
                 raise CollectiveError(
