@@ -53,7 +53,7 @@ def order(failed: Failures) -> list[int]:
 
 def shown(failed: Failures, **more: object) -> list[str]:
     then = reconnected_text("")
-    return run_error(failed, NONE, [], then=then, **more)._render_traceback_()  # type: ignore
+    return run_error(failed, NONE, [], then=then, **more)._render_traceback_()  # type: ignore[arg-type]
 
 
 def test_those_that_only_suffered_are_last_whatever_their_rank() -> None:
