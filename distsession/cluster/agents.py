@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from typing import Any
 
 from distsession.cluster.base import python_command
-from distsession.cluster.monitor import agent_text
+from distsession.cluster.deaths import agent_text
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
 from distsession.protocol.messages import AgentStarted
 

@@ -17,11 +17,12 @@ from typing import Any
 from distsession.cluster.agents import Agents
 from distsession.cluster.base import Launcher
 from distsession.cluster.channel import SocketChannel
+from distsession.cluster.deaths import AGENT_GONE, agent_text
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
-from distsession.cluster.monitor import AGENT_GONE, Monitor, RankUnreported, agent_text
+from distsession.cluster.monitor import Monitor, RankUnreported
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.cluster.process_state import GONE, STOPPED, has_ended, process_state
 from distsession.cluster.reconnect import Halted, Reconnect, failure_of

@@ -9,6 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from distsession.cluster.deaths import (
+    AGENT_GONE,
+    agent_text,
+    death_error,
+    ended_text,
+    node_gone_text,
+    restart_text,
+)
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -28,14 +36,9 @@ from distsession.protocol.messages import (
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "NodeGone", "RankUnreported", "agent_text", "death_error"]
+__all__ = ["Monitor", "NodeGone", "RankUnreported"]
 
 log = logging.getLogger(__name__)
-
-AGENT_GONE = (
-    "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
-    "session.restart() brings them back, without their variables."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class Monitor:
         return []
 
     def _note_store_end(self, message: StoreEnded) -> None:
-        how = _ended_text(message.returncode)
+        how = ended_text(message.returncode)
         if message.is_tcp:
             text = f"torch's TCP store, at which scripts meet, (pid {message.pid}) {how}"
             now = "another one is in its place, and what was in it is lost."
@@ -367,98 +370,3 @@ class Monitor:
                 lambda: self.agent_gone or bool(self.dead) or not self.late_engines(world), timeout
             )
             return {rank: self.engine_ids[rank] for rank in world if rank in self.engine_ids}
-
-
-def death_error(
-    message: RankExited, *, while_starting: bool = False, operation: str = ""
-) -> EngineDiedError:
-    """The error of a rank that has ended: how and where, and the last lines that it wrote.
-
-    Args:
-        message: What its agent says.
-        while_starting: It was not ready yet.
-        operation: The collective that its main thread waited in, with its place.
-    """
-    how, details = "was ended by session.restart() or close()", ""
-    if not message.expected:
-        how, details = _how(message, while_starting, operation), _last_lines(message)
-    can_be_replaced = not while_starting and not message.expected
-    return EngineDiedError(
-        f"rank {message.rank} (pid {message.pid}) {how}.",
-        rank=message.rank,
-        pid=message.pid,
-        returncode=message.returncode,
-        log_tail=message.log_tail,
-        how=how,
-        remedy=restart_text(message.rank) if can_be_replaced else "",
-        details=details,
-    )
-
-
-def _last_lines(message: RankExited) -> str:
-    """What a rank has left: its Python stack, and what it wrote last."""
-    tail = "\n".join(message.log_tail.strip().splitlines()[-15:])
-    last = f"\nIts last lines:\n{tail}" if tail else " It wrote nothing."
-    if message.stack:
-        stack = "\n".join(f"  {line}" for line in message.stack)
-        last = f"\nIts Python stack, innermost line first:\n{stack}{last if tail else ''}"
-    return last
-
-
-def _how(message: RankExited, while_starting: bool, operation: str) -> str:
-    """How and where a rank ended."""
-    how = _ended_text(message.returncode)
-    if message.oom:
-        limit = f"; its limit is {_size(message.oom_limit)}" if message.oom_limit else ""
-        how += f", by the system for want of memory (its count of out-of-memory kills rose{limit})"
-    elif message.is_terminated:
-        how = "was ended by SIGTERM, which this session has not sent,"
-    return how + (" while it was starting" if while_starting else _where(message, operation))
-
-
-def _ended_text(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
-def _where(message: RankExited, operation: str) -> str:
-    """The line at which a rank ended, as far as it is known."""
-    if message.place and message.is_certain:
-        return f" at {message.place}"
-    if operation:
-        return f" in {operation}"
-    if message.place:
-        return f", last seen at {message.place}"
-    if message.runs:
-        return f", while it ran {message.runs}"
-    return " while it was idle" if message.is_idle else ""
-
-
-def _size(amount: int) -> str:
-    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
-
-
-def agent_text(node: int) -> str:
-    """How messages call the agent of a node."""
-    return f"the agent of node {node}" if node else "the agent"
-
-
-def node_gone_text(node: int, ranks: Sequence[int]) -> str:
-    """What the end of a node's agent means, and what to do about it."""
-    return (
-        f"the agent of node {node} (the process that started its ranks) is gone, and with it "
-        f"{ranks_text(ranks)}. session.restart({list(ranks)}) starts another agent and replaces "
-        "them; restore=[...] copies variables from a rank that stays."
-    )
-
-
-def restart_text(rank: int) -> str:
-    """What to do about the death of a rank."""
-    return (
-        f"session.restart([{rank}]) replaces it; restore=[...] copies variables from a rank that "
-        "stays."
-    )

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from distsession.cluster.deaths import death_error
 from distsession.cluster.local import LocalLauncher
-from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, death_error
+from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
