@@ -1,0 +1,166 @@
+"""What a rank puts out: in order, without loss, and for the right request."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distsession.engine import capture as module
+from distsession.engine.capture import Capture
+from distsession.protocol.messages import Display, OutputEnd, Text
+
+
+class Rank:
+    """A rank's capture. Within ``with``, descriptors 1 and 2 are its log files, as on a rank."""
+
+    def __init__(self, capture: Capture, sent: list[Any], files: list[int]) -> None:
+        self.capture = capture
+        self.sent = sent
+        self._files = files
+        self._saved: list[int] = []
+
+    def __enter__(self) -> None:
+        self._saved = [os.dup(1), os.dup(2)]
+        for number, file in enumerate(self._files, 1):
+            os.dup2(file, number)
+
+    def __exit__(self, *_: object) -> None:
+        for number, descriptor in enumerate(self._saved, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+    def drained(self) -> list[Any]:
+        self.capture.flush()
+        found, self.sent[:] = list(self.sent), []
+        return found
+
+    def text(self, messages: list[Any], stream: str = "stdout") -> str:
+        return "".join(m.text for m in messages if isinstance(m, Text) and m.stream == stream)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    paths = [str(tmp_path / name) for name in ("out", "err")]
+    files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths]
+    sent: list[Any] = []
+    capture = Capture(3, (paths[0], paths[1]), sent.append)
+    yield Rank(capture, sent, files)
+    for descriptor in (*files, *(log._descriptor for log in capture._files)):
+        os.close(descriptor)
+
+
+def test_python_and_a_descriptor_come_in_order(rank: Rank) -> None:
+    with rank:
+        out, _ = rank.capture.streams
+        print("from python", file=out)
+        os.write(1, b"from C\n")
+        print("again", file=out)
+        assert rank.text(rank.drained()) == "from python\nfrom C\nagain\n"
+        assert rank.drained() == []
+
+
+def test_the_two_streams_keep_their_order(rank: Rank) -> None:
+    with rank:
+        out, err = rank.capture.streams
+        for number in range(3):
+            print("out", number, file=out)
+            print("err", number, file=err)
+        told = [(m.stream, m.text) for m in rank.drained()]
+        streams = ["stdout", "stderr"] * 3
+        assert told == [(s, f"{s[3:]} {n // 2}\n") for n, s in enumerate(streams)]
+
+
+def test_a_display_comes_after_what_was_written_before_it(rank: Rank) -> None:
+    with rank:
+        out, _ = rank.capture.streams
+        shown = Display(3, 1, {"text/plain": "a picture"}, {})
+        print("before", file=out)
+        rank.capture.show(shown)
+        print("after", file=out)
+        before, display, after = rank.drained()
+        assert (before.text, display, after.text) == ("before\n", shown, "after\n")
+
+
+def test_text_belongs_to_the_request_in_which_it_was_written(rank: Rank) -> None:
+    with rank:
+        out, _ = rank.capture.streams
+        for request in (7, 8):
+            rank.capture.begin(request)
+            print("in", request, file=out)
+            assert rank.capture.end(request)
+        print("in none", file=out)
+        told = [(m.request, getattr(m, "text", OutputEnd)) for m in rank.drained()]
+        ends = [(7, OutputEnd), (8, OutputEnd)]
+        assert told == [(7, "in 7\n"), ends[0], (8, "in 8\n"), ends[1], (0, "in none\n")]
+
+
+def test_a_request_without_output_has_no_end_of_output(rank: Rank) -> None:
+    with rank:
+        rank.capture.begin(7)
+        assert not rank.capture.end(7)
+        assert rank.drained() == []
+
+
+def test_a_character_that_is_cut_in_two_is_put_together(rank: Rank) -> None:
+    with rank:
+        first, second = "é".encode()[:1], "é".encode()[1:]
+        os.write(1, first)
+        assert rank.drained() == []
+        os.write(1, second)
+        assert rank.text(rank.drained()) == "é"
+
+
+def test_bytes_that_are_no_text_are_shown_all_the_same(rank: Rank) -> None:
+    with rank:
+        os.write(1, b"a\xffb")
+        assert rank.text(rank.drained()) == "a\N{REPLACEMENT CHARACTER}b"
+
+
+def test_a_long_text_comes_whole_and_in_pieces(rank: Rank) -> None:
+    with rank:
+        out, _ = rank.capture.streams
+        text = "0123456789" * (module.CHUNK // 4)
+        out.write(text)
+        messages = rank.drained()
+        assert len(messages) > 1
+        assert rank.text(messages) == text
+
+
+def test_the_streams_are_what_code_expects_of_them(rank: Rank) -> None:
+    with rank:
+        out, err = rank.capture.streams
+        assert [s.fileno() for s in (out, err)] == [1, 2]
+        assert not out.isatty()
+        assert out.buffer.write(b"bytes") == 5
+        assert rank.text(rank.drained()) == "bytes"
+        with pytest.raises(TypeError, match="must be str, not bytes"):
+            out.write(b"bytes")  # type: ignore[arg-type]
+        assert isinstance(out, io.TextIOBase)
+
+
+def in_a_child(work: Callable[[], None]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_a_fork_writes_into_the_logs_of_its_rank_and_sends_nothing(rank: Rank) -> None:
+    with rank:
+
+        def child() -> None:
+            rank.capture.become_child()
+            rank.capture.streams[0].write("from a child\n")
+            rank.capture.show(Display(3, 0, {"text/plain": "shown"}, {}))
+
+        in_a_child(child)
+        assert rank.sent == []
+        assert rank.text(rank.drained()) == "from a child\nshown\n"

@@ -1,0 +1,166 @@
+"""Ranks that meet on the board, each played by a thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from distsession.engine.collectives.recorder import Recorder, Stream
+from distsession.errors import (
+    CollectiveError,
+    CollectiveHangError,
+    CollectiveMismatchError,
+)
+from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.messages import Abort
+from tests.until import until
+
+RANKS = 3
+SUM = ("all_reduce", torch.float32, torch.Size([4]), "sum")
+WIDE = ("all_reduce", torch.float32, torch.Size([5]), "sum")
+BARRIER = ("barrier",)
+LONG_S = 60.0
+
+
+@pytest.fixture
+def streams() -> Iterator[list[Stream]]:
+    """Each rank's hand on the operations of the world."""
+    descriptor = make_file()
+    os.ftruncate(descriptor, file_size(RANKS))
+    board = Board(descriptor, RANKS)
+    made = []
+    for rank in range(RANKS):
+        recorder = Recorder(board, rank)
+        recorder.reset()
+        made.append(recorder.stream((0, 0), "world", list(range(RANKS))))
+    yield made
+    del made
+    board.close()
+    os.close(descriptor)
+
+
+@pytest.fixture
+def beside() -> Iterator[Callable[..., Future[Any]]]:
+    with ThreadPoolExecutor(RANKS) as pool:
+        yield pool.submit
+
+
+def come(stream: Stream, key: tuple[Any, ...], timeout: float | None = LONG_S) -> None:
+    """Do an operation as a group does that its caller waits for."""
+    at = stream.post(key)
+    try:
+        stream.meet(at, timeout)
+    except CollectiveMismatchError:
+        stream.refuse(at)
+        raise
+    except CollectiveError:
+        stream.fail(at)
+        raise
+    stream.end(at)
+
+
+def test_nobody_goes_on_before_all_have_come(
+    streams: list[Stream], beside: Callable[..., Future[Any]]
+) -> None:
+    early = [beside(come, stream, SUM) for stream in streams[1:]]
+    until(lambda: all(stream.count == 1 for stream in streams[1:]))
+    assert not any(future.done() for future in early)
+    come(streams[0], SUM)
+    assert [future.result(LONG_S) for future in early] == [None, None]
+
+
+def test_many_in_a_row(streams: list[Stream], beside: Callable[..., Future[Any]]) -> None:
+    def work(stream: Stream) -> None:
+        for number in range(300):
+            come(stream, (SUM, WIDE, BARRIER)[number % 3])
+
+    for future in [beside(work, stream) for stream in streams]:
+        future.result(LONG_S)
+    assert [stream.count for stream in streams] == [300] * RANKS
+
+
+def test_each_rank_is_told_who_called_what(
+    streams: list[Stream], beside: Callable[..., Future[Any]]
+) -> None:
+    came = [beside(come, stream, WIDE if n == 1 else SUM) for n, stream in enumerate(streams)]
+    for future in came:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            future.result(LONG_S)
+        assert "rank 1 called all_reduce with float32 [5]" in str(caught.value)
+        assert "float32 [4]" in str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(
+    streams: list[Stream], beside: Callable[..., Future[Any]]
+) -> None:
+    came = [beside(come, stream, BARRIER, 0.3) for stream in streams[:2]]
+    for future in came:
+        with pytest.raises(CollectiveHangError, match="rank 2 did not come to barrier"):
+            future.result(LONG_S)
+
+
+def test_a_group_that_is_given_up_frees_who_waits_and_refuses_who_comes(
+    streams: list[Stream], beside: Callable[..., Future[Any]]
+) -> None:
+    waits = beside(come, streams[0], SUM)
+    until(lambda: streams[0].count == 1)
+    abort = Abort("failed", "rank 1 has failed.", 0)
+    for stream in streams:
+        stream.recorder.abort = abort
+    with pytest.raises(CollectiveError, match=r"rank 1 has failed\."):
+        waits.result(LONG_S)
+    with pytest.raises(CollectiveError, match=r"rank 1 has failed\."):
+        streams[2].post(SUM)
+    assert streams[2].count == 0
+
+
+def test_stop_is_a_keyboard_interrupt(streams: list[Stream]) -> None:
+    recorder = streams[0].recorder
+    recorder.abort = Abort("stop", "was stopped.", 0)
+    with pytest.raises(KeyboardInterrupt, match="was stopped"):
+        streams[0].post(SUM)
+
+
+def test_what_is_issued_is_compared_by_the_one_who_comes_later(streams: list[Stream]) -> None:
+    first = streams[0].post(SUM)
+    streams[0].look(first)  # nobody else is there: nothing is wrong
+    second = streams[1].post(WIDE)
+    with pytest.raises(CollectiveMismatchError, match=r"rank 1 with float32 \[5\]"):
+        streams[1].look(second)
+
+
+def test_what_failed_on_one_rank_alone_is_not_begun_for_its_peers(streams: list[Stream]) -> None:
+    at = streams[0].post(WIDE)
+    streams[0].withdraw(at)
+    assert streams[0].count == 0
+    later = streams[1].post(SUM)
+    streams[1].look(later)  # it is compared with nothing
+    again = streams[0].post(SUM)
+    streams[0].look(again)
+    assert streams[1].posted_by(0) == 1
+
+
+def test_an_operation_is_seen_while_it_is_waited_for_and_not_after(streams: list[Stream]) -> None:
+    region = streams[0].recorder.region
+    at = streams[0].post(SUM)
+    streams[0].recorder.block(at)
+    [seen] = region.operations()
+    assert (seen.name, seen.sequence, seen.is_waiting) == ("all_reduce", 1, True)
+    streams[0].recorder.block(0)
+    streams[0].end(at)
+    assert region.operations() == ()
+
+
+def test_only_the_main_thread_is_marked_as_waiting(streams: list[Stream]) -> None:
+    recorder = streams[0].recorder
+    at = streams[0].post(SUM)
+    thread = threading.Thread(target=recorder.block, args=(at,))
+    thread.start()
+    thread.join()
+    assert not recorder.is_blocked
