@@ -73,7 +73,7 @@ def _no_leaks(_mark_processes: None, lab: Lab) -> Iterator[None]:
     """A module leaves nothing behind but the server."""
     before = traces()
     yield
-    assert_nothing_left(before, within=10.0)
+    assert_nothing_left(before)
 
 
 @pytest.fixture

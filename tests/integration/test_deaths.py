@@ -18,6 +18,7 @@ import pytest
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.cluster.process_state import has_ended, process_state
 from tests.integration.conftest import Recorder
+from tests.until import until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -232,26 +233,19 @@ def test_a_kill_for_want_of_memory_is_named(start: Callable[..., Session]) -> No
 # --- an agent that is stopped ---------------------------------------------------------------------
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
 def stopped_agent(session: Session) -> Iterator[int]:
     agent = psutil.Process(session.infos[0].pid).ppid()
     os.kill(agent, signal.SIGSTOP)
     try:
-        wait_for(lambda: process_state(agent) == "T")
+        until(lambda: process_state(agent) == "T")
         yield agent
     finally:
         os.kill(agent, signal.SIGCONT)
 
 
 def wait_zombie(pid: int) -> None:
-    wait_for(lambda: has_ended(pid))
+    until(lambda: has_ended(pid))
 
 
 def in_background(session: Session, code: str) -> tuple[threading.Thread, list[Any]]:
@@ -267,7 +261,7 @@ def in_background(session: Session, code: str) -> tuple[threading.Thread, list[A
     thread.start()
     board = session._launcher.board
     assert board is not None
-    wait_for(lambda: board.regions[1].request != 0)
+    until(lambda: board.regions[1].request != 0)
     time.sleep(0.7)
     return thread, found
 

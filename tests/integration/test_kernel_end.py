@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.conftest import assert_nothing_left, traces
+from tests.until import until
 
 from .kernel import Notebook
 
@@ -34,8 +35,7 @@ def test_a_kernels_end_leaves_nothing(how: str) -> None:
             notebook.client.wait_for_ready(timeout=30)
             fresh = notebook.run("import os; os.getpid()").result
             assert fresh != kernel
-            notebook.run("import time; time.sleep(2)")
-            assert traces().processes - before.processes == {int(fresh)}
+            until(lambda: traces().processes - before.processes == {int(fresh)})
         elif how == "kill":
             os.kill(int(kernel), 9)
             assert_nothing_left(before)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("_quiet")
 def _nothing_left_after_each_test():
     before = traces()
     yield
-    assert_nothing_left(before, within=5.0)
+    assert_nothing_left(before)
 
 
 @pytest.fixture

@@ -478,7 +478,7 @@ def test_close_and_a_killed_kernel_leave_nothing() -> None:
         process.kill()
         process.wait()
         process.stdout.close()
-        assert_nothing_left(before, within=5)
+        assert_nothing_left(before)
     with Session(4, nodes=2) as session:
         session.push(x=torch.ones(LARGE))
     assert_nothing_left(before)

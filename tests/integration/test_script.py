@@ -45,7 +45,7 @@ DDP = """
 def _nothing_left_after_each_test():
     before = traces()
     yield
-    assert_nothing_left(before, within=5.0)
+    assert_nothing_left(before)
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_a_killed_rank_leaves_nothing(start: Callable[..., Session]) -> None:
     assert session.pull("x")[1].sum() == LARGE
 
 
-def test_the_kernel_holds_one_copy_of_what_it_sends(session: Session) -> None:
+def test_the_kernel_holds_one_copy_of_what_it_sends() -> None:
     code = """
 import resource, torch
 from distsession import Session
