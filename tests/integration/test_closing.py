@@ -348,7 +348,6 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
 # --- again and again ------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_process_that_starts_and_closes_sessions_does_not_grow() -> None:
     cycles.go(6)

@@ -493,7 +493,6 @@ def test_forks_end_with_their_rank(start: Callable[..., Session], how: str) -> N
 # --- age ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_thousand_forks_cost_no_descriptors_and_no_memory(start: Callable[..., Session]) -> None:
     session = start(2, threads=1)

@@ -7,7 +7,6 @@ import pytest
 from tests.integration.kills import Kills
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_kernel_that_is_killed_at_any_moment_leaves_nothing() -> None:
     kills = Kills(seed=3)
