@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 
 # Tests wait more than they compute, so several run at once. One that hangs ends its process, and
 # thereby the run.
-BESIDE := -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
 TEST_PROCESSES ?= 3
+BESIDE := -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
 
 .PHONY: demo unit test test-torch lint notebooks docs bench soak clean
 
