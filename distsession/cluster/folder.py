@@ -28,8 +28,12 @@ class PrivateFolder:
         """Remove what earlier sessions have left beside it whose processes were all killed."""
         folder_lock.sweep(os.path.dirname(self.path))
 
+    def release(self) -> None:
+        """Use it no longer: who uses it last removes it."""
+        folder_lock.release(self._lock)
+
     def remove(self) -> None:
-        """Remove it. All processes that use it have ended."""
+        """Remove it, if it is still there. All processes that use it have ended."""
         folder_lock.remove(self.path)
         folder_lock.release(self._lock)
 

@@ -648,6 +648,8 @@ class LocalLauncher(Launcher):
                 self._closed = True
             self._monitor.closing = True
             self.channel.close()
+            # So the last agent removes the folder, also if this process is killed meanwhile.
+            self._folder.release()
             self._agents.release()
             with self._controller_lock:
                 if self._controller is not None:

@@ -351,3 +351,15 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
 @pytest.mark.timeout(600)
 def test_a_process_that_starts_and_closes_sessions_does_not_grow() -> None:
     cycles.go(6)
+
+
+def test_the_folder_goes_with_the_agent_and_does_not_need_the_kernel(
+    start: Callable[..., Session],
+) -> None:
+    session = start(2)
+    launcher = session._launcher
+    folder = Path(launcher.folder)
+    assert folder.exists()
+    with launcher._made.pop_all():  # what the kernel does last, were it not killed by then
+        session.close()
+        assert not folder.exists()

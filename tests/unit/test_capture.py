@@ -124,7 +124,7 @@ def test_bytes_that_are_no_text_are_shown_all_the_same(rank: Rank) -> None:
 def test_a_long_text_comes_whole_and_in_pieces(rank: Rank) -> None:
     with rank:
         out, _ = rank.capture.streams
-        text = "0123456789" * (module.CHUNK // 4)
+        text = "0123456789" * (module.CHUNK_BYTES // 4)
         out.write(text)
         messages = rank.drained()
         assert len(messages) > 1

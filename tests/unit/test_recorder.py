@@ -129,10 +129,10 @@ def test_stop_is_a_keyboard_interrupt(streams: list[Stream]) -> None:
 
 def test_what_is_issued_is_compared_by_the_one_who_comes_later(streams: list[Stream]) -> None:
     first = streams[0].post(SUM)
-    streams[0].look(first)  # nobody else is there: nothing is wrong
+    streams[0].compare(first)  # nobody else is there: nothing is wrong
     second = streams[1].post(WIDE)
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 with float32 \[5\]"):
-        streams[1].look(second)
+        streams[1].compare(second)
 
 
 def test_what_failed_on_one_rank_alone_is_not_begun_for_its_peers(streams: list[Stream]) -> None:
@@ -140,9 +140,9 @@ def test_what_failed_on_one_rank_alone_is_not_begun_for_its_peers(streams: list[
     streams[0].withdraw(at)
     assert streams[0].count == 0
     later = streams[1].post(SUM)
-    streams[1].look(later)  # it is compared with nothing
+    streams[1].compare(later)  # it is compared with nothing
     again = streams[0].post(SUM)
-    streams[0].look(again)
+    streams[0].compare(again)
     assert streams[1].posted_by(0) == 1
 
 
