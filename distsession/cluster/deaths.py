@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from distsession.engine.oom import oom_text
 from distsession.errors import EngineDiedError
 from distsession.protocol.messages import RankExited
 from distsession.ranks import ranks_text
@@ -64,8 +65,7 @@ def _how(message: RankExited, while_starting: bool, operation: str) -> str:
     """How and where a rank ended."""
     how = ended_text(message.returncode)
     if message.oom:
-        limit = f"; its limit is {_size(message.oom_limit)}" if message.oom_limit else ""
-        how += f", by the system for want of memory (its count of out-of-memory kills rose{limit})"
+        how += f", {oom_text(message.oom_limit)}"
     elif message.is_terminated:
         how = "was ended by SIGTERM, which this session has not sent,"
     return how + (" while it was starting" if while_starting else _where(message, operation))
@@ -92,10 +92,6 @@ def _where(message: RankExited, operation: str) -> str:
     if message.runs:
         return f", while it ran {message.runs}"
     return " while it was idle" if message.is_idle else ""
-
-
-def _size(amount: int) -> str:
-    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
 
 
 def agent_text(node: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["OomKills"]
+__all__ = ["OomKills", "oom_text"]
 
 _NO_LIMIT = 1 << 60
 """What version 1 has as the limit where there is none is about 2**63."""
@@ -114,3 +114,14 @@ def _lines(path: str) -> list[str]:
     with contextlib.suppress(OSError), open(path) as file:
         return file.read().splitlines()
     return []
+
+
+def oom_text(limit: int) -> str:
+    """What is said of a process that was killed so.
+
+    Args:
+        limit: Of its cgroup in bytes; 0 where there is none.
+    """
+    size = f"{limit / 2**30:.1f} GiB" if limit >= 2**30 else f"{limit / 2**20:.0f} MiB"
+    known = f"; its limit is {size}" if limit else ""
+    return f"by the system for want of memory (its count of out-of-memory kills rose{known})"

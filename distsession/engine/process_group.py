@@ -15,13 +15,12 @@ import torch.distributed as dist
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
 from distsession.engine import host_info, store, store_server
-from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.group import Groups
 from distsession.errors import CollectiveError
 from distsession.protocol.messages import StartRanks
 from distsession.ranks import RankInfo
 
-__all__ = ["Place", "abort_communicators", "join", "leave", "prepare", "rank_info"]
+__all__ = ["Place", "join", "leave", "prepare", "rank_info"]
 
 
 ABANDONED = "given up"
@@ -178,13 +177,6 @@ def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def abort_communicators() -> None:
-    """Give the group of a backend that can do so up (NCCL); from any thread."""
-    if dist.is_initialized():
-        with contextlib.suppress(Exception):
-            torch_private.abort_groups()
 
 
 def rank_info(place: Place, generation: int) -> RankInfo:

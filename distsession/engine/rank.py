@@ -499,7 +499,7 @@ class Rank:
             if message.generation < self._generation:  # it has been connected anew already
                 return
             if self._groups is None:
-                process_group.abort_communicators()
+                abort.abort_communicators()
             else:
                 abort.abort_gloo()
             self._store.end_waits()

@@ -1,9 +1,8 @@
-"""Noticing that a run can never end, freeing its ranks, and connecting their group anew."""
+"""Stopping runs, freeing their ranks, and connecting the process group anew."""
 
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,19 +12,17 @@ from typing import Any
 
 from distsession.cluster.base import Launcher
 from distsession.cluster.pending import PendingRequest
-from distsession.cluster.process_state import ENDED, has_ended, process_state, processor_time
+from distsession.cluster.process_state import ENDED, has_ended, process_state
 from distsession.protocol import diagnosis
 from distsession.protocol.diagnosis import (
     Kind,
     Verdict,
-    describe_operation,
-    is_any_source,
 )
-from distsession.protocol.messages import RankReport, StackReply, TimedOut
+from distsession.protocol.messages import RankReport, StackReply
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.ranks import ranks_text
 
-__all__ = ["Recovery", "Watchdog"]
+__all__ = ["Recovery"]
 
 STACK_TIMEOUT_S = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is."""
@@ -33,27 +30,12 @@ RETURN_TIMEOUT_S = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
 RETURN_AFTER_INTERRUPT_S = 5.0
 """The same where ``interrupt()`` has stopped the run: its caller is another thread, in no hurry."""
-NOTICE_AFTER_S = 10.0
-"""Seconds without progress after which a notice says who waits for whom."""
-NOTICE_EVERY_S = 2.0
-ASLEEP_S = 1.0
-"""Seconds without any processor time after which a main thread within torch counts as blocked."""
-ASLEEP_AFTER_FAILURE_S = 0.2
-"""The same once another rank has failed, whose error the user should see soon."""
-OTHERS_TIMEOUT_S = 0.3
-"""Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 RETURN_POLL_S = 0.1
 """Seconds between two looks at whether ranks have come back from a run that was stopped."""
 ABORT_AGAIN_S = 2.0
 """Seconds between two attempts to free such ranks from collectives of the group given up."""
 RETURN_NOTICE_AFTER_S = 1.0
 """Seconds after which whoever waits for that is told so."""
-CONFIRM_S = 0.1
-"""Seconds for which a cause that has been seen must stay the same: messages may be under way."""
-
-
-_WAITS = re.compile(r"/(threading|queue|concurrent/futures/\w+)\.py$")
-"""Where a main thread is that waits for another thread."""
 
 
 class Recovery:
@@ -336,195 +318,6 @@ class Recovery:
             return problem
 
 
-class Watchdog:
-    """Looks after one run while its caller waits.
-
-    Args:
-        recovery: Of the session.
-        pending: The run.
-        notify: Shows a line that replaces the one before.
-    """
-
-    def __init__(self, recovery: Recovery, pending: PendingRequest, notify: Callable[[str], None]):
-        self._recovery = recovery
-        self._pending = pending
-        self._notify = notify
-        self._seen: object = None
-        self._seen_at = 0.0
-        self._progress: object = None
-        self._progress_at = time.monotonic()
-        self._noticed_at = 0.0
-        self._asked_at = 0.0
-        self._idle_since: dict[int, tuple[int, float]] = {}
-        self.verdict: Verdict | None = None
-        """Why ranks of this run had to be freed; None if they had not."""
-        self.waited: dict[int, str] = {}
-        """The operations that freed ranks waited in."""
-        self._earlier = recovery.verdict if recovery.launcher.is_broken else None
-        """Why the group had been given up before this run, which is not what ends it."""
-        self._late_since = 0.0
-        self.places: dict[int, str] = {}
-        """Where ranks were that others had waited for in vain, for as long as they may."""
-
-    def check(self) -> None:
-        """Called now and then; frees the ranks if no wait can help."""
-        recovery = self._recovery
-        launcher = recovery.launcher
-        self._find_late()
-        launcher.note_unreported()
-        if launcher.board is None or self.verdict is not None or self._pending.stopped:
-            return
-        if where := self._pending.debugger_quit:
-            if self._pending.missing:
-                recovery.stop(self._pending, f"stopped {where}.")
-            return
-        if any(region.is_asking for region in launcher.board.regions):
-            self._progress_at = time.monotonic()  # everybody waits for a person, who takes time
-            return
-        if launcher.is_broken and recovery.verdict is not None:
-            if recovery.verdict is self._earlier:
-                return
-            self._adopt(recovery.verdict, recovery.reports(ask=False))
-            return
-        sole = self._pending if self._pending.is_sole else None
-        reports = recovery.reports(ask=False, sole=sole)
-        now = time.monotonic()
-        self._note_progress(reports, now)
-        verdict = recovery.diagnose(reports, sole)
-        suspects = self._suspects(reports, now)
-        if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.1:
-            self._asked_at = now
-            asked = recovery.reports(suspects, ask=True, sole=sole)
-            reports = {
-                r: _blocked(report) if r in suspects else report for r, report in asked.items()
-            }
-            verdict = recovery.diagnose(reports, sole)
-            self._act_on(verdict, reports, now, sole, kept=True)
-            return
-        if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
-            self._act_on(verdict, reports, now, sole)
-        is_halted = any(reports[r].state.is_halted for r in self._pending.missing)
-        if verdict.kind is Kind.WAIT or is_halted:
-            self._notice(now, sole)
-
-    def _act_on(
-        self,
-        verdict: Verdict,
-        reports: dict[int, RankReport],
-        now: float,
-        sole: PendingRequest | None,
-        *,
-        kept: bool = False,
-    ) -> None:
-        if verdict.kind not in (Kind.DEADLOCK, Kind.ORDER):
-            self._seen = None
-            return
-        begun = tuple(reports[rank].operations[-1].sequence for rank in verdict.waiting)
-        state = (verdict.kind, verdict.waiting, verdict.missing, verdict.failed, begun)
-        if state != self._seen:
-            self._seen, self._seen_at = state, now
-        grace = self._recovery.hang_grace
-        waits_for_any = any(is_any_source(reports[r].operations[-1]) for r in verdict.waiting)
-        if verdict.failed or (verdict.kind is Kind.ORDER and not waits_for_any):
-            grace = CONFIRM_S
-        elif not grace:
-            return
-        if now - self._seen_at >= grace:
-            self._abort(verdict, reports, sole, kept)
-
-    def _abort(
-        self,
-        verdict: Verdict,
-        reports: dict[int, RankReport],
-        sole: PendingRequest | None,
-        kept: bool,
-    ) -> None:
-        recovery = self._recovery
-        with recovery.lock:
-            if recovery.launcher.is_broken:
-                return
-            if not kept:
-                again = recovery.reports(ask=False, sole=sole)
-                if recovery.diagnose(again, sole).kind is not verdict.kind:
-                    return
-            self._adopt(verdict, reports)
-            recovery.abort(verdict)
-
-    def _adopt(self, verdict: Verdict, reports: dict[int, RankReport]) -> None:
-        self.verdict = verdict
-        for rank, report in reports.items():
-            waits = report.operations and report.operations[-1].is_waiting
-            if waits and rank in self._pending.ranks and report.state == RankState.RUNNING:
-                self.waited[rank] = describe_operation(report.operations[-1])
-
-    def _find_late(self) -> None:
-        """Ask ranks that did not come in time where they are, as soon as another has said so."""
-        late = {
-            rank
-            for reply, _ in list(self._pending.replies.values())
-            if isinstance(reply.reason, TimedOut)
-            for rank in reply.reason.missing
-        }
-        if new := late - self.places.keys():
-            reports = self._recovery.reports(new, ask=True)
-            self.places |= {rank: reports[rank].place for rank in new if rank in reports}
-            self._late_since = self._late_since or time.monotonic()
-        launcher = self._recovery.launcher
-        if not self._late_since or launcher.is_broken or not self._pending.missing:
-            return
-        if time.monotonic() - self._late_since > OTHERS_TIMEOUT_S:
-            # Whoever comes now would not meet those that have left.
-            launcher.abort(
-                AbortReason.FAILED, f"{ranks_text(sorted(late))} came too late for the others"
-            )
-
-    # --- blocked in something that was issued asynchronously --------------------------------------
-
-    def _suspects(self, reports: dict[int, RankReport], now: float) -> list[int]:
-        """Ranks that have issued something which is not complete, and use no processor time."""
-        pids = {info.rank: info.pid for info in self._recovery.launcher.infos}
-        has_failed = any(
-            report.state == RankState.DEAD
-            or (report.outcome is not None and report.outcome.ending is Ending.FAILED)
-            for report in reports.values()
-        )
-        asleep = ASLEEP_AFTER_FAILURE_S if has_failed else ASLEEP_S
-        suspects = []
-        for rank, report in reports.items():
-            waits = report.operations and not report.operations[-1].is_waiting
-            if (
-                report.state != RankState.RUNNING
-                or not waits
-                or report.operations[-1].seconds < asleep
-            ):
-                self._idle_since.pop(rank, None)
-                continue
-            used = processor_time(pids[rank])
-            before, since = self._idle_since.setdefault(rank, (used, now))
-            if used != before:
-                self._idle_since[rank] = (used, now)
-            elif now - since >= asleep:
-                suspects.append(rank)
-        return suspects
-
-    # --- notices ----------------------------------------------------------------------------------
-
-    def _note_progress(self, reports: dict[int, RankReport], now: float) -> None:
-        state = [(r.state, r.request, *r.sequences.values()) for r in reports.values()]
-        if state != self._progress:
-            self._progress, self._progress_at = state, now
-            if self._noticed_at:
-                self._notify("")
-                self._noticed_at = 0.0
-
-    def _notice(self, now: float, sole: PendingRequest | None) -> None:
-        if now - self._progress_at < NOTICE_AFTER_S or now - self._noticed_at < NOTICE_EVERY_S:
-            return
-        self._noticed_at = now
-        reports = self._recovery.reports(ask=True, sole=sole)
-        self._notify(self._recovery.diagnose(reports, sole).sentence)
-
-
 def _stuck_text(report: RankReport) -> str:
     """Why a rank does not come back."""
     known = {
@@ -547,21 +340,6 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
     if reply is None:
         return replace(report, state=RankState.SILENT)
     return replace(report, place=reply.place, stack=reply.stack)
-
-
-def _blocked(report: RankReport) -> RankReport:
-    """The same, with the operation last and marked that its main thread waits for, if it does."""
-    if report.state != RankState.RUNNING or not report.operations or not report.stack:
-        return report
-    filename = report.stack[-1].filename
-    waits = [op for op in report.operations if op.in_thread and _WAITS.search(filename)]
-    if not waits and "torch" in filename:
-        waits = list(report.operations[-1:])
-    if not waits:
-        return report
-    last = replace(waits[-1], is_waiting=True, place=waits[-1].place or report.place)
-    others = tuple(op for op in report.operations if op is not waits[-1])
-    return replace(report, operations=(*others, last))
 
 
 def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:

@@ -29,9 +29,9 @@ from distsession.kernel.recovery import (
     RETURN_AFTER_INTERRUPT_S,
     RETURN_TIMEOUT_S,
     Recovery,
-    Watchdog,
 )
 from distsession.kernel.stdin import NO_PLACE, InputRequests
+from distsession.kernel.watchdog import Watchdog
 from distsession.protocol.messages import RankReport
 from distsession.results import RankResults
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from distsession import RunError, RunInterrupt, Session, SessionOptions, errors
-from distsession.kernel import recovery
+from distsession.kernel import watchdog
 from distsession.kernel.snapshot import Snapshots
 from tests.sentences import DOCS, code_blocks
 
@@ -213,7 +213,7 @@ def test_after_ten_seconds_a_line_says_who_waits_for_whom(hang: Hang) -> None:
     seconds = re.search(r"\(for (\d+) s\)", hang.notice)
     assert seconds is not None
     assert 10 <= int(seconds[1]) < 10 + LONG
-    assert recovery.NOTICE_AFTER_S == 10
+    assert watchdog.NOTICE_AFTER_S == 10
 
 
 def test_the_message_of_a_stop_says_the_same_once_more(hang: Hang) -> None:
@@ -579,7 +579,7 @@ def test_a_thread_is_not_ended_while_the_main_thread_does_something_else(two: Se
 
 def notices_of(session: Session, monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[str, str]:
     """The first notice of a cell, and the message of the stop that ends it."""
-    monkeypatch.setattr(recovery, "NOTICE_AFTER_S", 0.3)
+    monkeypatch.setattr(watchdog, "NOTICE_AFTER_S", 0.3)
     session.output().clear()
     run = in_background(session, code, "In[7]")
     notice = until(lambda: [text for text in session.output().notices if text])[0]

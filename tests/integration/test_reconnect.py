@@ -158,7 +158,7 @@ def test_a_rank_that_is_stopped_while_another_is_replaced_frees_all(
 def test_a_run_on_a_stopped_rank_says_so(
     session: Session, output: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distsession.kernel.recovery.NOTICE_AFTER_S", 0.3)
+    monkeypatch.setattr("distsession.kernel.watchdog.NOTICE_AFTER_S", 0.3)
     pid = session.infos[1].pid
     freeze(pid)
     timer = threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])

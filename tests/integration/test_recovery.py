@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from distsession import RunError, RunInterrupt, Session, errors
-from distsession.kernel import recovery
+from distsession.kernel import watchdog
 from tests.integration.conftest import Recorder
 from tests.until import until, until_busy
 
@@ -263,8 +263,8 @@ def test_ranks_that_wait_for_each_other_are_freed(cluster: Cluster) -> None:
 def test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "NOTICE_AFTER_S", 0.5)
-    monkeypatch.setattr(recovery, "NOTICE_EVERY_S", 0.3)
+    monkeypatch.setattr(watchdog, "NOTICE_AFTER_S", 0.5)
+    monkeypatch.setattr(watchdog, "NOTICE_EVERY_S", 0.3)
     cluster.output.clear()
     cluster.session.execute(
         "if rank == 1: time.sleep(2)\ndist.all_reduce(x.clone())", label="In[5]"

@@ -1,8 +1,8 @@
 """Freeing a main thread that is blocked in C code.
 
-Nothing that torch offers ends a wait in gloo or in its store (2.13). Its sockets do: shut down,
-they end every wait with an error within some milliseconds. The descriptors stay open, so nothing
-else can come by their numbers before torch closes them.
+NCCL's communicators can be aborted. Nothing that torch offers ends a wait in gloo or in its store
+(2.13). Its sockets do: shut down, they end every wait with an error within some milliseconds. The
+descriptors stay open, so nothing else can come by their numbers before torch closes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,23 @@ import stat
 import sys
 from collections.abc import Iterator
 
-__all__ = ["abort_gloo", "abort_store", "bind_listener_stand_in", "close_gloo_listener"]
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = [
+    "abort_communicators",
+    "abort_gloo",
+    "abort_store",
+    "bind_listener_stand_in",
+    "close_gloo_listener",
+]
+
+
+def abort_communicators() -> None:
+    """Give up the communicators of all groups whose backend can do so (NCCL); from any thread."""
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            c10d._abort_process_group()
 
 
 def abort_gloo() -> int:

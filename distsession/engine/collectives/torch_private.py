@@ -22,7 +22,6 @@ from distsession.engine.collectives import abort
 
 __all__ = [
     "BACKEND",
-    "abort_groups",
     "data_parallel_modules",
     "install_group_factory",
     "make_native_group",
@@ -184,11 +183,6 @@ def set_store(group: Any, store: dist.Store) -> None:
 def set_group_count(count: int) -> None:
     """From where torch numbers new groups; their names, and so their stores, must agree."""
     c10d._world.group_count = count
-
-
-def abort_groups() -> None:
-    """Abort the communicators of all groups, where their backends can (NCCL)."""
-    c10d._abort_process_group()
 
 
 def data_parallel_modules() -> Iterator[torch.nn.parallel.DistributedDataParallel]:
