@@ -455,7 +455,13 @@ class Session(RankView):
     def output(self, *, is_run: bool = True) -> Output:
         """A place for the output of one run, or for what comes between runs."""
         if self._output is not None:
-            return self._output()
+            made = self._output()
+            if not isinstance(made, Output):
+                raise OptionsError(
+                    f"output= gives a {type(made).__name__}: derive it from "
+                    "distsession.view.Output, which drops what it is not told to show."
+                )
+            return made
         if output_factory is None:
             return Silent()
         return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)

@@ -7,7 +7,8 @@ import time
 import psutil
 import pytest
 
-from distsession import Session
+from distsession import OptionsError, Session
+from distsession.kernel.output import Output
 from distsession.protocol.messages import ClearOutput, Display, Text
 
 from .conftest import Recorder
@@ -132,7 +133,7 @@ def test_what_a_thread_prints_later_still_arrives(start) -> None:
     assert recorder.text(0) == "late\n"
 
 
-class _Counter:
+class _Counter(Output):
     """Takes text slowly and keeps only its length."""
 
     def __init__(self, pause: float = 0.0):
@@ -147,17 +148,8 @@ class _Counter:
         self.characters[message.rank] += len(message.text)
         time.sleep(self._pause)
 
-    def tick(self, reports: object) -> None:
-        pass
-
     def show(self, shown: dict[int, object]) -> None:
         raise AssertionError(shown)
-
-    def notify(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.timeout(300)
@@ -180,3 +172,10 @@ def test_a_million_lines_fill_no_memory_and_block_no_other_rank(start) -> None:
     flood.result()
     assert counter.characters[0] == 50 * 1_000_000
     assert peak - before < 40 * 2**20  # of 50 MB that were printed
+
+
+def test_an_output_of_another_kind_is_refused_before_anything_starts() -> None:
+    with pytest.raises(
+        OptionsError, match="output= gives a list: derive it from"
+    ):
+        Session(2, output=list)
