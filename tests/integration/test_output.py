@@ -175,7 +175,5 @@ def test_a_million_lines_fill_no_memory_and_block_no_other_rank(start) -> None:
 
 
 def test_an_output_of_another_kind_is_refused_before_anything_starts() -> None:
-    with pytest.raises(
-        OptionsError, match="output= gives a list: derive it from"
-    ):
+    with pytest.raises(OptionsError, match="output= gives a list: derive it from"):
         Session(2, output=list)
