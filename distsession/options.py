@@ -11,7 +11,7 @@ import argparse
 import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -22,8 +22,12 @@ __all__ = [
     "RankPlan",
     "SessionOptions",
     "add_arguments",
+    "check_names",
+    "option_field",
     "option_sources",
     "plan_ranks",
+    "read_bool",
+    "read_environment",
     "resolve_options",
 ]
 
@@ -33,7 +37,15 @@ CHECKS = ("shared", "detail", "off")
 IPYPARALLEL = ("lazy", "eager")
 
 
-def _option(default: Any, help: str, read: Any, **extra: Any) -> Any:
+def option_field(default: Any, help: str, read: Any, **extra: Any) -> Any:
+    """A field of a dataclass that is an option.
+
+    Args:
+        default: Its value where none is given.
+        help: What it takes, for command lines and messages.
+        read: Makes its value of a text.
+        **extra: More that a command line is told: ``choices``.
+    """
     return field(default=default, metadata={"help": help, "read": read, **extra})
 
 
@@ -45,11 +57,12 @@ def _read_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _read_bool(text: str) -> bool:
-    value = {"1": True, "true": True, "yes": True, "on": True}.get(text.lower())
-    if value is None and text.lower() not in ("0", "false", "no", "off", ""):
+def read_bool(text: str) -> bool:
+    """Yes or no, in any of the ways in which people write it."""
+    word = text.strip().lower()
+    if word not in ("1", "true", "yes", "on", "0", "false", "no", "off", ""):
         raise ValueError(text)
-    return bool(value)
+    return word in ("1", "true", "yes", "on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +96,28 @@ class SessionOptions:
             the session, so that the first of these has less to wait for.
     """
 
-    ranks: int | None = _option(None, "number of ranks", int)
-    nodes: int = _option(1, "nodes that this machine plays, to try code for several hosts", int)
-    backend: str | None = _option(None, "process-group backend, such as gloo or nccl", str)
-    devices: tuple[int, ...] | None = _option(
+    ranks: int | None = option_field(None, "number of ranks", int)
+    nodes: int = option_field(
+        1, "nodes that this machine plays, to try code for several hosts", int
+    )
+    backend: str | None = option_field(None, "process-group backend, such as gloo or nccl", str)
+    devices: tuple[int, ...] | None = option_field(
         None, "GPUs to use, in local rank order: 0,2", _read_ints
     )
-    timeout: float | None = _option(None, "seconds that a collective may wait", float)
-    seed: int | None = _option(None, "seed for torch, numpy and random", int)
-    seed_per_rank: bool = _option(False, "give rank r the seed SEED + r", _read_bool)
-    threads: int | None = _option(None, "CPU threads per rank", int)
-    preload: tuple[str, ...] = _option((), "modules to import before forking: a,b", _read_names)
-    launcher: str = _option("local", f"one of {', '.join(LAUNCHERS)}", str, choices=LAUNCHERS)
-    start_timeout: float = _option(120.0, "seconds until a start is given up", float)
-    check: str = _option("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
-    hang_grace: float = _option(2.0, "seconds until a certain deadlock is ended; 0: never", float)
-    ipyparallel: str = _option(
+    timeout: float | None = option_field(None, "seconds that a collective may wait", float)
+    seed: int | None = option_field(None, "seed for torch, numpy and random", int)
+    seed_per_rank: bool = option_field(False, "give rank r the seed SEED + r", read_bool)
+    threads: int | None = option_field(None, "CPU threads per rank", int)
+    preload: tuple[str, ...] = option_field(
+        (), "modules to import before forking: a,b", _read_names
+    )
+    launcher: str = option_field("local", f"one of {', '.join(LAUNCHERS)}", str, choices=LAUNCHERS)
+    start_timeout: float = option_field(120.0, "seconds until a start is given up", float)
+    check: str = option_field("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
+    hang_grace: float = option_field(
+        2.0, "seconds until a certain deadlock is ended; 0: never", float
+    )
+    ipyparallel: str = option_field(
         "lazy", "start its controller when it is first used, or at once (eager)", str,
         choices=IPYPARALLEL,
     )  # fmt: skip
@@ -191,28 +210,57 @@ def resolve_options(
         OptionsError: An unknown name or an impossible value, wherever it came from.
     """
     environ = os.environ if environ is None else environ
-    known = {f.name: f for f in fields(SessionOptions)}
+    check_names(SessionOptions, given)
+    values = {name: value for name, value in given.items() if value is not None}
+    return SessionOptions(**read_environment(SessionOptions, PREFIX, environ, given), **values)
+
+
+def check_names(options: type[Any], given: Iterable[str], where: str = "") -> None:
+    """Refuse what is no option.
+
+    Args:
+        options: The dataclass of the options.
+        given: The names.
+        where: Where they are from, with a blank before it.
+
+    Raises:
+        OptionsError: It says which name it may have been.
+    """
+    known = [option.name for option in fields(options)]
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]}?" if close else f" There are: {', '.join(known)}."
-            raise OptionsError(f"there is no option {name!r}.{hint}")
-    values = {name: value for name, value in given.items() if value is not None}
-    for name, option in known.items():
-        variable = _variable(name)
-        if name not in given and variable in environ:
-            try:
-                values[name] = option.metadata["read"](environ[variable])
-            except ValueError:
-                raise OptionsError(
-                    f"the environment variable {variable}={environ[variable]!r} cannot be read: "
-                    f"it takes {option.metadata['help']}."
-                ) from None
-    return SessionOptions(**values)
+            hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(known)}."
+            raise OptionsError(f"there is no option {name!r}{where}. {hint}")
 
 
-def _variable(name: str) -> str:
-    return PREFIX + name.upper()
+def read_environment(
+    options: type[Any], prefix: str, environ: Mapping[str, str], given: Container[str]
+) -> dict[str, Any]:
+    """The options that environment variables set and that are not given.
+
+    Args:
+        options: The dataclass of the options.
+        prefix: With which the names of the variables begin.
+        environ: The environment.
+        given: Names that win over it.
+
+    Raises:
+        OptionsError: A variable cannot be read.
+    """
+    values = {}
+    for option in fields(options):
+        variable = prefix + option.name.upper()
+        if variable not in environ or option.name in given:
+            continue
+        try:
+            values[option.name] = option.metadata["read"](environ[variable])
+        except ValueError:
+            raise OptionsError(
+                f"the environment variable {variable}={environ[variable]!r} cannot be read: "
+                f"it takes {option.metadata['help']}."
+            ) from None
+    return values
 
 
 def option_sources(
@@ -226,7 +274,7 @@ def option_sources(
     environ = os.environ if environ is None else environ
     sources = {}
     for option in fields(SessionOptions):
-        variable = _variable(option.name)
+        variable = PREFIX + option.name.upper()
         if option.name in given:
             sources[option.name] = "default" if given[option.name] is None else "given"
         else:
@@ -244,7 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks_flags: Sequence[str]
             )
         elif option.name == "ranks":
             parser.add_argument("ranks", nargs="?", type=read, help=help_text)
-        elif read is _read_bool:
+        elif read is read_bool:
             flag = "--" + option.name.replace("_", "-")
             parser.add_argument(flag, action="store_const", const=True, help=help_text)
         else:

@@ -7,33 +7,21 @@ One field of :class:`LaunchOptions` is a keyword, a flag (``--first-rank``), an 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from distsession.errors import OptionsError
+from distsession.options import check_names, option_field, read_bool, read_environment
 
 __all__ = ["LaunchOptions"]
 
 PREFIX = "DISTSESSION_LAUNCH_"
 PORT_MAX = 65535
-
-
-def _option(default: Any, help: str, read: Callable[[str], Any]) -> Any:
-    return field(default=default, metadata={"help": help, "read": read})
-
-
-def _read_bool(text: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "on": True}
-    known |= {"0": False, "false": False, "no": False, "off": False}
-    if text.strip().lower() not in known:
-        raise ValueError(text)
-    return known[text.strip().lower()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +43,15 @@ class LaunchOptions:
             ``world_size`` is not given either, one per visible GPU, or 2 where there is none.
     """
 
-    distributed: bool = _option(True, "start ranks, rather than run in this process", _read_bool)
-    first_rank: int = _option(0, "rank of this host's first process", int)
-    world_size: int | None = _option(None, "number of ranks on all hosts", int)
-    backend: str | None = _option(None, "process-group backend, such as gloo or nccl", str)
-    host: str = _option("127.0.0.1", "host that has rank 0, where all meet", str)
-    port: int = _option(29500, f"a free port there, from 1 to {PORT_MAX}", int)
-    processes: int | None = _option(None, "number of ranks on this host", int)
+    distributed: bool = option_field(
+        True, "start ranks, rather than run in this process", read_bool
+    )
+    first_rank: int = option_field(0, "rank of this host's first process", int)
+    world_size: int | None = option_field(None, "number of ranks on all hosts", int)
+    backend: str | None = option_field(None, "process-group backend, such as gloo or nccl", str)
+    host: str = option_field("127.0.0.1", "host that has rank 0, where all meet", str)
+    port: int = option_field(29500, f"a free port there, from 1 to {PORT_MAX}", int)
+    processes: int | None = option_field(None, "number of ranks on this host", int)
 
     def __post_init__(self) -> None:
         self._check("distributed", isinstance(self.distributed, bool), "True or False")
@@ -188,25 +178,9 @@ class LaunchOptions:
         file: Mapping[str, Any],
         where: str,
     ) -> LaunchOptions:
-        known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}
-        for name in (*given, *file):
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(known)}."
-                place = where if name not in given else ""
-                raise OptionsError(f"there is no option {name!r}{place}. {hint}")
-        values = dict(file)
-        for name, option in known.items():
-            variable = PREFIX + name.upper()
-            if variable not in environ or name in given:
-                continue
-            try:
-                values[name] = option.metadata["read"](environ[variable])
-            except ValueError:
-                raise OptionsError(
-                    f"the environment variable {variable}={environ[variable]!r} cannot be read: "
-                    f"it takes {option.metadata['help']}."
-                ) from None
+        check_names(cls, given)
+        check_names(cls, file, where)
+        values = {**file, **read_environment(cls, PREFIX, environ, given)}
         return cls(**{**values, **given})
 
 
