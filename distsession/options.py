@@ -23,7 +23,7 @@ __all__ = [
     "SessionOptions",
     "add_arguments",
     "check_names",
-    "option_field",
+    "declare",
     "option_sources",
     "plan_ranks",
     "read_bool",
@@ -37,7 +37,7 @@ CHECKS = ("shared", "detail", "off")
 IPYPARALLEL = ("lazy", "eager")
 
 
-def option_field(default: Any, help: str, read: Any, **extra: Any) -> Any:
+def declare(default: Any, help: str, read: Any, **extra: Any) -> Any:
     """A field of a dataclass that is an option.
 
     Args:
@@ -96,28 +96,22 @@ class SessionOptions:
             the session, so that the first of these has less to wait for.
     """
 
-    ranks: int | None = option_field(None, "number of ranks", int)
-    nodes: int = option_field(
-        1, "nodes that this machine plays, to try code for several hosts", int
-    )
-    backend: str | None = option_field(None, "process-group backend, such as gloo or nccl", str)
-    devices: tuple[int, ...] | None = option_field(
+    ranks: int | None = declare(None, "number of ranks", int)
+    nodes: int = declare(1, "nodes that this machine plays, to try code for several hosts", int)
+    backend: str | None = declare(None, "process-group backend, such as gloo or nccl", str)
+    devices: tuple[int, ...] | None = declare(
         None, "GPUs to use, in local rank order: 0,2", _read_ints
     )
-    timeout: float | None = option_field(None, "seconds that a collective may wait", float)
-    seed: int | None = option_field(None, "seed for torch, numpy and random", int)
-    seed_per_rank: bool = option_field(False, "give rank r the seed SEED + r", read_bool)
-    threads: int | None = option_field(None, "CPU threads per rank", int)
-    preload: tuple[str, ...] = option_field(
-        (), "modules to import before forking: a,b", _read_names
-    )
-    launcher: str = option_field("local", f"one of {', '.join(LAUNCHERS)}", str, choices=LAUNCHERS)
-    start_timeout: float = option_field(120.0, "seconds until a start is given up", float)
-    check: str = option_field("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
-    hang_grace: float = option_field(
-        2.0, "seconds until a certain deadlock is ended; 0: never", float
-    )
-    ipyparallel: str = option_field(
+    timeout: float | None = declare(None, "seconds that a collective may wait", float)
+    seed: int | None = declare(None, "seed for torch, numpy and random", int)
+    seed_per_rank: bool = declare(False, "give rank r the seed SEED + r", read_bool)
+    threads: int | None = declare(None, "CPU threads per rank", int)
+    preload: tuple[str, ...] = declare((), "modules to import before forking: a,b", _read_names)
+    launcher: str = declare("local", f"one of {', '.join(LAUNCHERS)}", str, choices=LAUNCHERS)
+    start_timeout: float = declare(120.0, "seconds until a start is given up", float)
+    check: str = declare("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
+    hang_grace: float = declare(2.0, "seconds until a certain deadlock is ended; 0: never", float)
+    ipyparallel: str = declare(
         "lazy", "start its controller when it is first used, or at once (eager)", str,
         choices=IPYPARALLEL,
     )  # fmt: skip

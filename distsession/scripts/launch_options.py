@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distsession.errors import OptionsError
-from distsession.options import check_names, option_field, read_bool, read_environment
+from distsession.options import check_names, declare, read_bool, read_environment
 
 __all__ = ["LaunchOptions"]
 
@@ -43,15 +43,13 @@ class LaunchOptions:
             ``world_size`` is not given either, one per visible GPU, or 2 where there is none.
     """
 
-    distributed: bool = option_field(
-        True, "start ranks, rather than run in this process", read_bool
-    )
-    first_rank: int = option_field(0, "rank of this host's first process", int)
-    world_size: int | None = option_field(None, "number of ranks on all hosts", int)
-    backend: str | None = option_field(None, "process-group backend, such as gloo or nccl", str)
-    host: str = option_field("127.0.0.1", "host that has rank 0, where all meet", str)
-    port: int = option_field(29500, f"a free port there, from 1 to {PORT_MAX}", int)
-    processes: int | None = option_field(None, "number of ranks on this host", int)
+    distributed: bool = declare(True, "start ranks, rather than run in this process", read_bool)
+    first_rank: int = declare(0, "rank of this host's first process", int)
+    world_size: int | None = declare(None, "number of ranks on all hosts", int)
+    backend: str | None = declare(None, "process-group backend, such as gloo or nccl", str)
+    host: str = declare("127.0.0.1", "host that has rank 0, where all meet", str)
+    port: int = declare(29500, f"a free port there, from 1 to {PORT_MAX}", int)
+    processes: int | None = declare(None, "number of ranks on this host", int)
 
     def __post_init__(self) -> None:
         self._check("distributed", isinstance(self.distributed, bool), "True or False")
