@@ -12,10 +12,10 @@ from tests.integration.chaos import Chaos
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 
-def test_a_session_survives_random_faults() -> None:
+def test_a_session_survives_a_hundred_random_faults() -> None:
     chaos = Chaos(seed=20)
     try:
-        chaos.go(40)
+        chaos.go(100)
     finally:
         chaos.close()
 
@@ -23,6 +23,6 @@ def test_a_session_survives_random_faults() -> None:
 def test_a_session_survives_faults_that_come_after_long_use() -> None:
     chaos = Chaos(seed=21)
     try:
-        chaos.go(3, between=300)
+        chaos.go(6, between=500)
     finally:
         chaos.close()

@@ -350,7 +350,7 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
 
 @pytest.mark.timeout(600)
 def test_a_process_that_starts_and_closes_sessions_does_not_grow() -> None:
-    cycles.go(6)
+    cycles.go(10)
 
 
 def test_the_folder_goes_with_the_agent_and_does_not_need_the_kernel(

@@ -11,6 +11,6 @@ from tests.integration.kills import Kills
 def test_a_kernel_that_is_killed_at_any_moment_leaves_nothing() -> None:
     kills = Kills(seed=3)
     try:
-        kills.go(8)
+        kills.go(12)
     finally:
         kills.close()

@@ -56,10 +56,10 @@ def test_the_odd_one_is_first(many: Session) -> None:
 
 @pytest.mark.usefixtures("busy_loops")
 def test_they_are_freed_beside_busy_loops_after_long_use(many: Session) -> None:
-    many.execute(OPERATIONS.format(count=150, first=1, shapes=150))
+    many.execute(OPERATIONS.format(count=400, first=1, shapes=400))
     many.execute("number = 40 + rank")
     many.execute("odd = dist.new_group(list(range(1, 32, 2)))")
-    for number in range(70):  # more than the board has slots for
+    for number in range(100):  # more than the board has slots for
         many.execute(f"dist.all_reduce(torch.ones({number + 1}, 3))")
     text = failure(many, "if rank == 7: raise ValueError('late')\ndist.barrier()", RunError)
     assert text.startswith("ValueError on rank 7 at In[7] line 1: late")

@@ -48,14 +48,14 @@ def age(session: Session, *, operations: int, shapes: int, groups: int, cells: i
 def aged() -> Iterator[Session]:
     with Session(RANKS, output=Recorder(), threads=1, hang_grace=0.5) as session:
         session.execute("x = torch.arange(3.0) + rank")
-        age(session, operations=12_000, shapes=10_000, groups=300, cells=600)
+        age(session, operations=20_000, shapes=10_000, groups=300, cells=2000)
         yield session
 
 
 @pytest.fixture
 def old(aged: Session) -> Session:
     """The same; an earlier test has connected its group anew, so it is used some more."""
-    age(aged, operations=600, shapes=600, groups=70, cells=100)
+    age(aged, operations=600, shapes=600, groups=70, cells=300)
     return aged
 
 
