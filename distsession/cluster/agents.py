@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Listener, wait
-from typing import Any
+from typing import Any, BinaryIO
 
 from distsession.cluster.base import python_command
 from distsession.cluster.deaths import agent_text
@@ -52,33 +52,10 @@ class Agents:
 
     def start(self, node: int) -> None:
         """Start the agent of a node, also in the place of one that is gone."""
-        environ = {
-            **os.environ,
-            # One thread only: a child forked from a process with a thread pool hangs in it.
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            # For each connection that is shut to free a rank, torch would print a C++ stack.
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            # Counting GPUs must not initialise CUDA.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
         self._end(node)
+        arguments = [self._folder, str(node), str(os.getpid())]
         with open(self._log_path(node), "wb") as output:
-            self._processes[node] = subprocess.Popen(
-                [
-                    *python_command("distsession.engine.agent"),
-                    self._folder,
-                    str(node),
-                    str(os.getpid()),
-                ],
-                pass_fds=[self._board],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
-            )
+            self._processes[node] = start_process(arguments, self._board, output, environment())
 
     def accept(self, deadline: float) -> dict[int, Connection]:
         """Wait for every agent that was started and has not connected yet.
@@ -210,6 +187,43 @@ class Agents:
             if now - seen_at > STUCK_S or now - began > END_S:
                 break
         return process.poll() is not None
+
+
+def environment() -> dict[str, str]:
+    """What an agent is started with."""
+    return {
+        **os.environ,
+        # One thread only: a child forked from a process with a thread pool hangs in it.
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        # For each connection that is shut to free a rank, torch would print a C++ stack.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        # Counting GPUs must not initialise CUDA.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+
+
+def start_process(
+    arguments: list[str], board: int, output: BinaryIO, environ: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the process of an agent.
+
+    Args:
+        arguments: The session's folder, the node, and this process.
+        board: The descriptor that it inherits.
+        output: Where it writes.
+        environ: Its environment.
+    """
+    return subprocess.Popen(
+        [*python_command("distsession.engine.agent"), *arguments],
+        pass_fds=[board],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environ,
+        start_new_session=True,  # Jupyter interrupts the kernel's whole process group
+    )
 
 
 def _activity(pid: int) -> tuple[str, ...]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from distsession import Session
+from distsession.cluster import agents
 from distsession.kernel.output import Output
 from distsession.protocol.messages import Display, Text
+from tests.warm_agents import WarmAgents
 
 
 class Recorder(Output):
@@ -52,6 +56,25 @@ class Recorder(Output):
 
     def displays(self, rank: int) -> list[Display]:
         return [m for m in self.messages if isinstance(m, Display) and m.rank == rank]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_agents(_mark_processes: None) -> Iterator[None]:
+    """Sessions of this process start with agents that have imported torch."""
+    start_process = agents.start_process
+    warm: WarmAgents | None = None
+
+    def start(
+        arguments: list[str], board: int, output: BinaryIO, environ: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        if warm is None or not warm.can_fork(environ):
+            return start_process(arguments, board, output, environ)
+        return warm.fork(arguments, board, output)
+
+    agents.start_process = start
+    with contextlib.closing(WarmAgents(agents.environment())) as warm:
+        yield
+    agents.start_process = start_process
 
 
 @pytest.fixture(scope="module")
