@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from typing import Any, NoReturn
+from typing import BinaryIO, NoReturn
 
 _CLONE_PARENT = 0x8000
 """The child's parent is the parent of the process that forks (clone(2))."""
@@ -55,7 +55,9 @@ class WarmAgents:
         """Whether an agent with this environment would have been started with the same imports."""
         return bool(_SYSTEM_CALL) and _comparable(environ) == self._environ
 
-    def fork(self, arguments: list[str], board: int, output: Any) -> subprocess.Popen[bytes]:
+    def fork(
+        self, arguments: list[str], board: int, output: BinaryIO, environ: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
         """Fork an agent; it is a child of this process."""
         message = "\0".join((os.getcwd(), str(board), *arguments)).encode()
         socket.send_fds(self._socket, [message], [board, output.fileno()])
@@ -79,18 +81,17 @@ class _ForkedProcess(subprocess.Popen[bytes]):
         self._child_created, self._waitpid_lock = True, threading.Lock()
 
 
-_PROGRAM = """
+_PROGRAM = f"""
 import sys
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r})
 from tests.warm_agents import serve
 serve(int(sys.argv[1]))  # distsession.engine.agent
-""".format(root=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""
 
 
 def serve(descriptor: int) -> NoReturn:
     """Import what agents import, and fork one for each message."""
-    from distsession.engine import agent, deaths, rank, relay, store, usage  # noqa: F401
-    from distsession.engine import host_info
+    from distsession.engine import agent, deaths, host_info, rank, relay, store, usage  # noqa: F401
 
     for name in agent.DDP_IMPORTS:
         with warnings.catch_warnings():

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from distsession.engine.listeners import RequestListener
 from distsession.engine.log_file import DISK_FULL, LogFile
-from distsession.protocol.messages import Display, OutputEnd, Text
+from distsession.protocol.messages import Display, OutputEnd, Request, Text
 
 __all__ = ["Capture", "LogStream"]
 
@@ -106,7 +107,7 @@ class _LogBuffer(io.RawIOBase):
         return len(data)
 
 
-class Capture:
+class Capture(RequestListener):
     """The order of a rank's output, and the thread that sends it.
 
     Args:
@@ -140,6 +141,8 @@ class Capture:
         self._wake = threading.Event()
         self._request = 0  # as the pump sees it
         self._begun: tuple[tuple[int, int], int] = ((0, 0), 0)
+        self.has_output = False
+        """Whether the last request put anything out; then an ``OutputEnd`` follows its answer."""
         self.streams = (LogStream(self, 0), LogStream(self, 1))
         self._thread = threading.Thread(target=self._pump, name="distsession-output", daemon=True)
 
@@ -227,21 +230,20 @@ class Capture:
 
     # --- called around each request ---------------------------------------------------------------
 
-    def begin(self, request: int) -> None:
+    def begin_request(self, request: Request) -> None:
         """What is put out from here on belongs to this request."""
         sizes = self._sizes()
         self._begun = (sizes, self._messages)
-        self._marks.append(_Mark(sizes, begin=request))
+        self._marks.append(_Mark(sizes, begin=request.id))
 
-    def end(self, request: int) -> bool:
-        """Close a request. Whether it put anything out; then an ``OutputEnd`` will follow."""
+    def end_request(self, request: Request) -> None:
         sizes = self._sizes()
-        if (sizes, self._messages) == self._begun:
+        self.has_output = (sizes, self._messages) != self._begun
+        if not self.has_output:
             self._marks.append(_Mark(sizes, begin=0))
-            return False
-        self._marks.append(_Mark(sizes, OutputEnd(self._rank, request), begin=0))
+            return
+        self._marks.append(_Mark(sizes, OutputEnd(self._rank, request.id), begin=0))
         self._wake.set()
-        return True
 
     def flush(self) -> None:
         """Send everything that there is, now and in this thread."""

@@ -22,6 +22,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from distsession.engine.failure import is_own_file, is_user_code, short_name
+from distsession.engine.listeners import RequestListener, name_of
+from distsession.protocol.messages import Request
 
 __all__ = ["DeathRecord", "LastLine", "catch_faults", "make_memory", "read_fault", "read_memory"]
 
@@ -57,7 +59,7 @@ def make_memory() -> mmap.mmap:
     return mmap.mmap(-1, MEMORY_BYTES)
 
 
-class LastLine:
+class LastLine(RequestListener):
     """A rank's hand on that memory.
 
     Args:
@@ -87,13 +89,11 @@ class LastLine:
         os._exit = self._exit
         self.update = _do_nothing  # type: ignore[method-assign]
 
-    def begin(self, what: str) -> None:
-        """A request begins; ``what`` is the cell or the function that it runs."""
-        self._write(_BEGUN, what)
+    def begin_request(self, request: Request) -> None:
+        self._write(_BEGUN, name_of(request))
         self._runs = True
 
-    def end(self) -> None:
-        """It has ended."""
+    def end_request(self, request: Request) -> None:
         self._runs = False
         self._memory[:1] = _NOTHING
 

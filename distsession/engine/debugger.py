@@ -20,9 +20,11 @@ from typing import Any
 
 from distsession.engine import failure
 from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.listeners import RequestListener, is_run
 from distsession.engine.stdin import NoInputError, RankStdin
 from distsession.errors import CollectiveError
 from distsession.protocol import board as layout
+from distsession.protocol.messages import CellRequest, Request
 
 __all__ = ["Debugger", "DebuggerQuit"]
 
@@ -37,7 +39,7 @@ class DebuggerQuit(KeyboardInterrupt):
     """``q`` was typed. No ``except Exception`` of the user's code may keep it from the end."""
 
 
-class Debugger:
+class Debugger(RequestListener):
     """The debugger of a rank's main thread. It is open from its first prompt until it lets go.
 
     Args:
@@ -93,24 +95,18 @@ class Debugger:
 
     # --- around each request ----------------------------------------------------------------------
 
-    def begin(self, *, steps: bool = False, forgets: bool = True) -> None:
-        """A request begins.
-
-        Args:
-            steps: Stop at its first line.
-            forgets: Let go of the error of the one before.
-        """
+    def begin_request(self, request: Request) -> None:
         self._is_disabled = False
         # What ipyparallel's engine imports between two requests sets a hook of its own (debugpy).
         sys.breakpointhook = self._hook
-        if forgets:
+        if is_run(request) and not getattr(request, "expression", False):
             self.forget_error()
-        if steps:
+        if isinstance(request, CellRequest) and self.stdin.rank in request.debug:
             self._pdb = _RankPdb(self)
             self._pdb.begin()
 
-    def end(self) -> None:
-        """A request has ended, and with it the debugger, its breakpoints and its frames."""
+    def end_code(self, request: Request, error: BaseException | None) -> None:
+        """With it end the debugger, its breakpoints and its frames."""
         self._hook = sys.breakpointhook
         if self._pdb is None:
             return

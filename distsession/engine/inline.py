@@ -103,11 +103,10 @@ class InlineRank:
         began = time.perf_counter()
         info = shown = None
         answer: Frames = []
-        self._trace.begin(request)
+        self._trace.begin_request(request)
         try:
             with _breakpoints_open_pdb():
                 value, shown = self._dispatcher.perform(request, payload)
-            self._trace.end(request)
             if value is not NOTHING:
                 packed = time.monotonic_ns()
                 frames = serialize.dump_value(value, what="the result of rank 0")
@@ -116,7 +115,7 @@ class InlineRank:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self._trace.end(request, error)
+            self._trace.end_code(request, error)
             info, answer = failure.describe(error), failure.pickled(error)
         duration = time.perf_counter() - began
         return Reply(request.id, 0, duration, info, shown), answer

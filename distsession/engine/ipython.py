@@ -28,7 +28,8 @@ from IPython.core.interactiveshell import ExecutionInfo
 from traitlets.config import Config
 
 from distsession.engine.capture import Capture, redirected
-from distsession.protocol.messages import ClearOutput, ControllerInfo, Display
+from distsession.engine.listeners import RequestListener
+from distsession.protocol.messages import ClearOutput, ControllerInfo, Display, Request
 
 __all__ = ["ShellFront", "make_shell", "register"]
 
@@ -86,16 +87,20 @@ class EngineShell(ZMQInteractiveShell):
             raise UsageError(f"there is no {gui} window on a rank: use %matplotlib inline.")
 
 
-class ShellFront:
+class ShellFront(RequestListener):
     """Cells with magics and rich display."""
 
     def __init__(self, shell: EngineShell, publisher: _Publisher):
         self._shell = shell
         self._publisher = publisher
 
-    def request(self, number: int) -> None:
-        """Displays belong to this request from here on; 0 means to ``%%px``."""
-        self._publisher.request = number
+    def begin_request(self, request: Request) -> None:
+        """Displays belong to this request from here on."""
+        self._publisher.request = request.id
+
+    def end_request(self, request: Request) -> None:
+        """And now to ``%%px``."""
+        self._publisher.request = 0
 
     def transform(self, source: str) -> str:
         return str(self._shell.transform_cell(source))

@@ -36,6 +36,7 @@ from distsession.engine.debugger import Debugger
 from distsession.engine.execute import NOTHING
 from distsession.engine.forks import Forks, make_private
 from distsession.engine.ipython import ShellFront, make_shell, register
+from distsession.engine.listeners import RequestListener, is_run
 from distsession.engine.log_file import log_path
 from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
@@ -54,8 +55,6 @@ from distsession.protocol import serialize, shared_memory
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Abort,
-    CallRequest,
-    CellRequest,
     CompletionRequest,
     ControllerInfo,
     DebugRequest,
@@ -181,6 +180,7 @@ class Rank:
         self._completion = CompletionServer(self._namespace, rank, self._send)
         self._front: ShellFront
         self._dispatcher: RequestDispatcher
+        self._listeners: tuple[RequestListener, ...] = ()
         self._stdin = RankStdin(rank, self._capture, self._recorder)
         self._debugger = Debugger(
             self._stdin, self._recorder, self._capture.streams[0], self._namespace
@@ -278,6 +278,15 @@ class Rank:
                 DebugRequest: lambda _: self._debugger.post_mortem(),
             },
         )
+        self._listeners = (
+            self._capture,
+            self._front,
+            self._recorder,
+            self._last_line,
+            self._stdin,
+            self._debugger,
+            self._trace,
+        )
         threading.excepthook = self._on_thread_error
         self._stdin.install()
         self._debugger.install(self._interrupter.on_signal)
@@ -348,27 +357,17 @@ class Rank:
         if request.id in self._refused:
             self._refuse(request, payload)
             return
-        self._capture.begin(request.id)
-        self._front.request(request.id)
-        self._recorder.request(request.id)
-        self._last_line.begin(_name_of(request))
-        self._recorder.expire_abort()
-        self._stdin.request = request.id
-        self._debugger.begin(
-            steps=isinstance(request, CellRequest) and self._rank in request.debug,
-            forgets=_is_run(request) and not getattr(request, "expression", False),
-        )
+        for listener in self._listeners:
+            listener.begin_request(request)
         began = time.perf_counter()
         self._thread_error = None
         answer: serialize.Frames | Shared | None = None
         shown = error = reason = None
-        self._trace.begin(request)
         try:
             with self._interrupter.user_code(request.id):
                 value, shown = self._dispatcher.perform(request, payload)
                 self._forks.end_child()
                 del payload
-                self._trace.end(request)
                 duration = time.perf_counter() - began
                 # None, which most functions return, needs no frames.
                 if value is not NOTHING and value is not None:
@@ -380,22 +379,20 @@ class Rank:
             duration = time.perf_counter() - began
             error, shown = self._explain(raised), None
             reason = cause.find(error, self._recorder.abort)
-            self._trace.end(request, error)
-        if error is None and self._thread_error is not None and _is_run(request):
+        if error is None and self._thread_error is not None and is_run(request):
             error, shown, answer = self._thread_error, None, None
             reason = cause.find(error, self._recorder.abort)
-        self._debugger.end()
-        self._stdin.request = 0
+        for listener in reversed(self._listeners):
+            listener.end_code(request, error)
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
-            if not (_is_run(request) and self._debugger.keep_error(error)):
+            if not (is_run(request) and self._debugger.keep_error(error)):
                 failure.forget_frames(error)  # what ends with them may take long, and is told
-        self._last_line.end()
-        self._front.request(0)
-        self._recorder.request(0)
-        has_output = self._capture.end(request.id)
+        for listener in reversed(self._listeners):
+            listener.end_request(request)
+        has_output = self._capture.has_output
         reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
         self._send(reply, answer)
 
@@ -566,18 +563,6 @@ class Rank:
             log.debug("could not register with ipyparallel's controller", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
             self._send(EngineRegistered(self._rank, self._generation, -1, problem))
-
-
-def _is_run(request: Request) -> bool:
-    """Whether it runs code of the user's."""
-    return isinstance(request, (CellRequest, CallRequest))
-
-
-def _name_of(request: Request) -> str:
-    """The cell or the function that it runs; empty where it runs none."""
-    if isinstance(request, CellRequest):
-        return request.label
-    return request.name if isinstance(request, CallRequest) else ""
 
 
 def _set_once(future: asyncio.Future[None]) -> None:

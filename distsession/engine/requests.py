@@ -83,6 +83,11 @@ class RequestDispatcher:
 
     def perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
         """The value of a request (``NOTHING`` if it has none), and what of it is to be shown."""
+        value, shown = self._perform(request, payload)
+        self._trace.mark_end(request)
+        return value, shown
+
+    def _perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
         value: Any = NOTHING
         match request:
             case CellRequest():

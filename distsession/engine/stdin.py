@@ -17,8 +17,9 @@ from typing import Any
 
 from distsession.engine.capture import Capture
 from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.listeners import RequestListener
 from distsession.protocol import board as layout
-from distsession.protocol.messages import InputReply, InputRequest
+from distsession.protocol.messages import InputReply, InputRequest, Request
 
 __all__ = ["NoInputError", "RankStdin"]
 
@@ -27,7 +28,7 @@ class NoInputError(EOFError):
     """There is nobody who could be asked; the message says why."""
 
 
-class RankStdin:
+class RankStdin(RequestListener):
     """Asks the kernel, on behalf of the main thread.
 
     Args:
@@ -37,7 +38,7 @@ class RankStdin:
     """
 
     def __init__(self, rank: int, capture: Capture, recorder: Recorder):
-        self._rank = rank
+        self.rank = rank
         self._capture = capture
         self._recorder = recorder
         self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
@@ -49,6 +50,12 @@ class RankStdin:
         """Where the debugger stands, as a word of the board; 0 where none is open."""
         self.refusal = ""
         """Why the last question could not be asked."""
+
+    def begin_request(self, request: Request) -> None:
+        self.request = request.id
+
+    def end_code(self, request: Request, error: BaseException | None) -> None:
+        self.request = 0
 
     def install(self) -> None:
         """Let ``input()`` and ``getpass()`` ask."""
@@ -92,7 +99,7 @@ class RankStdin:
         words[start + layout.ASKS_AT] = self.place or self._recorder.place_of(sys._getframe(1))
         words[start + layout.ASKS] = 1
         try:
-            self._capture.show(InputRequest(self._rank, self.request, self._number, prompt, secret))
+            self._capture.show(InputRequest(self.rank, self.request, self._number, prompt, secret))
             reply = self._replies.get()
             while reply.number != self._number:  # to a question that a Stop has ended
                 reply = self._replies.get()

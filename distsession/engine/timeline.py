@@ -10,6 +10,7 @@ from typing import Any
 
 from distsession.engine.collectives.operation_log import OperationLog
 from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.listeners import RequestListener
 from distsession.engine.profiler import profiled
 from distsession.protocol import shared_memory
 from distsession.protocol.messages import (
@@ -56,7 +57,7 @@ class _Run:
         self.profile = profile
 
 
-class Trace:
+class Trace(RequestListener):
     """Keeps the last cells and calls of a rank.
 
     Args:
@@ -70,7 +71,7 @@ class Trace:
         self._runs: deque[_Run] = deque(maxlen=KEPT)
         self._transfers: deque[TransferRecord] = deque(maxlen=TRANSFERS)
 
-    def begin(self, request: Request) -> None:
+    def begin_request(self, request: Request) -> None:
         """A request begins; those that run a cell or a function begin a record."""
         match request:
             case CellRequest(label=label, expression=False) | CallRequest(name=label):
@@ -89,16 +90,20 @@ class Trace:
             try:
                 yield
             finally:
-                self.end(request)
+                self.mark_end(request)
 
-    def end(self, request: Request, error: BaseException | None = None) -> None:
-        """The user's code is over; the first call says when, a later one may say how."""
+    def mark_end(self, request: Request) -> None:
+        """The user's code has come to its end; what follows in this request is not its time."""
         if self._recorder is not None:
             self._recorder.log = None
         run = self._runs[-1] if self._runs else None
         if run is not None and run.number == request.id:
             run.ended = run.ended or time.monotonic_ns()
-            run.error = "" if error is None else _headline(error)
+
+    def end_code(self, request: Request, error: BaseException | None) -> None:
+        self.mark_end(request)
+        if error is not None and self._runs and self._runs[-1].number == request.id:
+            self._runs[-1].error = _headline(error)
 
     def moved(self, request: Request, size: int, began: int) -> None:
         """Data of a request have been moved, since that time; small results do not count."""

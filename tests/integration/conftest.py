@@ -62,19 +62,23 @@ class Recorder(Output):
 def _warm_agents(_mark_processes: None) -> Iterator[None]:
     """Sessions of this process start with agents that have imported torch."""
     start_process = agents.start_process
-    warm: WarmAgents | None = None
-
-    def start(
-        arguments: list[str], board: int, output: BinaryIO, environ: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        if warm is None or not warm.can_fork(environ):
-            return start_process(arguments, board, output, environ)
-        return warm.fork(arguments, board, output)
-
-    agents.start_process = start
     with contextlib.closing(WarmAgents(agents.environment())) as warm:
+
+        def start(
+            arguments: list[str], board: int, output: BinaryIO, environ: dict[str, str]
+        ) -> subprocess.Popen[bytes]:
+            begin = warm.fork if warm.can_fork(environ) else start_process
+            return begin(arguments, board, output, environ)
+
+        agents.start_process = start
         yield
-    agents.start_process = start_process
+        agents.start_process = start_process
+
+
+@pytest.fixture
+def cold_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test agents import torch, as users' do."""
+    monkeypatch.setenv("AGENTS_ARE_STARTED", "1")
 
 
 @pytest.fixture(scope="module")

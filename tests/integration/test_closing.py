@@ -83,6 +83,7 @@ def test_a_stopped_agent_is_killed_with_its_ranks_and_all_that_they_have_started
     assert "the agent is stuck, so it is killed with its ranks" in caplog.messages
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_an_agent_that_is_killed_takes_its_ranks_with_it(start: Callable[..., Session]) -> None:
     session = start(2, nodes=2)
     ranks = [psutil.Process(info.pid) for info in session.infos]
@@ -175,6 +176,7 @@ def test_ctrl_c_twice_while_a_session_starts_leaves_nothing() -> None:
 # --- starts that fail -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_an_agent_that_is_killed_while_it_starts_is_named(tmp_path: Path) -> None:
     before = traces()
     (tmp_path / "ends_the_agent.py").write_text("import os, signal\nos.kill(os.getpid(), 9)\n")
@@ -194,6 +196,7 @@ def test_an_agent_that_is_killed_while_it_starts_is_named(tmp_path: Path) -> Non
     assert_nothing_left(before)
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_a_start_that_cannot_be_finished_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     from distsession.cluster import local
 

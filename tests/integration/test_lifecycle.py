@@ -66,6 +66,7 @@ def test_without_a_number_there_is_a_rank_per_gpu_or_two(start) -> None:
     assert session.world_size == (len(gpus) or 2)
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_the_group_is_ready_when_the_constructor_returns(start) -> None:
     session = start(3)
     assert [info.rank for info in session.infos] == [0, 1, 2]
@@ -89,6 +90,7 @@ def test_starting_a_session_does_not_bring_torch_into_the_kernel() -> None:
     assert output.split()[-1] == "False", output
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_options_arrive(start) -> None:
     session = start(2, seed=7, threads=3, timeout=77, preload=["json.tool"])
     assert len(set(session.evaluate("torch.rand(1).item()").values())) == 1
@@ -160,11 +162,13 @@ def test_nccl_without_enough_gpus_is_refused() -> None:
         Session(99, backend="nccl")
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_a_preload_module_that_does_not_import_is_named() -> None:
     with pytest.raises(LaunchError, match="no_such_module_here"):
         Session(1, preload=["no_such_module_here"])
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_a_preload_module_that_starts_threads_is_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "starts_a_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, "
@@ -175,6 +179,7 @@ def test_a_preload_module_that_starts_threads_is_named(tmp_path, monkeypatch) ->
         Session(1, preload=["starts_a_thread"])
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_an_engine_that_dies_while_starting_shows_its_last_lines(tmp_path, monkeypatch) -> None:
     # the hook runs in the forked rank alone
     (tmp_path / "dies_after_fork.py").write_text(
@@ -204,6 +209,7 @@ def test_a_group_that_cannot_be_joined_says_why(tmp_path, monkeypatch) -> None:
         Session(2, preload=["refuses_to_join"])
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_a_start_that_takes_too_long_is_given_up(tmp_path, monkeypatch) -> None:
     (tmp_path / "very_slow_module.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -213,6 +219,7 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path, monkeypatch) -> None:
     assert time.monotonic() - began < 8
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_a_long_start_says_what_it_waits_for(start, tmp_path, monkeypatch) -> None:
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -332,6 +339,7 @@ def test_restart_many_times_leaves_nothing_open(start) -> None:
     assert kernel.num_threads() <= counts[1] + 1
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_the_end_of_the_agent_is_said_and_restart_brings_all_back(start) -> None:
     session = start(2)
     future = session.submit(time.sleep, 60)

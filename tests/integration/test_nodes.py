@@ -444,6 +444,7 @@ def test_with_the_first_agent_the_session_ends_and_starts_anew(
     assert reduced(session) == [4.0] * 4
 
 
+@pytest.mark.usefixtures("cold_agents")
 def test_a_node_that_does_not_start_is_named_and_nothing_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

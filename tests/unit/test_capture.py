@@ -12,7 +12,7 @@ import pytest
 
 from distsession.engine import capture as module
 from distsession.engine.capture import Capture
-from distsession.protocol.messages import Display, OutputEnd, Text
+from distsession.protocol.messages import Display, OutputEnd, Text, TimelineRequest
 
 
 class Rank:
@@ -90,9 +90,10 @@ def test_text_belongs_to_the_request_in_which_it_was_written(rank: Rank) -> None
     with rank:
         out, _ = rank.capture.streams
         for request in (7, 8):
-            rank.capture.begin(request)
+            rank.capture.begin_request(TimelineRequest(request, 0))
             print("in", request, file=out)
-            assert rank.capture.end(request)
+            rank.capture.end_request(TimelineRequest(request, 0))
+            assert rank.capture.has_output
         print("in none", file=out)
         told = [(m.request, getattr(m, "text", OutputEnd)) for m in rank.drained()]
         ends = [(7, OutputEnd), (8, OutputEnd)]
@@ -101,8 +102,9 @@ def test_text_belongs_to_the_request_in_which_it_was_written(rank: Rank) -> None
 
 def test_a_request_without_output_has_no_end_of_output(rank: Rank) -> None:
     with rank:
-        rank.capture.begin(7)
-        assert not rank.capture.end(7)
+        rank.capture.begin_request(TimelineRequest(7, 0))
+        rank.capture.end_request(TimelineRequest(7, 0))
+        assert not rank.capture.has_output
         assert rank.drained() == []
 
 

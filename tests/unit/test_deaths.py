@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distsession.engine import deaths
+from distsession.protocol.messages import CellRequest
 
 OWN = Path(deaths.__file__).parent
 MAIN = f'''  File "/usr/lib/x/{os.__name__}.py", line 9 in wait
@@ -51,7 +52,7 @@ def test_a_place_is_written_and_read() -> None:
     memory = deaths.make_memory()
     place = deaths.LastLine(memory)
     assert deaths.read_memory(memory).is_idle
-    place.begin("In[9]")
+    place.begin_request(CellRequest(1, "", "In[9]"))
     assert deaths.read_memory(memory) == deaths.DeathRecord(runs="In[9]")
     place.update()
     seen = deaths.read_memory(memory)
@@ -59,8 +60,8 @@ def test_a_place_is_written_and_read() -> None:
     assert not seen.is_certain
     place.note_terminated(sys._getframe())
     assert deaths.read_memory(memory).is_terminated
-    place.end()
+    place.end_request(CellRequest(1, "", "In[9]"))
     place.update()
     assert deaths.read_memory(memory) == deaths.DeathRecord(is_idle=True)
-    place.begin("x" * 2 * deaths.MEMORY_BYTES)
+    place.begin_request(CellRequest(2, "", "x" * 2 * deaths.MEMORY_BYTES))
     assert set(deaths.read_memory(memory).runs) == {"x"}

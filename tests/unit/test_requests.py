@@ -58,7 +58,7 @@ class Rank:
         )
 
     def __call__(self, request: Request, payload: Any = ()) -> Any:
-        self.trace.begin(request)
+        self.trace.begin_request(request)
         return self.dispatcher.perform(request, payload)
 
 

@@ -39,6 +39,7 @@ from distsession.engine.collectives.operations import (
     describe_detail,
 )
 from distsession.engine.failure import is_user_code, short_name
+from distsession.engine.listeners import RequestListener
 from distsession.engine.torch_errors import Break, classify, time_limit_s
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.protocol import board as layout
@@ -50,7 +51,15 @@ from distsession.protocol.cause import (
     mismatch_text,
     sentence,
 )
-from distsession.protocol.messages import Abort, Aborted, Called, Mismatch, Operation, TimedOut
+from distsession.protocol.messages import (
+    Abort,
+    Aborted,
+    Called,
+    Mismatch,
+    Operation,
+    Request,
+    TimedOut,
+)
 from distsession.protocol.rank_state import AbortReason
 
 __all__ = ["Posted", "Recorder", "Stream"]
@@ -93,7 +102,7 @@ _now = time.monotonic_ns
 _ISSUED, _WAITING, _DONE = layout.ISSUED, layout.WAITING, layout.DONE
 
 
-class Recorder:
+class Recorder(RequestListener):
     """One rank's hand on the board.
 
     Args:
@@ -155,8 +164,14 @@ class Recorder:
         self.words[self.region.start + layout.REQUEST] = request
         self.abort = None
 
-    def request(self, number: int) -> None:
-        """This request runs from here on; 0 for none."""
+    def begin_request(self, request: Request) -> None:
+        self._show_request(request.id)
+        self._expire_abort()
+
+    def end_request(self, request: Request) -> None:
+        self._show_request(0)
+
+    def _show_request(self, number: int) -> None:
         start = self.region.start
         self.words[start + layout.SINCE] = time.monotonic_ns()
         self.words[start + layout.REQUEST] = number
@@ -169,7 +184,7 @@ class Recorder:
         self.log = OperationLog(self.names)
         return self.log
 
-    def expire_abort(self) -> None:
+    def _expire_abort(self) -> None:
         """What the group was given up for concerned an earlier request; it is gone all the same."""
         abort = self.abort
         if abort is not None and abort.reason != AbortReason.FAILED:
