@@ -10,7 +10,7 @@ from dataclasses import replace
 from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import processor_time
 from distsession.kernel.recovery import Recovery
-from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_any_source
+from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_from_any
 from distsession.protocol.messages import RankReport, TimedOut
 from distsession.protocol.rank_state import AbortReason, Ending, RankState
 from distsession.ranks import ranks_text
@@ -121,7 +121,7 @@ class Watchdog:
         if state != self._seen:
             self._seen, self._seen_at = state, now
         grace = self._recovery.hang_grace
-        waits_for_any = any(is_any_source(reports[r].operations[-1]) for r in verdict.waiting)
+        waits_for_any = any(is_from_any(reports[r].operations[-1]) for r in verdict.waiting)
         if verdict.failed or (verdict.kind is Kind.ORDER and not waits_for_any):
             grace = CONFIRM_S
         elif not grace:

@@ -11,18 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distsession.protocol.messages import Called, Mismatch, TimedOut
+from distsession.protocol.operation_names import WORLD, Pair, SplitSizes
 from distsession.ranks import ranks_text
 
 __all__ = ["late_remedy", "late_text", "merged", "mismatch_remedy", "mismatch_text", "sentence"]
 
 MOST_SIDES = 4
 """How many different calls are told; with more, the rest are counted."""
-WORLD = "world"
 
-_SIZES = re.compile(r"(?:, )?send ([\d,]*) receive ([\d,]*)$")
 _COMMA = re.compile(r", (?![^\[]*\])")
 """A comma that is not within a shape."""
-_PAIR = re.compile(r"(.*) (\d+)->(\d+)(?: tag \d+)?$")
 
 
 def sentence(text: str) -> str:
@@ -77,9 +75,13 @@ def mismatch_text(mismatch: Mismatch) -> str:
 
 def mismatch_remedy(mismatch: Mismatch) -> str:
     """What has become of it, and what to do."""
-    pair = _PAIR.match(mismatch.group)
+    pair = Pair.from_name(mismatch.group)
     what = f"message {mismatch.sequence}" if pair else f"operation {mismatch.sequence}"
-    of = f"from rank {pair[2]} to rank {pair[3]}" if pair else f"of {_titled(mismatch.group)}"
+    of = (
+        f"from rank {pair.source} to rank {pair.target}"
+        if pair
+        else f"of {_titled(mismatch.group)}"
+    )
     begun = "It was not begun, and no tensor of it was changed"
     if mismatch.is_async:
         begun = "It was not begun where that was seen; elsewhere its tensors may have changed"
@@ -133,15 +135,14 @@ def _differing(details: Sequence[str]) -> list[str]:
 def _sizes_text(mismatch: Mismatch) -> str:
     """For an all_to_all: whose sizes do not fit to those of its peers; empty if that is not it."""
     posted = {post.rank: post for post in mismatch.calls}
-    sizes: dict[int, tuple[list[int], list[int]]] = {}
+    sizes: dict[int, SplitSizes] = {}
     rest = set()
     for rank, post in posted.items():
-        found = _SIZES.search(post.detail)
+        found = SplitSizes.from_description(post.detail)
         if found is None:
             return ""
-        send, receive = ([int(n) for n in part.split(",") if n] for part in found.groups())
-        sizes[rank] = send, receive
-        rest.add((post.name, post.detail[: found.start()]))
+        sizes[rank] = found
+        rest.add((post.name, post.detail.removesuffix(found.description)))
     ranks = sorted(sizes)
     world = {len(part) for both in sizes.values() for part in both if part}
     if len(rest) != 1 or world != {len(ranks)}:
@@ -187,9 +188,9 @@ def late_text(overdue: TimedOut, waiting: Sequence[int], places: Mapping[int, st
     detail = f" ({operation.detail})" if operation.detail else ""
     limit = f" within {overdue.limit:g} s" if overdue.limit else " in time"
     at = f" at {operation.place}" if operation.place else ""
-    pair = _PAIR.match(operation.group)
-    if overdue.missing and pair is not None:
-        verb = f"send to rank {pair[3]}" if operation.name == "recv" else "receive it"
+    pair = Pair.from_name(operation.group)
+    if overdue.missing and pair is not None and pair.source is not None:
+        verb = f"send to rank {pair.target}" if operation.name == "recv" else "receive it"
         who = f"{ranks_text(overdue.missing)} did not {verb}{limit}"
         text = f"{who}; {ranks_text(waiting)} waited in {name}{detail}{at}"
     elif overdue.missing:
@@ -221,10 +222,10 @@ def late_remedy() -> str:
 
 def _within(group: str, name: str) -> str:
     """To be said behind an operation's name: of which group it is, or to whom a message goes."""
-    pair = _PAIR.match(group)
-    if pair is not None:
-        ends = {"send": f" to rank {pair[3]}", "recv": f" from rank {pair[2]}"}
-        within, group = ends.get(name, ""), pair[1]
+    pair = Pair.from_name(group)
+    if pair is not None and pair.source is not None:
+        ends = {"send": f" to rank {pair.target}", "recv": f" from rank {pair.source}"}
+        within, group = ends.get(name, ""), pair.group
     else:
         within = ""
     return within if group == WORLD else f"{within} of {group}"

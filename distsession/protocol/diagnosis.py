@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 
 from distsession.protocol.cause import sentence
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.protocol.operation_names import WORLD, AnySource, Pair
 from distsession.protocol.rank_state import AbortReason, Ending, Outcome, RankState
 from distsession.ranks import format_ranks
 
-__all__ = ["Kind", "Verdict", "describe_operation", "diagnose", "is_any_source"]
+__all__ = ["Kind", "Verdict", "describe_operation", "diagnose", "is_from_any"]
 
-WORLD = "world"
-ANY_SOURCE = "any source"
 LONGEST_REASON = 200
 MISMATCH = "CollectiveMismatchError"
 
@@ -148,7 +147,7 @@ class _Findings:
         if _is_store_wait(operation):
             return frozenset(self.reports.keys() - {rank})
         members = set(operation.members) & self.reports.keys()
-        if is_any_source(operation):
+        if is_from_any(operation):
             senders = members - {rank}
             if any(_has_sent(self.reports[s], self.reports[rank], operation) for s in senders):
                 return frozenset()
@@ -167,7 +166,7 @@ class _Findings:
     def _comes_free(self, rank: int, stuck: set[int]) -> bool:
         """Whether the ranks that this one misses can still come, while some others cannot."""
         missing = self.missing[rank]
-        if is_any_source(self.blocked[rank]):  # who sends first is enough
+        if is_from_any(self.blocked[rank]):  # who sends first is enough
             return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
         if not _is_store_wait(self.blocked[rank]):
             return not any(m in stuck or self.is_gone(m) for m in missing)
@@ -195,7 +194,7 @@ class _Findings:
             wait = _agree(together, "waits", "wait")
             described = describe_operation(operation)
             missing = "; ".join(f"{_name(late)}, which {does}" for _, late, does in reasons)
-            if is_any_source(operation):
+            if is_from_any(operation):
                 missing = f"a message from {missing}"
             text = f"{_name(together)} {wait} in {described}{since} for {missing}"
             if _is_store_wait(operation):
@@ -219,7 +218,7 @@ class _Findings:
         return f"{', '.join(texts)}: each waits for {other}"
 
     def why_circle(self) -> str:
-        is_any = any(is_any_source(self.blocked[rank]) for rank in self.stuck)
+        is_any = any(is_from_any(self.blocked[rank]) for rank in self.stuck)
         return NO_SENDER if is_any else IN_DIFFERENT_ORDERS
 
     def nothing(self) -> list[str]:
@@ -325,16 +324,18 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     return key not in report.refused and report.sequences.get(key[0], 0) >= key[1]
 
 
-def is_any_source(operation: Operation) -> bool:
-    """A receive that takes what comes first, whoever sends it."""
-    return operation.name == "recv" and operation.detail.startswith(ANY_SOURCE)
+def is_from_any(operation: Operation) -> bool:
+    """Whether it is a receive that takes what comes first, whoever sends it."""
+    return AnySource.from_description(operation.detail) is not None
 
 
 def _has_sent(sender: RankReport, receiver: RankReport, operation: Operation) -> bool:
     """Whether a message of that rank's is on its way."""
-    tag = operation.detail.removeprefix(ANY_SOURCE).lstrip(",")
-    pair = f"{operation.group.replace(' any->', f' {sender.rank}->')}{tag}"
-    return sender.sequences.get(pair, 0) > receiver.sequences.get(pair, 0)
+    receives, pair = AnySource.from_description(operation.detail), Pair.from_name(operation.group)
+    assert receives is not None
+    assert pair is not None
+    name = pair._replace(source=sender.rank, tag=receives.tag).name
+    return sender.sequences.get(name, 0) > receiver.sequences.get(name, 0)
 
 
 def _has_failed(report: RankReport) -> bool:
@@ -383,12 +384,13 @@ def _is_store_wait(operation: Operation) -> bool:
 
 
 def _is_pair(group: str) -> bool:
-    return "->" in group
+    return Pair.from_name(group) is not None
 
 
 def _group_name(group: str) -> str:
     """The group that a pair of ranks belongs to: ``"world 0->1"`` is of ``"world"``."""
-    return group.rpartition(" ")[0] if _is_pair(group) else group
+    pair = Pair.from_name(group)
+    return group if pair is None else pair.group
 
 
 def _shorten(text: str) -> str:

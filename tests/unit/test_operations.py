@@ -9,11 +9,11 @@ import torch
 
 from distsession.engine.collectives.operations import (
     Elements,
-    SplitSizes,
     comparable,
     describe,
     describe_detail,
 )
+from distsession.protocol.operation_names import AnySource, SplitSizes
 
 F32 = torch.float32
 SIZES = SplitSizes((1, 2), (3, 4))
@@ -25,7 +25,7 @@ SIZES = SplitSizes((1, 2), (3, 4))
         (("barrier",), "barrier"),
         (("all_reduce", F32, torch.Size([4, 2]), "sum"), "all_reduce float32 [4, 2], sum"),
         (("send", F32, Elements(8)), "send float32, 8 elements"),
-        (("recv", "any source", ""), "recv any source"),
+        (("recv", AnySource()), "recv any source"),
         (("all_to_all", F32, SIZES), "all_to_all float32, send 1,2 receive 3,4"),
         (("new_group", "ranks 0-1"), "new_group ranks 0-1"),
     ],

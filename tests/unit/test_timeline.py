@@ -21,8 +21,9 @@ from distsession.engine.collectives.operation_log import (
     begin_wait,
     end,
 )
-from distsession.engine.collectives.operations import Elements, SplitSizes, describe, size
+from distsession.engine.collectives.operations import Elements, describe, size
 from distsession.protocol.board import LINE_BITS
+from distsession.protocol.operation_names import AnySource, SplitSizes
 from distsession.timeline import chrome_trace, svg
 from distsession.timeline.records import OperationRecord, RankTrace, TransferRecord
 from distsession.timeline.timeline import Timeline
@@ -372,7 +373,7 @@ F32 = torch.float32
         (("barrier",), 0),
         (("broadcast", torch.bfloat16, torch.Size([]), "root 0"), 2),
         (("send", F32, Elements(12)), 48),
-        (("recv", "any source"), 0),
+        (("recv", AnySource()), 0),
         (("all_to_all", F32, SplitSizes((1, 2), (3, 4))), 12),
         (("all_to_all_single", F32, torch.Size([5]), SplitSizes((1, 2), (3, 4))), 60),
     ],
@@ -397,7 +398,7 @@ def entry(sequence: int, began: int = 5) -> list[Any]:
 
 def test_a_log_knows_what_receives_from_any_rank() -> None:
     log = OperationLog({})
-    for key in (("recv", "any source"), ("recv", "any source", "tag 3"), ("recv", torch.float32)):
+    for key in (("recv", AnySource()), ("recv", AnySource(3)), ("recv", torch.float32)):
         log.append([Stream, 1, key, 0, 5, 0, 0, 0])
     assert [record.is_from_any for record in log.records()] == [True, True, False]
 

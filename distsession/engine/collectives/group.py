@@ -24,18 +24,17 @@ import torch.distributed as dist
 from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.operations import Collectives
 from distsession.engine.collectives.recorder import Recorder, Stream
-from distsession.engine.collectives.work import AnySource, IssuedWork, await_collective
+from distsession.engine.collectives.work import AnySourceWork, IssuedWork, await_collective
 from distsession.errors import CollectiveError, CollectiveMismatchError
 from distsession.protocol.board import key_of
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT
+from distsession.protocol.operation_names import WORLD, Pair
 from distsession.ranks import format_ranks
 
 __all__ = ["Groups"]
 
 NAMES_PER_GENERATION = 100_000
 """torch names groups by counting them; each generation counts from another number."""
-
-WORLD = "world"
 
 
 class Groups:
@@ -125,7 +124,7 @@ class Groups:
             yield
             return
         me, start = recorder.rank, f"generation{self.generation}/"
-        stream = recorder.stream((self.generation, -1), f"{WORLD} {me}->{me}", (me, me))
+        stream = recorder.stream((self.generation, -1), Pair(WORLD, me, me).name, (me, me))
         names = ", ".join(repr(key.removeprefix(start)) for key in keys)
         at = stream.post((LIMITED_STORE_WAIT if is_limited else STORE_WAIT, names))
         recorder.block(at)
@@ -278,8 +277,7 @@ class SwappableGroup(Collectives):
         for rank in (source, target):
             self.check_member(rank)
         ends = (self.members[source], self.members[target])
-        name = f"{self._title} {ends[0]}->{ends[1]}{f' tag {tag}' if tag else ''}"
-        return self._find_stream(name, ends, tag)
+        return self._find_stream(Pair(self._title, *ends, tag).name, ends, tag)
 
     def _find_stream(self, name: str, members: Sequence[int], tag: int = 0) -> Stream:
         groups, recorder = self._groups, self._recorder
@@ -299,7 +297,8 @@ class SwappableGroup(Collectives):
 
     def _any_stream(self) -> Stream:
         """What this rank receives from whoever sends first."""
-        return self._find_stream(f"{self._title} any->{self._recorder.rank}", self.members)
+        name = Pair(self._title, None, self._recorder.rank).name
+        return self._find_stream(name, self.members)
 
     @contextmanager
     def recorded(
@@ -415,7 +414,7 @@ class SwappableGroup(Collectives):
         self.check_usable()
         if not self._recorder.check:
             return self.inner.recv_anysource(tensors, tag)
-        return AnySource(self, tensors, tag)
+        return AnySourceWork(self, tensors, tag)
 
     # --- what else torch asks of a group ----------------------------------------------------------
 

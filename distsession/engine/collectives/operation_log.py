@@ -11,7 +11,7 @@ from typing import Any
 
 from distsession.engine.collectives.operations import describe_detail, size
 from distsession.protocol.board import LINE_BITS, LINE_MASK
-from distsession.protocol.diagnosis import ANY_SOURCE
+from distsession.protocol.operation_names import AnySource
 from distsession.timeline.records import OperationRecord
 
 __all__ = [
@@ -92,5 +92,5 @@ class OperationLog:
             is_async=bool(flags & IS_ASYNC),
             is_future=bool(flags & IS_FUTURE),
             failed=bool(flags & FAILED),
-            is_from_any=key[:2] == ("recv", ANY_SOURCE),
+            is_from_any=any(isinstance(part, AnySource) for part in key[1:2]),
         )

@@ -6,11 +6,10 @@ operations in messages are those of torch's functions (``all_reduce``), not of t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,11 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from distsession.protocol.operation_names import AnySource, SplitSizes
+
 __all__ = [
     "Collectives",
     "Elements",
-    "SplitSizes",
     "comparable",
     "describe",
     "describe_detail",
@@ -46,31 +46,6 @@ MESSAGES = ("send", "recv")
 
 class Elements(int):
     """How many elements a message has."""
-
-
-class SplitSizes(NamedTuple):
-    """How much a rank sends to each member in an all_to_all, and what it expects from each."""
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-
-    @property
-    def description(self) -> str:
-        """As it stands at the end of a description, which is all that other ranks see of it."""
-        send, receive = (",".join(map(str, sizes)) for sizes in self)
-        return f"send {send} receive {receive}"
-
-    @classmethod
-    def from_description(cls, text: str) -> SplitSizes | None:
-        """What is at the end of another rank's description; None if there are no sizes."""
-        found = _SPLIT_SIZES.search(text)
-        if found is None:
-            return None
-        return cls(*(tuple(int(n) for n in part.split(",") if n) for part in found.groups()))
-
-
-_SPLIT_SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")
-"""What :attr:`SplitSizes.description` gives."""
 
 
 class Collectives(dist.ProcessGroup):
@@ -304,7 +279,7 @@ def _part(part: Any) -> str:
         return str(part).removeprefix("torch.")
     if isinstance(part, torch.Size):
         return str(list(part))
-    if isinstance(part, SplitSizes):
+    if isinstance(part, SplitSizes | AnySource):
         return part.description
     if isinstance(part, Elements):
         return f"{int(part)} elements"

@@ -33,7 +33,6 @@ from distsession.engine.collectives.operation_log import (
     OperationLog,
 )
 from distsession.engine.collectives.operations import (
-    SplitSizes,
     comparable,
     describe,
     describe_detail,
@@ -60,6 +59,7 @@ from distsession.protocol.messages import (
     Request,
     TimedOut,
 )
+from distsession.protocol.operation_names import SplitSizes
 from distsession.protocol.rank_state import AbortReason
 
 __all__ = ["Posted", "Recorder", "Stream"]

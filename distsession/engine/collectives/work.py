@@ -21,8 +21,9 @@ from distsession.engine.collectives.operations import describe
 from distsession.engine.collectives.recorder import Recorder, Stream
 from distsession.engine.torch_errors import is_wait_over
 from distsession.errors import CollectiveError
+from distsession.protocol.operation_names import AnySource
 
-__all__ = ["AnySource", "IssuedWork", "await_collective"]
+__all__ = ["AnySourceWork", "IssuedWork", "await_collective"]
 
 WAIT_STEP = timedelta(seconds=0.3)
 """How long a wait within torch lasts before it is seen whether the group has been given up: gloo
@@ -153,7 +154,7 @@ class _Receiver(Protocol):
     def check_usable(self) -> None: ...
 
 
-class AnySource(dist.Work):
+class AnySourceWork(dist.Work):
     """Receive from whoever sends first.
 
     Waiting for it within gloo cannot be ended by anything, so the sender is awaited on the board
@@ -176,8 +177,7 @@ class AnySource(dist.Work):
         return self._work is not None
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        tag = f"tag {self._tag}" if self._tag else ""
-        with self._group.recorded(("recv", "any source", tag), from_any=True):
+        with self._group.recorded(("recv", AnySource(self._tag)), from_any=True):
             pause = FIRST_PAUSE_S
             while not self._find():
                 self._group.check_usable()
