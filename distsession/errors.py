@@ -55,11 +55,23 @@ class DistsessionError(Exception):
     An IPython front end shows the message alone: the frames between the user's call and the
     ``raise`` are this package's own and explain nothing.
 
+    Args:
+        message: What has happened, or all of it.
+        remedy: What to do about it, where that is told apart.
+
     Attributes:
-        remedy: What to do about it, where that is told apart from what has happened.
+        remedy: The same; ``str()`` gives both.
     """
 
     remedy: str = ""
+
+    def __init__(self, *message: object, remedy: str = ""):
+        super().__init__(*message)
+        if remedy:
+            self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {self.remedy}" if self.remedy else super().__str__()
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]

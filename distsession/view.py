@@ -20,6 +20,7 @@ from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.requests import LastRun, Requests
 from distsession.protocol import serialize
+from distsession.protocol.cells import cell_name
 from distsession.protocol.messages import CallRequest, CellRequest, Request
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
@@ -319,7 +320,7 @@ class RankView:
             )
 
         def make(number: int) -> Request:
-            name = label or f"In[{number}]"
+            name = label or cell_name(number)
             return CellRequest(number, code, name, fetch, expression, tuple(profile), tuple(debug))
 
         output = self.requests.make_output()
@@ -329,7 +330,7 @@ class RankView:
         pending = self.requests.submit(self._ranks, make, [])
         if not expression:
             self.requests.last_run = LastRun(pending.request, self._ranks)
-        name = f"%distributed {code.strip()}" if expression else label or f"In[{pending.request}]"
+        name = f"%distributed {code.strip()}" if expression else label or cell_name(pending.request)
         entry = self._history.cell(self._ranks, code, name)
         results: RankResults[Any] = self.requests.finish(pending, output, began, timeout=timeout)
         self._history.keep(entry)

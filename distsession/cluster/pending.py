@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distsession.errors import EngineDiedError, RunTimeoutError
+from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import (
     ClearOutput,
     Display,
@@ -271,6 +272,6 @@ class PendingRequest:
 def _innermost_cell_line(error: ErrorInfo) -> str:
     """The innermost line of a cell in a traceback."""
     for frame in reversed(error.frames):
-        if frame.filename.startswith("In["):
+        if is_cell(frame.filename):
             return f"{frame.filename} line {frame.lineno}"
     return ""

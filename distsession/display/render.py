@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from distsession.display import html
 from distsession.display.html import Html, element
+from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo, ranks_text
@@ -230,7 +231,7 @@ def error_place(error: ErrorInfo) -> str:
     user's own. Empty if there is none.
     """
     for frame in error.frames:
-        if frame.filename.startswith("In["):
+        if is_cell(frame.filename):
             return f"{frame.filename} line {frame.lineno}"
     for frame in reversed(error.frames):
         if "ipykernel_" in frame.filename:
@@ -279,7 +280,7 @@ def _frame_text(frame: FrameInfo) -> str:
 
 
 def _is_cell(filename: str) -> bool:
-    return filename.startswith("In[") or filename.startswith("<") or "ipykernel_" in filename
+    return is_cell(filename) or filename.startswith("<") or "ipykernel_" in filename
 
 
 def _cell_name(filename: str) -> str:

@@ -24,6 +24,7 @@ from distsession.engine.listeners import RequestListener, is_run
 from distsession.engine.stdin import NoInputError, RankStdin
 from distsession.errors import CollectiveError
 from distsession.protocol import board as layout
+from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import CellRequest, Request
 
 __all__ = ["Debugger", "DebuggerQuit"]
@@ -264,7 +265,7 @@ class _RankPdb(pdb.Pdb):
 
     def canonic(self, filename: str) -> str:
         """The name of a cell is no path."""
-        return filename if filename.startswith("In[") else super().canonic(filename)
+        return filename if is_cell(filename) else super().canonic(filename)
 
     # --- the prompt -------------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class _StdinLines(io.TextIOBase):
 
 
 def _is_cell(code: CodeType) -> bool:
-    return code.co_name == "<module>" and code.co_filename.startswith("In[")
+    return code.co_name == "<module>" and is_cell(code.co_filename)
 
 
 def _end_of(frame: FrameType | None, trace: TracebackType | None) -> tuple[FrameType, int]:

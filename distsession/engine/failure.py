@@ -16,6 +16,7 @@ import torch
 
 from distsession.engine.cause import has_reason
 from distsession.errors import CollectiveError
+from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import ErrorInfo, FrameInfo
 from distsession.protocol.serialize import Frames, dump_value
 
@@ -163,7 +164,7 @@ def short_name(filename: str) -> str:
     """A cell's label, or a file's name without its folder."""
     if "ipykernel_" in filename:  # a function of the notebook; its file has a number for a name
         return "notebook cell"
-    return filename if filename.startswith("In[") else os.path.basename(filename)
+    return filename if is_cell(filename) else os.path.basename(filename)
 
 
 def is_own(frame: FrameType) -> bool:

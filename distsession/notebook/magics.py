@@ -20,6 +20,7 @@ from distsession.notebook.cell import make_output
 from distsession.notebook.completion import RankCompleter
 from distsession.notebook.panel import make_panel
 from distsession.notebook.timeline import TimelineOutput, add_arguments
+from distsession.protocol.cells import cell_name
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
@@ -233,7 +234,7 @@ class Magics:
         pulled = _names("--pull", arguments.pull)
         session = current_session()
         view = _view(session, arguments.ranks)
-        label = f"In[{_cell_number(self._shell)}]"
+        label = cell_name(_cell_number(self._shell))
         timeline_output = TimelineOutput(arguments, view, label)
         if pushed:
             view.push(pushed)

@@ -436,7 +436,7 @@ class Recorder(RequestListener):
         """
         abort = self.abort
         assert abort is not None
-        kinds = {
+        kinds: dict[AbortReason, type[BaseException]] = {
             AbortReason.STOP: KeyboardInterrupt,
             AbortReason.MISMATCH: CollectiveMismatchError,
             AbortReason.HANG: CollectiveHangError,
@@ -793,8 +793,8 @@ class Stream:
             time.sleep(0.001)
         calls = tuple(seen[rank] for rank in sorted(seen))
         mismatch = Mismatch(self.name, sequence, calls, is_async)
-        text = f"{sentence(mismatch_text(mismatch))} {mismatch_remedy(mismatch)}"
-        return cause.attach(CollectiveMismatchError(text), mismatch)
+        text, remedy = sentence(mismatch_text(mismatch)), mismatch_remedy(mismatch)
+        return cause.attach(CollectiveMismatchError(text, remedy=remedy), mismatch)
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
         call = self._call(self.recorder.rank, self.recorder.region.slot(at))
@@ -804,8 +804,8 @@ class Stream:
 
 
 def _late_error(overdue: TimedOut, rank: int) -> CollectiveHangError:
-    text = f"{sentence(late_text(overdue, (rank,), {}))} {late_remedy()}"
-    return cause.attach(CollectiveHangError(text), overdue)
+    text = sentence(late_text(overdue, (rank,), {}))
+    return cause.attach(CollectiveHangError(text, remedy=late_remedy()), overdue)
 
 
 def _described(operation: Operation | None) -> str:
