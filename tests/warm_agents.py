@@ -27,8 +27,8 @@ _CLONE_PARENT = 0x8000
 _SYSTEM_CALL = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)
 """The number of clone(2)."""
 _MAX_MESSAGE_BYTES = 4096
-_PASSING = {"PYTEST_CURRENT_TEST"}
-"""Variables that may differ: nothing of ours reads them."""
+_PASSING = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""Variables that may differ: nothing of ours reads them, and torch sets the second by itself."""
 
 
 class WarmAgents:
