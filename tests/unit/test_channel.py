@@ -1,0 +1,498 @@
+"""Requests to ranks and what comes back; the tests play the ranks and the agents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import pytest
+import zmq
+
+from distsession.cluster.channel import SocketChannel
+from distsession.cluster.monitor import NodeGone
+from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
+from distsession.errors import EngineDiedError, RunTimeoutError, SessionStateError
+from distsession.protocol.messages import (
+    AgentFailed,
+    CellRequest,
+    CompletionReply,
+    CompletionRequest,
+    ErrorInfo,
+    InputReply,
+    InputRequest,
+    OutputEnd,
+    PushRequest,
+    RankFailed,
+    Reply,
+    Shared,
+    StackReply,
+    StackRequest,
+    StoreReady,
+    Text,
+    decode,
+    encode,
+)
+from distsession.protocol.shared_memory import THRESHOLD, Link, Segment, map_private
+from distsession.protocol.wire import memory_path
+from tests.until import until
+
+LONG_S = 60.0
+LARGE = b"x" * THRESHOLD
+
+
+def cell(number: int) -> CellRequest:
+    return CellRequest(number, "1", "In[1]")
+
+
+def death(rank: int) -> EngineDiedError:
+    return EngineDiedError(f"rank {rank} is gone", rank=rank, pid=1, returncode=-9)
+
+
+def wait(pending: PendingRequest) -> list[str]:
+    """Wait for a request; gives the texts of its output."""
+    texts: list[Any] = []
+    pending.wait(texts.append, timeout=LONG_S)
+    return [message.text for message in texts]
+
+
+class Rank:
+    """The sockets of a rank's process, as the engine opens them."""
+
+    def __init__(self, context: zmq.Context[Any], folder: str, rank: int, generation: int = 0):
+        self.rank = rank
+        self._context, self._folder = context, folder
+        self._identity = f"{generation}.{rank}".encode()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self.link = Link.connect(memory_path(folder, 0), f"{generation}.{rank}")
+        self.replies = self._connect(zmq.PUSH, "replies")
+        self.output = self._connect(zmq.PUSH, "output")
+        self.control = self._connect(zmq.DEALER, "control")
+        self.requests = self._connect(zmq.DEALER, "requests")
+
+    def _connect(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(1000 * LONG_S))
+        if kind == zmq.DEALER:
+            socket.setsockopt(zmq.IDENTITY, self._identity)
+        socket.connect(f"ipc://{self._folder}/{name}.sock")
+        self._sockets.append(socket)
+        return socket
+
+    def receive(self) -> tuple[Any, Any]:
+        return decode(self.requests.recv_multipart())
+
+    def order(self) -> Any:
+        """What comes on the control socket."""
+        return decode(self.control.recv_multipart())[0]
+
+    def has_nothing(self) -> bool:
+        return not self.requests.poll(50) and not self.control.poll(0)
+
+    def reply(self, number: int, payload: Sequence[bytes] | Shared = (), **fields: Any) -> None:
+        self.replies.send_multipart(encode(Reply(number, self.rank, **fields), payload))
+
+    def write(self, number: int, text: str) -> None:
+        self.output.send_multipart(encode(Text(self.rank, number, "stdout", text)))
+
+    def tell(self) -> None:
+        """Send what is no part of a run; whatever was sent before has been received then."""
+        self.replies.send_multipart(encode(RankFailed(self.rank, 0, ErrorInfo("E", ""))))
+
+    def close(self) -> None:
+        self.link.close()
+        for socket in self._sockets:
+            socket.close(0)
+
+
+class Kernel:
+    """A channel, what it has told, and who is at its other ends."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.events: list[Any] = []
+        self._background = PendingRequest(0, ())
+        self._texts: list[Any] = []
+        self.channel = SocketChannel(folder, self._handle, self._background)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._ranks: list[Rank] = []
+        self._agents: list[Connection] = []
+
+    def _handle(self, event: Any) -> None:
+        if event == AgentFailed("raise"):
+            raise ValueError("it cannot be handled")
+        self.events.append(event)
+
+    def add_agent(self, node: int = 0) -> Connection:
+        ours, theirs = Pipe()
+        self._agents += [ours, theirs]
+        self.channel.add_agent(node, ours)
+        return theirs
+
+    def add_rank(self, rank: int, generation: int = 0) -> Rank:
+        self.channel.set_identity(rank, generation)
+        return self.connect(rank, generation)
+
+    def connect(self, rank: int, generation: int = 0) -> Rank:
+        self._ranks.append(Rank(self._context, self.folder, rank, generation))
+        return self._ranks[-1]
+
+    def submit(self, *ranks: int) -> PendingRequest:
+        return self.channel.submit(ranks, cell, [])
+
+    def background_texts(self) -> list[str]:
+        """Texts of output that is of no run, as far as it is here."""
+        with contextlib.suppress(RunTimeoutError):
+            self._background.wait(self._texts.append, timeout=0.01)
+        return [message.text for message in self._texts]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+        self.channel.close()
+        self._context.destroy(0)
+        for agent in self._agents:
+            agent.close()
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = Kernel(folder)
+        kernel.add_agent()
+        yield kernel
+        kernel.close()
+
+
+@pytest.fixture
+def beside() -> Iterator[Callable[..., Future[Any]]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit
+
+
+# --- requests and replies -------------------------------------------------------------------------
+
+
+def test_a_request_reaches_its_ranks_and_their_replies_reach_who_waits(kernel: Kernel) -> None:
+    ranks = [kernel.add_rank(number) for number in range(3)]
+    pending = kernel.channel.submit([0, 2], PushRequest, [b"value"])
+    for rank in (ranks[2], ranks[0]):
+        message, payload = rank.receive()
+        assert (message, payload) == (PushRequest(pending.request), (b"value",))
+        rank.reply(message.id, [b"of rank %d" % rank.rank])
+    wait(pending)
+    assert {rank: payload for rank, (_, payload) in pending.replies.items()} == {
+        0: [b"of rank 0"],
+        2: [b"of rank 2"],
+    }
+    assert ranks[1].has_nothing()
+
+
+def test_every_request_has_a_number_of_its_own_and_waits_for_its_own_replies(
+    kernel: Kernel,
+) -> None:
+    rank = kernel.add_rank(0)
+    first, second = kernel.submit(0), kernel.submit(0)
+    assert [rank.receive()[0].id for _ in range(2)] == [first.request, second.request]
+    rank.reply(second.request)
+    wait(second)
+    assert first.missing == (0,)
+    assert kernel.channel.pending() == [first, second]
+
+
+def test_large_payloads_go_through_memory_in_both_directions(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    pending = kernel.channel.submit([0], PushRequest, [LARGE])
+    _, shared = rank.receive()
+    assert isinstance(shared, Shared)
+    with rank.link.receive(shared) as descriptor:
+        assert map_private(descriptor, shared.sizes) == [LARGE]
+    with Segment([THRESHOLD]) as made:
+        made.write([LARGE[::-1]])
+        rank.reply(pending.request, rank.link.send(made))
+    wait(pending)
+    assert pending.replies[0][1] == [LARGE]
+
+
+def test_a_rank_that_has_just_started_may_take_a_moment_to_connect(
+    kernel: Kernel, beside: Callable[..., Future[Any]]
+) -> None:
+    kernel.channel.set_identity(0, 0)
+    sent = beside(kernel.submit, 0)
+    time.sleep(0.02)
+    assert not sent.done()
+    rank = kernel.connect(0)
+    assert rank.receive()[0] == cell(sent.result(LONG_S).request)
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for(kernel: Kernel) -> None:
+    kernel.channel.set_identity(3, 0)
+    kernel.channel.has_ended = lambda rank: rank == 3
+    began = time.monotonic()
+    pending = kernel.submit(3)
+    assert time.monotonic() - began < 5
+    assert pending.missing == (3,)  # until its death is told
+
+
+def test_a_rank_is_busy_until_it_has_answered_all_its_requests(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    kernel.add_rank(1)
+    assert not kernel.channel.is_busy(0)
+    first, second = kernel.submit(0), kernel.submit(0)
+    rank.reply(first.request)
+    wait(first)
+    assert kernel.channel.is_busy(0)
+    rank.reply(second.request)
+    wait(second)
+    assert not kernel.channel.is_busy(0)
+    assert not kernel.channel.is_busy(1)
+    assert not kernel.channel.is_busy(7)  # which there is not
+
+
+# --- what nobody waits for ------------------------------------------------------------------------
+
+
+def test_what_comes_of_a_request_that_was_forgotten_is_in_the_background(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    pending = kernel.submit(0)
+    kernel.channel.forget(pending)
+    assert kernel.channel.pending() == []
+    assert not pending.is_wanted
+    rank.write(pending.request, "late")
+    rank.output.send_multipart(encode(OutputEnd(0, pending.request)))
+    rank.reply(pending.request)
+    until(lambda: not kernel.channel.is_busy(0))
+    assert pending.replies == {}
+    until(lambda: "late" in kernel.background_texts())
+
+
+def test_a_rank_that_asks_for_input_in_a_run_that_was_forgotten_is_told_nobody_is_there(
+    kernel: Kernel,
+) -> None:
+    rank = kernel.add_rank(0)
+    pending = kernel.submit(0)
+    kernel.channel.forget(pending)
+    rank.output.send_multipart(encode(InputRequest(0, pending.request, 4, "name: ")))
+    assert rank.order() == InputReply(4, None, NOBODY)
+
+
+def test_a_frame_that_is_no_message_is_dropped_and_counted(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    pending = kernel.submit(0)
+    good = encode(Reply(pending.request, 0))
+    for frames in (
+        [b"junk"],
+        [b""],
+        [good[0][:-4]],
+        [b"ds1" + good[0][3:][::-1]],
+        encode({"id": pending.request}),
+        encode(AgentFailed("raise")),  # which whoever is told does not take
+    ):
+        rank.replies.send_multipart(frames)
+    rank.reply(pending.request)
+    wait(pending)
+    assert kernel.channel.malformed == 6
+    assert kernel.events == []
+
+
+def test_a_reply_of_memory_that_never_came_is_dropped(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    first, second = kernel.submit(0), kernel.submit(0)
+    rank.reply(first.request, Shared("0.9", 1, (5,)))
+    rank.reply(second.request)
+    wait(second)
+    assert kernel.channel.malformed == 1
+    assert first.missing == (0,)
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+def test_a_death_ends_what_waits_for_that_rank_and_nothing_else(kernel: Kernel) -> None:
+    for number in (0, 1):
+        kernel.add_rank(number)
+    lone, both, other = kernel.submit(1), kernel.submit(0, 1), kernel.submit(0)
+    kernel.channel.mark_dead(death(1))
+    wait(lone)
+    assert lone.deaths[1].returncode == -9
+    assert (both.missing, other.missing) == ((0,), (0,))
+    assert (kernel.channel.is_busy(1), kernel.channel.is_busy(0)) == (False, True)
+
+
+def test_nothing_is_sent_to_a_dead_rank_and_to_nobody_who_would_wait_for_it(
+    kernel: Kernel,
+) -> None:
+    ranks = [kernel.add_rank(number) for number in (0, 1)]
+    error = death(1)
+    kernel.channel.mark_dead(error)
+    with pytest.raises(EngineDiedError, match="rank 1 is gone") as caught:
+        kernel.submit(0, 1)
+    assert caught.value is not error  # notes are added to it
+    kernel.channel.send_control(1, StackRequest(1))
+    assert all(rank.has_nothing() for rank in ranks)
+    assert kernel.channel.pending() == []
+    assert not kernel.channel.is_busy(0)
+
+
+def test_a_reply_of_a_rank_that_is_dead_is_not_taken(kernel: Kernel) -> None:
+    ranks = [kernel.add_rank(number) for number in (0, 1)]
+    pending = kernel.submit(0, 1)
+    kernel.channel.mark_dead(death(1))
+    ranks[1].reply(pending.request, [b"too late"])
+    ranks[1].tell()
+    until(lambda: kernel.events)
+    ranks[0].reply(pending.request)
+    wait(pending)
+    assert list(pending.deaths) == [1]
+    assert list(pending.replies) == [0]
+
+
+def test_requests_go_to_the_process_of_the_last_generation(kernel: Kernel) -> None:
+    old = kernel.add_rank(0)
+    before = kernel.submit(0)
+    old.receive()
+    kernel.channel.mark_dead(death(0))
+    new = kernel.add_rank(0, generation=1)
+    pending = kernel.submit(0)
+    kernel.channel.send_control(0, StackRequest(1))
+    assert new.receive()[0] == cell(pending.request)
+    assert new.order() == StackRequest(1)
+    assert old.has_nothing()
+    old.reply(before.request, [b"of another time"])
+    old.tell()
+    until(lambda: kernel.events)
+    assert before.replies == {}
+    assert kernel.channel.is_busy(0)
+
+
+def test_a_rank_that_is_replaced_owes_nothing_of_what_the_one_before_did(kernel: Kernel) -> None:
+    kernel.add_rank(0)
+    kernel.submit(0)
+    kernel.add_rank(0, generation=1)
+    assert not kernel.channel.is_busy(0)
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def test_output_goes_to_the_run_that_it_is_of(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    pending = kernel.submit(0)
+    rank.write(0, "between runs")
+    rank.write(pending.request, "of the run")
+    rank.reply(pending.request, has_output=True)
+    rank.output.send_multipart(encode(OutputEnd(0, pending.request)))
+    assert wait(pending) == ["of the run"]
+    assert kernel.background_texts() == ["between runs"]
+
+
+def test_output_that_nobody_takes_is_left_in_the_socket_but_replies_are_not(
+    kernel: Kernel,
+) -> None:
+    kernel.channel.budget = OutputBudget(limit=10)
+    rank = kernel.add_rank(0)
+    loud, *others = [kernel.submit(0) for _ in range(3)]
+    rank.write(loud.request, "x" * 11)
+    until(lambda: kernel.channel.budget.is_over)
+    for other in others:
+        rank.reply(other.request)
+        wait(other)
+        rank.write(loud.request, "more")
+    time.sleep(0.05)
+    assert kernel.channel.budget._held == 11
+    rank.reply(loud.request, has_output=True)
+    rank.output.send_multipart(encode(OutputEnd(0, loud.request)))
+    assert wait(loud) == ["x" * 11, "more", "more"]
+
+
+# --- questions to control threads -----------------------------------------------------------------
+
+
+def test_ranks_that_do_not_answer_a_question_in_time_are_left_out(
+    kernel: Kernel, beside: Callable[..., Future[Any]]
+) -> None:
+    ranks = [kernel.add_rank(number) for number in (0, 1)]
+    asked = beside(kernel.channel.request_stacks, [0, 1], 0.5)
+    questions = [rank.order() for rank in ranks]
+    answer = StackReply(0, questions[0].number, (), "In[1] line 2")
+    ranks[0].replies.send_multipart(encode(answer))
+    assert asked.result(LONG_S) == {0: answer}
+    late = StackReply(1, questions[1].number, (), "")
+    ranks[1].replies.send_multipart(encode(late))
+    again = beside(kernel.channel.query, [1], lambda n: CompletionRequest(n, "x."), LONG_S)
+    question = ranks[1].order()
+    assert question.number != late.number
+    reply = CompletionReply(1, question.number)
+    ranks[1].replies.send_multipart(encode(reply))
+    assert again.result(LONG_S) == {1: reply}
+
+
+# --- agents ---------------------------------------------------------------------------------------
+
+
+def test_what_ranks_and_agents_tell_is_passed_on(kernel: Kernel) -> None:
+    later = kernel.add_agent(1)  # the thread is running already
+    rank = kernel.add_rank(0)
+    later.send(StoreReady(4711))
+    until(lambda: kernel.events)
+    rank.tell()
+    until(lambda: len(kernel.events) == 2)
+    assert kernel.events == [StoreReady(4711), RankFailed(0, 0, ErrorInfo("E", ""))]
+
+
+def test_an_agent_that_is_gone_is_told_of_once(kernel: Kernel) -> None:
+    kernel.add_agent(2).close()
+    until(lambda: kernel.events)
+    kernel._agents[1].close()  # of the first node
+    until(lambda: len(kernel.events) == 2)
+    assert kernel.events == [NodeGone(2), None]
+    rank = kernel.add_rank(0)
+    pending = kernel.submit(0)
+    rank.reply(pending.request)
+    wait(pending)
+    assert len(kernel.events) == 2
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_a_channel_that_is_closed_sends_nothing_more(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    pending = kernel.submit(0)
+    rank.receive()
+    kernel.channel.close()
+    with pytest.raises(SessionStateError, match="this session is closed"):
+        kernel.submit(0)
+    kernel.channel.send_control(0, StackRequest(1))
+    assert rank.has_nothing()
+    kernel.channel.close()
+    kernel.channel.mark_dead(death(0))  # which is how whoever waits is told
+    wait(pending)
+    assert list(pending.deaths) == [0]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_closing_leaves_no_thread_and_no_descriptor(has_begun: bool) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = Kernel(folder)
+        if has_begun:
+            kernel.add_agent()
+            rank = kernel.add_rank(0)
+            pending = kernel.channel.submit([0], PushRequest, [LARGE])
+            rank.reply(pending.request)
+            wait(pending)
+        kernel.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "distsession-channel" not in names
+    until(lambda: descriptors() <= before, "the end of all descriptors")
