@@ -11,6 +11,7 @@ import copy
 import itertools
 import logging
 import os
+import pickle
 import threading
 import time
 from collections import deque
@@ -353,15 +354,15 @@ class SocketChannel(Channel):
     def _receive_from_agent(self, node: int, agent: Connection) -> bool:
         """Take in a message of an agent; False if there will be no more."""
         try:
-            message = agent.recv()
+            data = agent.recv_bytes()
         except (EOFError, OSError):
             self._on_event(NodeGone(node) if node else None)
             return False
+        try:
+            self._on_event(pickle.loads(data))
         except Exception:
             self.malformed += 1
             log.exception("dropped a malformed message of the agent")
-            return True
-        self._on_event(message)
         return True
 
     def mark_dead(self, error: EngineDiedError) -> None:

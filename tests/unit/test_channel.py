@@ -460,6 +460,17 @@ def test_an_agent_that_is_gone_is_told_of_once(kernel: Kernel) -> None:
     assert len(kernel.events) == 2
 
 
+def test_a_malformed_message_of_an_agent_is_no_end_of_it(kernel: Kernel) -> None:
+    agent = kernel.add_agent(1)
+    agent.send_bytes(b"")
+    agent.send_bytes(b"junk")
+    agent.send(AgentFailed("raise"))
+    agent.send(StoreReady(4711))
+    until(lambda: kernel.events)
+    assert kernel.events == [StoreReady(4711)]
+    assert kernel.channel.malformed == 3
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 
