@@ -1,0 +1,653 @@
+"""What the agent keeps of its children; the test is its kernel, and small processes its ranks.
+
+Agents are played in this process, so they see and reap only what they have forked themselves.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distsession import engine
+from distsession.engine import agent as module
+from distsession.engine import deaths, store_server
+from distsession.engine import relay as engine_relay
+from distsession.engine.agent import (
+    LOG_TAIL_BYTES,
+    MAX_STORE_ENDS,
+    STORE_ENDS_WITHIN_S,
+    Agent,
+    Kernel,
+)
+from distsession.engine.log_file import log_path
+from distsession.engine.process import die_with_parent
+from distsession.protocol.messages import (
+    AgentFailed,
+    AgentReady,
+    CellRequest,
+    PrepareAgent,
+    RankExited,
+    StartRanks,
+    StopRanks,
+    StoreEnded,
+    StoreReady,
+    UsageReply,
+    UsageRequest,
+)
+from distsession.ranks import HostInfo
+from tests.until import until
+
+HOST = HostInfo("alpha", 1, (), (("gloo", ("cpu",)),), "2.9.0", 4)
+HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Children:
+    """The processes that were forked here, and nobody else's."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        self.in_child: Callable[[], None] = lambda: None
+        self._fork, self._waitid = os.fork, os.waitid
+
+    def fork(self) -> int:
+        pid = self._fork()
+        if pid:
+            self.pids.append(pid)
+        else:
+            self.in_child()
+        return pid
+
+    def waitid(self, kind: int, number: int, options: int) -> Any:
+        assert kind == os.P_ALL
+        for pid in list(self.pids):
+            try:
+                ended = self._waitid(os.P_PID, pid, options)
+            except ChildProcessError:  # it has been reaped
+                self.pids.remove(pid)
+                continue
+            if ended is not None:
+                return ended
+        if not self.pids:
+            raise ChildProcessError
+        return None
+
+    def end(self) -> None:
+        for pid in self.pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                continue
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Agents and what stands for their kernel handle signals; afterwards all is as before."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    wakeup = signal.set_wakeup_fd(-1)
+    yield
+    signal.set_wakeup_fd(wakeup)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def children(signals: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
+    children = Children()
+    monkeypatch.setattr(os, "fork", children.fork)
+    monkeypatch.setattr(os, "waitid", children.waitid)
+    yield children
+    children.end()
+
+
+def pause(*_: Any) -> None:
+    die_with_parent()
+    signal.alarm(60)
+    signal.pause()
+
+
+class PlayedKernel:
+    """What an agent knows of its kernel by signals."""
+
+    def __init__(self) -> None:
+        self.is_leaving = False
+        self.lives: Callable[[], bool] = lambda: True
+
+    @property
+    def is_alive(self) -> bool:
+        return self.lives()
+
+
+class Host:
+    """An agent, the kernel's end of its link, and what its ranks are to do."""
+
+    def __init__(self, folder: str, children: Children, monkeypatch: pytest.MonkeyPatch):
+        self.folder = folder
+        self.children = children
+        self.programs: dict[int, Callable[[Any], None]] = {}
+        self.kernel = PlayedKernel()
+        self.link, self._its = Pipe()
+        children.in_child = self.link.close  # or the agent would not see that the kernel has
+        self.messages: list[Any] = []
+        self._agents: list[Agent] = []
+        self._board = os.memfd_create("board")
+        os.mkdir(os.path.join(folder, "logs"))
+        monkeypatch.setattr(engine, "rank", SimpleNamespace(main=self._rank), raising=False)
+        monkeypatch.setattr(engine, "store", SimpleNamespace(serve_tcp=pause), raising=False)
+        self.agent = self.make()
+
+    def make(self, node: int = 0) -> Agent:
+        """An agent whose ranks need no store."""
+        self.agent = Agent(self._its, node, self.kernel)  # type: ignore[arg-type]
+        self._agents.append(self.agent)
+        self.agent._folder = self.folder
+        self.agent._store_pid = self.agent._tcp_store_pid = -1
+        return self.agent
+
+    def _rank(self, message: StartRanks, rank: int, *, memory: Any, **_: Any) -> None:
+        die_with_parent()
+        os.setsid()
+        signal.alarm(60)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        self.programs[rank](memory)
+
+    def message(self, *ranks: int, generation: int = 0, node: int = 0) -> StartRanks:
+        return StartRanks(
+            ranks, 4, generation, ("cpu",) * 4, "gloo", None, None, False, 1, "full", self._board,
+            self.folder, "/", (), {}, node=node, nodes=2, store_port=4711 if node else 0,
+        )  # fmt: skip
+
+    def start(self, *programs: Callable[[Any], None], generation: int = 0) -> list[int]:
+        """Start ranks that do this; gives their pids."""
+        before = set(self.children.pids)
+        self.programs = dict(enumerate(programs))
+        self.agent._handle(self.message(*self.programs, generation=generation))
+        self.messages = [m for m in self.received() if not isinstance(m, StoreReady)]
+        return [pid for pid in self.children.pids if pid not in before]
+
+    def received(self) -> list[Any]:
+        """What the kernel has been told by now."""
+        while self.link.poll():
+            self.messages.append(self.link.recv())
+        return self.messages
+
+    def reap(self, count: int) -> list[Any]:
+        """Let the agent look after its children until it has told of so many things."""
+
+        def has_told() -> bool:
+            self.agent._reap()
+            return len(self.received()) >= count
+
+        until(has_told, "the end of a process")
+        return self.messages
+
+    def path(self, stream: str, rank: int = 0, generation: int = 0) -> str:
+        return log_path(self.folder, rank, generation, stream)
+
+    def close(self) -> None:
+        self.link.close()
+        self._its.close()
+        os.close(self._board)
+        signal.set_wakeup_fd(-1)
+        for agent in self._agents:
+            os.close(agent._wake)
+            os.close(agent._wake_writer)
+
+
+@pytest.fixture
+def host(children: Children, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    with tempfile.TemporaryDirectory() as folder:
+        host = Host(folder, children, monkeypatch)
+        yield host
+        host.close()
+
+
+# --- ends of ranks --------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_rank_is_told_once_with_its_code_and_its_last_words(host: Host) -> None:
+    def program(memory: Any) -> None:
+        for stream in ("out", "err"):
+            with open(host.path(stream, generation=7), "w") as file:
+                file.write("x" * LOG_TAIL_BYTES + f"the last of {stream}\n")
+        os._exit(3)
+
+    [pid] = host.start(program, generation=7)
+    [ended] = host.reap(1)
+    assert isinstance(ended, RankExited)
+    assert (ended.rank, ended.generation, ended.pid, ended.returncode) == (0, 7, pid, 3)
+    assert (ended.expected, ended.oom) == (False, False)
+    first, second, rest = ended.log_tail.split("\n")
+    assert first.endswith("xthe last of out")
+    assert second.endswith("xthe last of err")
+    assert (len(ended.log_tail), rest) == (2 * LOG_TAIL_BYTES, "")
+    host.agent._reap()
+    assert len(host.received()) == 1
+
+
+def test_a_rank_without_logs_that_is_killed_is_told_of_too(host: Host) -> None:
+    pids = host.start(pause, pause)
+    os.kill(pids[1], signal.SIGKILL)
+    [ended] = host.reap(1)
+    assert (ended.rank, ended.pid, ended.returncode) == (1, pids[1], -signal.SIGKILL)
+    assert (ended.expected, ended.log_tail, ended.is_idle) == (False, "", True)
+    assert list(host.agent._ranks) == [pids[0]]
+
+
+def test_an_error_of_a_rank_never_returns_into_the_agent(host: Host) -> None:
+    def leave(memory: Any) -> None:
+        sys.exit(7)
+
+    def fail(memory: Any) -> None:
+        raise ValueError
+
+    host.start(leave, fail)
+    assert {m.rank: m.returncode for m in host.reap(2)} == {0: 7, 1: 1}
+
+
+def test_ranks_that_are_stopped_are_expected_to_end_and_others_go_on(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXIT_GRACE_S", 60.0)
+    pids = host.start(pause, pause, pause)
+    host.agent._handle(StopRanks((0, 2)))
+    assert sorted((m.rank, m.returncode, m.expected) for m in host.received()) == [
+        (0, -signal.SIGTERM, True),
+        (2, -signal.SIGTERM, True),
+    ]
+    assert list(host.agent._ranks) == [pids[1]]
+
+
+def test_a_rank_that_does_not_leave_when_it_is_asked_to_is_killed(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXIT_GRACE_S", 0.1)
+
+    def ignore(memory: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        memory[:2] = b"b\0"
+        pause()
+
+    host.start(ignore)
+    [rank] = host.agent._ranks.values()
+    until(lambda: rank.memory[:1] == b"b")
+    host.agent._handle(StopRanks((0,)))
+    [ended] = host.received()
+    assert (ended.returncode, ended.expected) == (-signal.SIGKILL, True)
+
+
+def test_what_a_rank_has_started_ends_with_it(host: Host) -> None:
+    reader, writer = os.pipe()
+
+    def program(memory: Any) -> None:
+        if os.fork():
+            os._exit(0)
+        signal.alarm(60)
+        signal.pause()
+
+    host.start(program)
+    os.close(writer)
+    host.reap(1)
+    with open(reader, "rb") as pipe:
+        assert pipe.read() == b""  # nobody has its other end any more
+
+
+def test_a_rank_says_what_it_ran_when_it_was_killed(host: Host) -> None:
+    def program(memory: Any) -> None:
+        deaths.LastLine(memory).begin_request(CellRequest(1, "", "In[9]"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    host.start(program)
+    [ended] = host.reap(1)
+    assert (ended.runs, ended.is_idle, ended.is_certain) == ("In[9]", False, False)
+
+
+FAULT = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "In[7]", line 3 in work
+"""
+
+
+@pytest.mark.parametrize(
+    ("stream", "number", "is_read"),
+    [
+        ("fault", signal.SIGSEGV, True),
+        ("err", signal.SIGABRT, True),  # where the user's code has it written
+        ("err", signal.SIGKILL, False),  # of an earlier crash, of a child perhaps
+    ],
+)
+def test_the_stack_of_a_crash_is_read_where_it_was_written(
+    host: Host, stream: str, number: int, is_read: bool
+) -> None:
+    def program(memory: Any) -> None:
+        with open(host.path(stream), "w") as file:
+            file.write(FAULT)
+        os.kill(os.getpid(), number)
+
+    host.start(program)
+    [ended] = host.reap(1)
+    assert ended.returncode == -number
+    assert ended.stack == (('File "In[7]", line 3, in work',) if is_read else ())
+    assert ended.is_certain == is_read
+
+
+@pytest.mark.parametrize(
+    ("number", "is_stopped", "is_oom"),
+    [(signal.SIGKILL, False, True), (signal.SIGTERM, False, False), (signal.SIGKILL, True, False)],
+)
+def test_only_a_kill_that_nobody_asked_for_is_one_for_want_of_memory(
+    host: Host, number: int, is_stopped: bool, is_oom: bool
+) -> None:
+    watched: list[int] = []
+    kills = SimpleNamespace(watch=watched.append, check=lambda pid: (True, 1 << 30))
+    host.agent._oom_kills = kills  # type: ignore[assignment]
+    [pid] = host.start(pause)
+    assert watched == [pid]
+    host.agent._ranks[pid].stopping = is_stopped
+    os.kill(pid, number)
+    [ended] = host.reap(1)
+    assert (ended.oom, ended.oom_limit) == (is_oom, 1 << 30)
+
+
+def test_a_process_that_is_nobodys_is_reaped_in_silence(host: Host) -> None:
+    [pid] = host.start(pause)
+    if (other := os.fork()) == 0:
+        os._exit(5)
+    until(lambda: host.agent._reap() or host.children.pids == [pid])
+    assert other not in host.children.pids
+    assert host.received() == []
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+
+def greeting(folder: str) -> bytes:
+    """What the store says to whoever connects: who it is."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(60)
+        client.connect(store_server.socket_path(folder))
+        return client.recv(100)
+
+
+def test_a_store_that_ends_is_started_again_at_the_same_place(host: Host) -> None:
+    host.agent._start_store()
+    pid, before = host.agent._store_pid, greeting(host.folder)
+    os.kill(pid, signal.SIGKILL)
+    assert host.reap(1) == [StoreEnded(pid, -signal.SIGKILL, is_tcp=False, is_replaced=True)]
+    assert host.agent._store_pid not in (0, pid)
+    after = greeting(host.folder)
+    assert after
+    assert after != before
+
+
+def test_a_store_at_a_port_is_started_again_at_that_port(host: Host, port: int) -> None:
+    host.agent._start_tcp_store(port)
+    assert host.agent._store_port == port
+    pid = host.agent._tcp_store_pid
+    os.kill(pid, signal.SIGTERM)
+    assert host.reap(1) == [StoreEnded(pid, -signal.SIGTERM, is_tcp=True, is_replaced=True)]
+    assert host.agent._tcp_store_pid not in (0, pid)
+    with socket.create_connection(("127.0.0.1", port), timeout=60):
+        assert host.agent._store_port == port
+
+
+class Clock:
+    """Time as the agent sees it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
+        monkeypatch.setattr(module, "time", clock)
+
+
+def end_store(host: Host) -> bool:
+    """End the store; whether there is another one."""
+    os.kill(host.agent._store_pid, signal.SIGKILL)
+    host.messages.clear()
+    [told] = host.reap(1)
+    assert bool(host.agent._store_pid) == told.is_replaced
+    return bool(told.is_replaced)
+
+
+def test_a_store_that_ends_too_often_is_not_started_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(store_server, "serve", pause)
+    host.agent._start_store()
+    told = []
+    for _ in range(MAX_STORE_ENDS):
+        told.append(end_store(host))
+        clock.now += 0.9 * STORE_ENDS_WITHIN_S / MAX_STORE_ENDS
+    assert told == [True] * (MAX_STORE_ENDS - 1) + [False]
+
+
+def test_a_store_that_ends_now_and_then_is_always_started_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(store_server, "serve", pause)
+    host.agent._start_store()
+    for _ in range(MAX_STORE_ENDS + 2):
+        assert end_store(host)
+        clock.now += 1.1 * STORE_ENDS_WITHIN_S / (MAX_STORE_ENDS - 1)
+
+
+def test_a_store_that_cannot_be_started_again_is_told_of(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "serve", pause)
+    host.agent._start_store()
+    host.agent._folder = os.path.join(host.folder, "gone")
+    assert not end_store(host)
+
+
+def test_the_first_start_brings_the_stores_up_and_a_later_one_leaves_them(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "serve", pause)
+    host.agent._store_pid = host.agent._tcp_store_pid = 0
+    host.programs = {0: lambda memory: os._exit(0)}
+    host.agent._handle(host.message(0))
+    stores = host.agent._store_pid, host.agent._tcp_store_pid
+    assert host.children.pids[:2] == list(stores)
+    host.reap(2)
+    host.agent._handle(host.message())
+    first, ended, second = host.received()
+    assert isinstance(ended, RankExited)
+    assert first == second == StoreReady(host.agent._store_port)
+    assert (host.agent._store_pid, host.agent._tcp_store_pid) == stores
+    assert not os.get_inheritable(host._board)  # what ranks start has no part in it
+    host.agent._end()
+    assert not any(map(lives, stores))
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# --- other nodes ----------------------------------------------------------------------------------
+
+
+def test_another_nodes_agent_has_a_relay_in_the_place_of_stores(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_relay, "serve", pause)
+    agent = host.make(node=1)
+    for _ in range(2):
+        agent._handle(host.message(node=1))
+    assert host.received() == [StoreReady(4711)] * 2
+    [relay] = host.children.pids
+    os.kill(relay, signal.SIGKILL)
+    until(lambda: agent._reap() or not agent._relay_pid)
+    agent._handle(host.message(node=1))
+    assert agent._relay_pid not in (0, relay)
+    assert len(host.received()) == 3  # it is not told of
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+def test_what_living_ranks_use_is_read_by_the_agent_itself_where_there_is_no_gpu(
+    host: Host,
+) -> None:
+    pids = host.start(pause, pause)
+    os.kill(pids[0], signal.SIGKILL)
+    host.reap(1)
+    host.agent._handle(UsageRequest(8, {}))
+    reply = host.received()[-1]
+    assert isinstance(reply, UsageReply)
+    assert (reply.number, [(use.rank, use.pid) for use in reply.uses]) == (8, [(1, pids[1])])
+    assert host.children.pids == [pids[1]]
+
+
+# --- the link to the kernel -----------------------------------------------------------------------
+
+
+def test_ranks_end_with_the_link_to_the_kernel(host: Host) -> None:
+    host.agent._start_store()
+    pids = host.start(pause, pause)
+    host.link.close()
+    host.agent.serve()
+    assert host.kernel.is_leaving
+    assert host.agent._ranks == {}
+    assert not any(map(lives, [*pids, host.agent._store_pid]))
+
+
+def test_ranks_end_when_the_kernel_is_no_longer_the_parent(host: Host) -> None:
+    pids = host.start(pause)
+    host.kernel.lives = lambda: False
+    host.agent.serve()
+    assert [(m.rank, m.expected) for m in host.received()] == [(0, True)]
+    assert not any(map(lives, pids))
+
+
+def test_a_child_of_the_agent_that_ends_wakes_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PARENT_POLL_S", 60.0)
+    monkeypatch.setattr(module, "DDP_IMPORTS", ())
+
+    def program(memory: Any) -> None:
+        time.sleep(0.1)
+        os._exit(4)
+
+    host.start(program)
+    report = host.agent._report
+
+    def leave(*args: Any) -> None:
+        report(*args)
+        host.kernel.lives = lambda: False
+
+    monkeypatch.setattr(host.agent, "_report", leave)
+    began = time.monotonic()
+    host.agent.serve()
+    assert time.monotonic() - began < 30
+    assert [m.returncode for m in host.received()] == [4]
+
+
+# --- getting ready --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch_here(host: Host, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the agent finds of torch and of this host."""
+    found = SimpleNamespace(
+        torch_problem=lambda: "", fork_problem=lambda: "", host_info=lambda: HOST
+    )
+    monkeypatch.setattr(engine, "host_info", found, raising=False)
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # all of what the tests have
+    monkeypatch.setattr(sys, "path", ["/here", "/there"])
+    return found
+
+
+def test_an_agent_is_ready_when_it_has_imported_what_it_was_told_to(
+    host: Host, torch_here: SimpleNamespace
+) -> None:
+    assert host.agent._handle(PrepareAgent(("json",), ("/elsewhere", "/there")))
+    assert host.received() == [AgentReady(HOST, 0)]
+    assert sys.path == ["/elsewhere", "/there", "/here"]  # the kernel's, and then its own
+
+
+@pytest.mark.parametrize(
+    ("preload", "torch", "fork", "said"),
+    [
+        ((), "no torch", "", "no torch"),
+        (("no_such_thing",), "", "", "the preload module 'no_such_thing' does not import: Module"),
+        (("json",), "", "2 threads run", "cannot be forked: 2 threads run, because of json"),
+        ((), "", "2 threads run", "because of something that Python runs at its start"),
+    ],
+)
+def test_an_agent_that_cannot_go_on_says_why_and_ends(
+    host: Host,
+    torch_here: SimpleNamespace,
+    preload: tuple[str, ...],
+    torch: str,
+    fork: str,
+    said: str,
+) -> None:
+    torch_here.torch_problem = lambda: torch
+    torch_here.fork_problem = lambda: fork
+    host.link.send(PrepareAgent(preload, ()))
+    host.agent.serve()  # it returns though the kernel lives
+    [failed] = host.received()
+    assert isinstance(failed, AgentFailed)
+    assert said in failed.reason
+
+
+# --- the kernel, as far as signals tell -----------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(signals: None, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    asked: list[int] = []
+    monkeypatch.setattr(module, "signal_when_parent_ends", asked.append)
+    kernel = Kernel(os.getppid())
+    assert asked == [signal.SIGHUP]
+    return kernel
+
+
+def test_the_kernel_lives_as_long_as_it_is_the_parent(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernel.is_alive
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not kernel.is_alive
+
+
+def test_a_kernel_that_says_so_ends_this_process_once(kernel: Kernel) -> None:
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 0
+    assert (kernel.has_terminated, kernel.is_leaving) == (True, True)
+    signal.raise_signal(signal.SIGTERM)  # while it ends its ranks
+
+
+def test_the_end_of_the_kernel_ends_this_process_but_not_that_of_one_of_its_threads(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal.raise_signal(signal.SIGHUP)
+    assert not kernel.is_leaving
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGHUP)
+    assert (kernel.has_terminated, kernel.is_leaving) == (False, True)
