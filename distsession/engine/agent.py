@@ -287,10 +287,12 @@ class Agent:
     def _forward_usage(self) -> None:
         assert self._usage_link is not None
         try:
-            self._link.send(self._usage_link.recv())
-        except EOFError:
+            message = self._usage_link.recv()
+        except (EOFError, OSError):  # the latter if it had not read all that it was sent
             log.warning("the process that asks about GPUs has ended")
             self._usage_link = None
+        else:
+            self._link.send(message)
 
     def _start_relay(self, folder: str) -> None:
         """Fork the process that payloads to and from another node pass through."""

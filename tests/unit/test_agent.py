@@ -23,7 +23,7 @@ import pytest
 
 from distsession import engine
 from distsession.engine import agent as module
-from distsession.engine import deaths, store_server
+from distsession.engine import deaths, store_server, usage
 from distsession.engine import relay as engine_relay
 from distsession.engine.agent import (
     LOG_TAIL_BYTES,
@@ -518,6 +518,26 @@ def test_what_living_ranks_use_is_read_by_the_agent_itself_where_there_is_no_gpu
     assert isinstance(reply, UsageReply)
     assert (reply.number, [(use.rank, use.pid) for use in reply.uses]) == (8, [(1, pids[1])])
     assert host.children.pids == [pids[1]]
+
+
+def test_the_process_that_asks_about_gpus_may_end_with_questions_unread(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "serve", pause)
+    question = UsageRequest(8, {0: "GPU-x"})
+    host.agent._handle(question)
+    [pid] = host.children.pids
+    link = host.agent._usage_link
+    assert link is not None
+    os.kill(pid, signal.SIGKILL)
+    assert link.poll(60)
+    host.agent._forward_usage()
+    until(lambda: host.agent._reap() or host.agent._usage_pid == -1)
+    assert host.received() == []
+    host.agent._handle(question)
+    assert host.received() == [UsageReply(8, ())]
+    assert host.children.pids == []  # it would end again
+    link.close()
 
 
 # --- the link to the kernel -----------------------------------------------------------------------
