@@ -14,6 +14,7 @@ import importlib
 import logging
 import mmap
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -120,7 +121,7 @@ class Agent:
                 idle = PRELOAD_IDLE_S if later and self._ranks else PARENT_POLL_S
                 links = [self._link, *([self._usage_link] if self._usage_link else [])]
                 ready = wait([*links, self._wake], timeout=idle)
-                if self._link in ready and not self._handle(self._link.recv()):
+                if self._link in ready and not self._receive():
                     return
                 if self._wake in ready:
                     with contextlib.suppress(BlockingIOError):
@@ -137,6 +138,16 @@ class Agent:
                 self._end()
             except SystemExit:  # a signal that came at the last moment
                 self._end()
+
+    def _receive(self) -> bool:
+        """Take in a message of the kernel; False if this process is to end."""
+        data = self._link.recv_bytes()
+        try:
+            message = pickle.loads(data)
+        except Exception:
+            log.exception("dropped a malformed message of the kernel")
+            return True
+        return self._handle(message)
 
     def _handle(self, message: Any) -> bool:
         match message:

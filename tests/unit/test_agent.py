@@ -561,6 +561,20 @@ def test_ranks_end_when_the_kernel_is_no_longer_the_parent(host: Host) -> None:
     assert not any(map(lives, pids))
 
 
+def test_what_is_no_message_for_an_agent_is_dropped(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.link.send_bytes(b"")
+    host.link.send_bytes(b"junk")
+    host.link.send(StoreReady(1))
+    host.link.send(UsageRequest(8, {}))
+    host.kernel.lives = lambda: host.agent._link.poll()  # until it has read all of it
+    host.agent.serve()
+    assert host.received() == [UsageReply(8, ())]
+    assert caplog.text.count("dropped a malformed message of the kernel") == 2
+    assert "not for an agent: StoreReady(port=1)" in caplog.text
+
+
 def test_a_child_of_the_agent_that_ends_wakes_it(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
