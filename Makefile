@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 3
 BESIDE := -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
 
-.PHONY: demo unit test test-torch lint notebooks docs bench soak clean
+.PHONY: demo unit test test-torch tutorials lint notebooks docs bench soak clean
 
 demo: $(STAMP)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
@@ -18,11 +18,14 @@ unit: $(STAMP)  ## run the tests that start no session
 	$(BIN)/python -m pytest $(BESIDE) tests/unit
 
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(BESIDE) -m "not notebook and not alone"
+	$(BIN)/python -m pytest $(BESIDE) -m "not notebook and not alone and not tutorial"
 	$(BIN)/python -m pytest -m alone
 
 test-torch: $(STAMP)  ## the integration tests with another torch: make test-torch TORCH=2.15.0
 	.ci/test-torch $(TORCH) $(TESTS)
+
+tutorials: $(STAMP)  ## programs after the official tutorials, and those of libraries, in an environment of their own
+	.ci/test-tutorials
 
 lint: $(STAMP)  ## style, types, import laws, the JavaScript
 	$(BIN)/ruff check .

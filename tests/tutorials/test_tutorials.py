@@ -1,0 +1,93 @@
+"""Programs that follow the official tutorials' steps give in cells what they give under torchrun.
+
+One session runs all of them, one after another, as a notebook does in a day: each makes its process
+group and destroys it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distsession import Session
+
+pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(180)]
+
+HERE = Path(__file__).parent
+RANKS = 2
+CELL_TIMEOUT_S = 100.0
+TORCHRUN_TIMEOUT_S = 120.0
+
+PROGRAMS = sorted((HERE / "programs").glob("*.py"))
+LIBRARIES = sorted((HERE / "libraries").glob("*.py"))
+
+
+def cells(program: Path) -> list[str]:
+    return [part for part in re.split(r"^# %%.*\n", program.read_text(), flags=re.M) if part]
+
+
+def run_in_cells(session: Session, program: Path) -> dict[int, Any]:
+    for cell in cells(program):
+        session.execute(cell, timeout=CELL_TIMEOUT_S)
+    results = session.evaluate("result")
+    return {rank: json.loads(json.dumps(value)) for rank, value in results.items()}
+
+
+def run_under_torchrun(program: Path, folder: Path) -> dict[int, Any]:
+    arguments = ["--standalone", "--nproc-per-node", str(RANKS), HERE / "as_script.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments, program, folder],
+        capture_output=True,
+        text=True,
+        timeout=TORCHRUN_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {r: json.loads((folder / f"{r}.json").read_text()) for r in range(RANKS)}
+
+
+def assert_equal(mine: Any, theirs: Any) -> None:
+    """Numbers may differ in their last digits: a rank here has another number of threads."""
+    assert type(mine) is type(theirs)
+    if isinstance(mine, dict):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            assert_equal(mine[key], theirs[key])
+    elif isinstance(mine, list):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_equal(one, other)
+    elif isinstance(mine, float):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    else:
+        assert mine == theirs
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(RANKS) as session:
+        yield session
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_a_tutorial_gives_in_cells_what_it_gives_under_torchrun(
+    session: Session, program: Path, tmp_path: Path
+) -> None:
+    mine = run_in_cells(session, program)
+    assert_equal(mine, run_under_torchrun(program, tmp_path))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="make tutorials has it")
+@pytest.mark.parametrize("program", LIBRARIES, ids=lambda program: program.stem)
+def test_a_library_gives_in_cells_what_it_gives_under_torchrun(
+    session: Session, program: Path, tmp_path: Path
+) -> None:
+    mine = run_in_cells(session, program)
+    assert_equal(mine, run_under_torchrun(program, tmp_path))
