@@ -1,4 +1,4 @@
-"""Debugging aids: the debug level, the names of groups and ranks, and a trace of what was called."""
+"""Debugging aids: the debug level, the backend, and a trace of what was called."""
 
 # %%
 import torch
