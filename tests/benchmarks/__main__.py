@@ -55,7 +55,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--markdown",
         action="store_true",
-        help="print the last run's main rows as README.md shows them, and end",
+        help="print the last run's tables for README.md and docs/figures.md, and end",
     )
     parser.add_argument(
         "--install-peers", action="store_true", help="install Ray and nbdistributed aside, and end"

@@ -1,4 +1,4 @@
-"""The main rows of a run, read from its file, as the table that the README shows."""
+"""Rows of a run, read from its file, as the tables of README.md and docs/figures.md."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ class Line:
         benchmark: The benchmark's name in the file.
         ours: How the row of ours begins.
         shown: ``figure`` or ``ratio``: what of the row is shown.
+        is_main: The README shows it, too.
     """
 
     title: str
     benchmark: str
     ours: str = OURS
     shown: str = "figure"
+    is_main: bool = False
 
 
 LINES = (
     Line("start to first barrier, 1 rank", "start to first barrier, N=1", shown="ratio"),
-    Line("start to first barrier, 4 ranks", "start to first barrier, N=4", shown="ratio"),
+    Line("start to first barrier, 4 ranks", "start to first barrier, N=4", shown="ratio",
+         is_main=True),
     Line("start to first barrier, 8 ranks", "start to first barrier, N=8", shown="ratio"),
     Line("fresh processes for 4 ranks", "warm restart, N=4"),
     Line("call of an empty function, 4 ranks", "call with no work, N=4"),
@@ -45,16 +48,18 @@ LINES = (
     Line("private memory of an idle CPU rank", "private memory of an idle CPU rank, N=4"),
     Line("Stop in a hung collective, to the end of the cell",
          "Stop in a hung collective to ended cell, N=4"),
-    Line("from there to a collective that works", "from there to a collective that works, N=4"),
+    Line("from Stop in a hung collective to one that works",
+         "from there to a collective that works, N=4", is_main=True),
     Line("error of a rank, others in a collective, to the end of the cell",
-         "error of a rank, others in a collective, to ended cell, N=4"),
-    Line("from there to a collective that works",
+         "error of a rank, others in a collective, to ended cell, N=4", is_main=True),
+    Line("from that error to a collective that works",
          "from that error to a collective that works, N=4"),
     Line("SIGKILL of a rank, others in a collective, to the end of the cell",
          "SIGKILL of a rank, others in a collective, to ended cell, N=4"),
     Line("replacing a killed rank, until a collective works",
-         "restart([1]) of a killed rank to a collective that works, N=4"),
-    Line("256 MB to each of 4 ranks, and read there", "send 256 MB of torch, N=4"),
+         "restart([1]) of a killed rank to a collective that works, N=4", is_main=True),
+    Line("256 MB to each of 4 ranks, and read there", "send 256 MB of torch, N=4",
+         is_main=True),
     Line("256 MB from each of 4 ranks, and read here", "bring 4 x 256 MB of torch"),
     Line("256 MB to each of 4 ranks, in turns with Ray", "send 256 MB, N=4, beside ray",
          ours=f"{OURS}, torch"),
@@ -72,16 +77,17 @@ LINES = (
 )  # fmt: skip
 
 
-def markdown(facts: dict[str, Any]) -> str:
-    """The table between its marks, and a line on how it came about.
+def markdown(facts: dict[str, Any], *, main_only: bool = False) -> str:
+    """A table between its marks, and a line on how it came about.
 
     Args:
         facts: What a run has written; lines that it did not measure are left out.
+        main_only: Only the lines that the README shows.
     """
     lines = [BEGIN, f"| | {OURS} | beside |", "|---|---|---|"]
     rows: Rows = facts["rows"]
     unit = " `import torch`"  # of the first ratio; the others are understood
-    for line in LINES:
+    for line in [each for each in LINES if each.is_main or not main_only]:
         theirs = [row for row in rows if row["benchmark"] == line.benchmark]
         ours = next((row for row in theirs if row["subject"].startswith(line.ours)), None)
         if ours is None:
@@ -92,7 +98,7 @@ def markdown(facts: dict[str, Any]) -> str:
         beside = [_beside(row, line) for row in theirs if not row["subject"].startswith(OURS)]
         cells = (line.title, mine, ", ".join(filter(None, beside)))
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
-    lines += [*_left_behind(rows), "", _origin(facts), END]
+    lines += [*([] if main_only else _left_behind(rows)), "", _origin(facts), END]
     return "\n".join(lines)
 
 
@@ -154,5 +160,6 @@ def _origin(facts: dict[str, Any]) -> str:
 
 
 def print_markdown(path: Path) -> None:
-    """Print the table of the run that wrote this file."""
-    print(markdown(json.loads(path.read_text())))
+    """Print the tables of the run that wrote this file: README.md's, then docs/figures.md's."""
+    facts = json.loads(path.read_text())
+    print(markdown(facts, main_only=True), markdown(facts), sep="\n\n")

@@ -19,7 +19,7 @@ from tests.benchmarks import recovery, starts
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import NotInstalled, take_turns
-from tests.benchmarks.markdown import BEGIN, END, markdown
+from tests.benchmarks.markdown import BEGIN, END, LINES, markdown
 from tests.benchmarks.output import Counter
 from tests.benchmarks.processes import Snapshot, program, run_program
 
@@ -109,7 +109,7 @@ def test_nothing_comes_after_a_cell_that_never_ended() -> None:
     assert again.note == "the cell before never ended"
 
 
-# --- the table of the README ----------------------------------------------------------------------
+# --- the tables of README.md and docs/figures.md --------------------------------------------------
 
 
 def row(
@@ -146,7 +146,7 @@ FACTS = {
 }
 
 
-def test_the_table_of_the_readme_has_what_was_measured() -> None:
+def test_the_long_table_has_what_was_measured() -> None:
     times = "\N{MULTIPLICATION SIGN}"
     assert markdown(FACTS).splitlines() == [
         BEGIN,
@@ -173,4 +173,14 @@ def test_the_table_is_printed_without_measuring(
     assert "measure first" in capsys.readouterr().err
     path.write_text(json.dumps(FACTS))
     assert main(["--markdown", "--json", str(path)]) == 0
-    assert capsys.readouterr().out == markdown(FACTS) + "\n"
+    tables = f"{markdown(FACTS, main_only=True)}\n\n{markdown(FACTS)}\n"
+    assert capsys.readouterr().out == tables
+
+
+def test_the_readme_has_five_rows_of_it() -> None:
+    assert len([line for line in LINES if line.is_main]) == 5
+    short = markdown(FACTS, main_only=True).splitlines()
+    assert [line for line in short if line.startswith("| start")]
+    assert not [line for line in short if "left behind" in line or "ended cell" in line]
+    assert len(short) < len(markdown(FACTS).splitlines())
+    assert set(short) <= set(markdown(FACTS).splitlines())
