@@ -131,12 +131,25 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int) -> ShellF
         config=config,
         display_pub_class=_Publisher,
     )
+    _look_like_a_script()
     atexit.unregister(shell.atexit_operations)  # a full garbage collection, for a history we lack
     publisher = shell.display_pub
     assert isinstance(publisher, _Publisher)
     publisher.capture = capture
     publisher.rank = rank
     return ShellFront(shell, publisher)
+
+
+def _look_like_a_script() -> None:
+    """A rank is no prompt at which somebody sits, though it has IPython's shell.
+
+    Libraries take ``sys.ps1`` for a person (Lightning then refuses ``strategy="ddp"``), and
+    ``argparse`` would take the agent's own arguments for the user's.
+    """
+    for prompt in ("ps1", "ps2", "ps3"):
+        if hasattr(sys, prompt):
+            delattr(sys, prompt)
+    sys.argv = [""]
 
 
 # --- ipyparallel ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from distsession import session as session_module
 from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
+from distsession.notebook import hints
 from distsession.notebook.autopx import AUTO_FLAG, AutoPx
 from distsession.notebook.cell import make_output
 from distsession.notebook.completion import RankCompleter
@@ -337,10 +338,12 @@ def register(shell: Any) -> None:
             shell.register_magic_function(getattr(magics, name), kind, name)
     magics.auto.register()
     magics.completer.register()
+    hints.register(shell)
 
 
 def unregister(shell: Any) -> None:
     """Take the magics away again."""
+    hints.unregister(shell)
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:
         for kind in kinds:
