@@ -27,6 +27,7 @@ from distsession.kernel.timeline import bring
 from distsession.options import SessionOptions, option_sources, resolve_options
 from distsession.protocol.diagnosis import diagnose
 from distsession.protocol.messages import DebugRequest
+from distsession.protocol.rank_state import AbortReason
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
 from distsession.timeline.timeline import Timeline
 from distsession.view import RankView
@@ -260,6 +261,27 @@ class Session(RankView):
         with self._waiting("connecting ipyparallel's client"):
             return self._launcher.client(CLIENT_TIMEOUT)
 
+    def reconnect(self) -> None:
+        """Connect the session's process group anew, on all ranks; their variables stay.
+
+        What holds the group goes on: ``DistributedDataParallel``, meshes, subgroups. After
+        ``destroy_process_group()`` there is a new group.
+
+        Raises:
+            SessionStateError: A rank runs something, is dead, or cannot join.
+        """
+        self.check_open()
+        if running := self.channel.pending():
+            ranks = sorted({rank for each in running for rank in each.missing})
+            raise SessionStateError(
+                f"all ranks have to connect their process group together, but {ranks_text(ranks)} "
+                f"still run{'s' if len(ranks) == 1 else ''} something: wait for it, or stop it "
+                "with session.interrupt()."
+            )
+        self._launcher.abort(AbortReason.FAILED, "it is being connected anew")
+        if problem := self.recovery.reconnect():
+            raise SessionStateError(f"the process group is not connected: {problem}.")
+
     def show_config(self) -> Table:
         """What the session is made of, and what each rank does and uses.
 
@@ -345,7 +367,11 @@ class Session(RankView):
         running = self.channel.pending()
         state = "running" if running else "idle"
         board = self._launcher.board
-        for region in board.regions if board is not None else ():
+        regions = board.regions if board is not None else []
+        alone = [region.rank for region in regions if region.is_without_group]
+        if alone and not running:
+            state = f"no process group on {ranks_text(alone)}"
+        for region in regions:
             if region.is_asking:
                 what = "is in the debugger" if region.is_in_debugger else "waits for input"
                 state += f", rank {region.rank} {what} at {region.asks_at or 'an unknown place'}"

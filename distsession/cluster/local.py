@@ -360,11 +360,24 @@ class LocalLauncher(Launcher):
         return " ".join(filter(None, parts))
 
     def _group_problems(self) -> str:
-        if not self.is_broken or self.channel.pending():
+        if self.channel.pending():
             return ""
+        if not self.is_broken:
+            return self._ranks_without_group()
         if self._problem:
             return f"The process group is not connected: {self._problem}."
         return "The process group is not connected; the next run connects it anew."
+
+    def _ranks_without_group(self) -> str:
+        dead = self._monitor.dead
+        regions = () if self.board is None else self.board.regions
+        ranks = [r.rank for r in regions if r.is_without_group and r.rank not in dead]
+        if not ranks:
+            return ""
+        return (
+            f"destroy_process_group() was called on {ranks_text(ranks)}: init_process_group() "
+            "makes another group, session.reconnect() or %session reconnect brings back the first."
+        )
 
     def _stopped_agents(self) -> Iterator[str]:
         for node in range(self._options.nodes):

@@ -138,7 +138,7 @@ def join(
             _await_ranks(meeting, place.world_size, timeout)
     else:
         meeting = dist.PrefixStore(part, store.connect_tcp(place.store_port))
-    if groups is not None and groups.has_world:
+    if groups is not None and groups.has_world and _is_of_session(place):
         groups.reconnect_world(meeting)
     else:
         leave()
@@ -154,6 +154,11 @@ def join(
         groups.reconnect_others(meeting, alone=alone)
         if place.rank == 0:  # all have come, so nobody needs what is left of earlier ones
             client.delete_others("generation", f"{part}/")
+
+
+def _is_of_session(place: Place) -> bool:
+    """Whether the group that there is has the session's ranks; user code may have made another."""
+    return (dist.get_rank(), dist.get_world_size()) == (place.rank, place.world_size)
 
 
 def _await_ranks(meeting: dist.Store, world_size: int, timeout: float | None) -> None:

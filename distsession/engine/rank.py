@@ -45,10 +45,11 @@ from distsession.engine.process import (
     interrupt_children,
     redirect_standard_streams,
 )
+from distsession.engine.rendezvous import WITHOUT_GROUP, UserGroups
 from distsession.engine.requests import RequestDispatcher
 from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
-from distsession.engine.torch_errors import is_from_gloo
+from distsession.engine.torch_errors import is_from_gloo, is_without_group
 from distsession.errors import CollectiveError, SessionStateError
 from distsession.protocol import board as layout
 from distsession.protocol import serialize, shared_memory
@@ -144,6 +145,7 @@ class Rank:
         self._store.abort_error = self._abort_error
         if self._groups is not None:
             self._store.record_wait = self._groups.record_store_wait
+        self._user_groups = UserGroups(self._place, self._recorder)
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._aborted: Abort | None = None
@@ -217,6 +219,8 @@ class Rank:
                 time.sleep(0.2)  # let the message out; the session ends us anyway
                 return
             self._announce()
+            self._user_groups.begin_generation(self._generation)
+            self._user_groups.install()
             self._make_namespace()
             self._control.start()
             while True:
@@ -286,6 +290,7 @@ class Rank:
             self._stdin,
             self._debugger,
             self._trace,
+            self._user_groups,
         )
         threading.excepthook = self._on_thread_error
         self._stdin.install()
@@ -406,6 +411,8 @@ class Rank:
                 if part is raised and explained is not raised:
                     explained.__context__ = raised.__context__
                     return explained
+            elif is_without_group(failure.message_of(part)) and not dist.is_initialized():
+                raised.add_note(WITHOUT_GROUP)
         return raised
 
     # --- payloads ---------------------------------------------------------------------------------
@@ -464,6 +471,7 @@ class Rank:
                 raise CollectiveError(self._aborted.text)  # given up before it began here
             self._generation = request.generation
             self._recorder.reset()
+            self._user_groups.begin_generation(request.generation)
         process_group.join(
             self._place,
             request.generation,

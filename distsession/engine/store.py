@@ -195,9 +195,15 @@ class Store(dist.Store):
             return connection.receive(None)[1]
 
     def _await(
-        self, code: int, keys: Sequence[str], limit: timedelta, *, is_limited: bool
+        self,
+        code: int,
+        keys: Sequence[str],
+        limit: timedelta,
+        *,
+        is_limited: bool,
+        shown: Sequence[str] = (),
     ) -> list[bytes]:
-        """Ask for what may not be there yet."""
+        """Ask for what may not be there yet; the keys may be shown by other names."""
         deadline = time.monotonic() + limit.total_seconds()
         soon = time.monotonic() + UNREPORTED_WAIT_S
         with self._using() as connection:
@@ -207,7 +213,7 @@ class Store(dist.Store):
                 if not connection.is_readable(min(soon, deadline)) and soon < deadline:
                     if error := self.abort_error():
                         raise error
-                    with self.record_wait(keys, is_limited):
+                    with self.record_wait(shown or keys, is_limited):
                         return connection.receive(deadline)[1]
                 return connection.receive(deadline)[1]
             except TimeoutError:
@@ -247,6 +253,23 @@ class Store(dist.Store):
         limit = self._limit if timeout is None else timeout
         is_limited = limit != DEFAULT_TIMEOUT
         self._await(Op.WAIT, keys, limit, is_limited=is_limited)
+
+    def meet(self, key: str, shown: str, count: int, limit: timedelta) -> None:
+        """Wait until so many ranks have come; whoever gives up has not come.
+
+        Args:
+            key: Of this meeting.
+            shown: How it is named to the user.
+            count: How many ranks.
+            limit: For how long. The session may end the wait before, if it is hopeless.
+        """
+        if self.add(f"{key}/arrived", 1) == count:
+            self.set(f"{key}/all", "")
+        try:
+            self._await(Op.WAIT, [f"{key}/all"], limit, is_limited=False, shown=[shown])
+        except BaseException:
+            self.add(f"{key}/arrived", -1)
+            raise
 
     def delete_key(self, key: str) -> bool:
         return self._request(Op.DELETE, [_bytes(key)])[0] == b"1"

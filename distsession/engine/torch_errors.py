@@ -50,6 +50,11 @@ def is_from_gloo(text: str) -> bool:
     return "/gloo/" in text  # each of its errors has the path of its source
 
 
+def is_without_group(text: str) -> bool:
+    """Whether code wanted a process group that there is none of."""
+    return text.startswith("Default process group has not been initialized")
+
+
 def is_wait_over(error: RuntimeError) -> bool:
     """Whether only ``Work.wait`` has ended, by its own limit; the operation goes on."""
     return "Operation timed out" in str(error)

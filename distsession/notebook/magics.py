@@ -57,6 +57,7 @@ def _session_parser() -> _Parser:
     restart.add_argument(
         "--restore", metavar="A,B", default="", help="variables to copy from a rank that stays"
     )
+    commands.add_parser("reconnect", help="connect the process group anew; variables stay")
     diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
     debug = commands.add_parser("debug", help="open the debugger where a rank has failed")
@@ -171,6 +172,11 @@ class Magics:
 
     def _debug(self, arguments: argparse.Namespace) -> None:
         current_session().debug(arguments.rank)
+
+    def _reconnect(self, _: argparse.Namespace) -> Table:
+        session = current_session()
+        session.reconnect()
+        return _text_table(session.status())
 
     def _interrupt(self, _: argparse.Namespace) -> Table:
         hit = current_session().interrupt()

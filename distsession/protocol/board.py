@@ -51,7 +51,7 @@ REGION = HEADER + STREAMS * STREAM + TEXT_WORDS
 # Words of a header.
 STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
-INCARNATIONS = 11
+INCARNATIONS, WITHOUT_GROUP = 11, 12
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
 NAME = MEMBERS + MEMBER_WORDS
@@ -213,7 +213,16 @@ class Region:
         for word in (IN_DEBUGGER, ASKS):
             self._words[self.start + word] = 0
 
+    def set_without_group(self, is_without: bool) -> None:
+        """Whether its code has left the process group."""
+        self._words[self.start + WITHOUT_GROUP] = is_without
+
     # --- reading ----------------------------------------------------------------------------------
+
+    @property
+    def is_without_group(self) -> bool:
+        """Whether its code has left the process group, when its last request ended."""
+        return self._words[self.start + WITHOUT_GROUP] != 0
 
     def text(self, number: int) -> str | None:
         """The text of that number; None where it has been overwritten, empty for number 0."""

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,9 +25,11 @@ __all__ = [
     "BACKEND",
     "data_parallel_modules",
     "install_group_factory",
+    "install_rendezvous",
     "make_native_group",
     "native_groups",
     "refresh_data_parallel",
+    "replace_init_process_group",
     "set_group_count",
     "set_store",
 ]
@@ -101,6 +104,41 @@ def install_group_factory(
     c10d._new_group_with_tag = checked
     hashed = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
+
+
+def install_rendezvous(meet: Callable[[int, int, int, timedelta], Any]) -> None:
+    """Let this function give the store at which ranks meet that name a host and a port.
+
+    Everything that does so comes to ``_create_c10d_store``: ``env://`` and ``tcp://``, for process
+    groups and for RPC.
+
+    Args:
+        meet: Gets the port, the rank, the world size and the time limit. Where it gives None,
+            torch's own way is gone, with a store that rank 0 holds.
+    """
+    module: Any = sys.modules["torch.distributed.rendezvous"]  # its name is that of a function, too
+    native = module._create_c10d_store
+
+    def create(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        met = None if _is_native else meet(port, rank, world_size, timeout)
+        if met is not None:
+            return met
+        is_of_agent = module._torchelastic_use_agent_store
+        module._torchelastic_use_agent_store = lambda: False  # it has a store for this world alone
+        try:
+            return native(hostname, port, rank, world_size, timeout, *more, **options)
+        finally:
+            module._torchelastic_use_agent_store = is_of_agent
+
+    module._create_c10d_store = create
+
+
+def replace_init_process_group(wrap: Callable[[Any], Any]) -> None:
+    """Let user code call another function, which is made from torch's own."""
+    dist.init_process_group = c10d.init_process_group = wrap(c10d.init_process_group)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,134 @@
+"""Where the process groups meet that user code makes by itself.
+
+A rank is in the session's process group from the start. Code that was written for torchrun makes
+one all the same: ``init_process_group`` in a group goes on with it, where nothing contradicts that.
+After ``destroy_process_group()``, and for ``rpc.init_rpc``, ranks meet again. torch has rank 0 open
+a port for that, and the others wait for it in C++, for half an hour, where nobody can stop them;
+a port that was used before may be in use still. So here they meet in the session's own store,
+whatever ``MASTER_PORT`` says: that wait is seen, named and ended as any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from distsession.engine import store
+from distsession.engine.collectives import torch_private
+from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.listeners import RequestListener
+from distsession.engine.process_group import Place
+from distsession.protocol.messages import Request
+
+__all__ = ["WITHOUT_GROUP", "UserGroups"]
+
+WITHOUT_GROUP = (
+    "This rank has left its process group (destroy_process_group): init_process_group() makes one "
+    "of all ranks that call it, and session.reconnect() brings back the session's."
+)
+
+
+class UserGroups(RequestListener):
+    """Process groups that user code makes and destroys on this rank.
+
+    Args:
+        place: Of this rank.
+        recorder: Lets the kernel see whether there is a process group.
+    """
+
+    def __init__(self, place: Place, recorder: Recorder):
+        self._place = place
+        self._region = recorder.region
+        self._generation = 0
+        self._met: Counter[str] = Counter()
+
+    def install(self) -> None:
+        """From here on torch asks this object."""
+        torch_private.install_rendezvous(self._meet)
+        torch_private.replace_init_process_group(self._wrap)
+
+    def begin_generation(self, generation: int) -> None:
+        """All ranks connect their group anew, so all count from the beginning."""
+        self._generation = generation
+        self._met.clear()
+
+    def end_request(self, request: Request) -> None:
+        self._region.set_without_group(not dist.is_initialized())
+
+    def _meet(self, port: int, rank: int, world_size: int, timeout: timedelta) -> Any:
+        """A store for these ranks alone; returns when all of them have come.
+
+        Returns:
+            The store; None where processes outside of the session have to come, too.
+        """
+        place = self._place
+        if not 0 < world_size <= place.world_size or not 0 <= rank < world_size:
+            return None
+        name = f"rendezvous of {world_size} ranks at port {port}"
+        part = f"generation{self._generation}/{name}"
+        client = store.session_store(place.store_path)
+        this = f"{part}/{self._met[name]}"
+        client.meet(this, part, world_size, timeout)
+        self._met[name] += 1
+        own = f"{this}/store"
+        if place.backend != "gloo":  # whose threads call a store without Python
+            return dist.PrefixStore(own, store.connect_tcp(place.store_port))
+        return _UserStore(own, client)
+
+    def _wrap(self, native: Any) -> Any:
+        signature = inspect.signature(native)
+
+        @functools.wraps(native)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            if not dist.is_initialized():
+                # It goes into the keys at which gloo meets, and counts attempts that failed, too.
+                torch_private.set_group_count(0)
+                native(*args, **kwargs)
+                return
+            asked = signature.bind(*args, **kwargs).arguments
+            if problem := _contradiction(asked):
+                raise ValueError(
+                    f"this rank is in a process group already, {problem}. Leave the call out, or "
+                    "call torch.distributed.destroy_process_group() on all ranks before it."
+                )
+            warnings.warn(
+                "this rank is in a process group already, and init_process_group goes on with it: "
+                "the call can be left out. To make another, call destroy_process_group() before.",
+                stacklevel=2,
+            )
+
+        return init_process_group
+
+
+class _UserStore(store.StorePart):
+    """A part of the session's store, for a group of the user's.
+
+    torch sets the group's time limit on the store that it has met at. The session's has its own,
+    by which a wait that nobody has limited is known.
+    """
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+
+def _contradiction(asked: dict[str, Any]) -> str:
+    """What of a call of ``init_process_group`` does not agree with the group that there is."""
+    backend = asked.get("backend")
+    present = dist.get_backend_config() or dist.get_backend()
+    if backend and not set(_backends(str(backend))) <= set(_backends(present)):
+        return f"whose backend is {dist.get_backend()}, not {backend}"
+    for name, mine in (("rank", dist.get_rank()), ("world_size", dist.get_world_size())):
+        value = asked.get(name, -1)
+        if value not in (-1, None, mine):
+            return f"with {name}={mine}, not {value}"
+    return ""
+
+
+def _backends(text: str) -> list[str]:
+    return [part.rpartition(":")[2] for part in text.lower().split(",")]

@@ -1,0 +1,183 @@
+"""Code that makes and destroys process groups by itself, as scripts for torchrun do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from distsession import Session
+from distsession.errors import CollectiveHangError, RunError, RunTimeoutError, SessionStateError
+from tests.integration.conftest import Recorder
+from tests.until import until
+
+SUM = "t = torch.ones(1)\ndist.all_reduce(t)"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_sessions_group(session: Session) -> None:
+    session.execute("x = rank * 10")
+    session.reconnect()
+
+
+def total(session: Session) -> list[float]:
+    session.execute(SUM)
+    return list(session.evaluate("t.item()").values())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.init_process_group('gloo')",
+        "dist.init_process_group(backend='gloo', init_method='env://')",
+        "dist.init_process_group('gloo', rank=rank, world_size=world_size)",
+        "dist.init_process_group('cpu:gloo', 'tcp://localhost:12355', rank=rank, world_size=2)",
+        "from torch.distributed import init_process_group\ninit_process_group('gloo')",
+        "dist.distributed_c10d.init_process_group()",
+    ],
+)
+def test_making_a_group_that_is_there_warns_and_goes_on(
+    session: Session, output: Recorder, call: str
+) -> None:
+    output.clear()
+    session.execute(f"import warnings; warnings.simplefilter('always')\n{call}")
+    assert "in a process group already" in output.text(0, "stderr")
+    assert total(session) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("dist.init_process_group('nccl')", "whose backend is gloo, not nccl"),
+        ("dist.init_process_group('gloo', rank=5, world_size=2)", "with rank=[01], not 5"),
+        ("dist.init_process_group('gloo', world_size=4, rank=rank)", "with world_size=2, not 4"),
+    ],
+)
+def test_making_one_that_contradicts_it_says_what(session: Session, call: str, why: str) -> None:
+    with pytest.raises(RunError, match=f"ValueError .*{why}. Leave the call out, or call"):
+        session.execute(call)
+    assert total(session) == [2, 2]
+
+
+def test_a_tutorials_setup_and_cleanup_run_again_and_again(session: Session) -> None:
+    """With its own port, which torch would open, and find in use the second time."""
+    session.execute(
+        "import os\n"
+        "def setup(rank, world_size):\n"
+        "    os.environ['MASTER_ADDR'] = 'localhost'\n"
+        "    os.environ['MASTER_PORT'] = '12355'\n"
+        "    dist.init_process_group('gloo', rank=rank, world_size=world_size)\n"
+        "def demo(rank, world_size):\n"
+        "    setup(rank, world_size)\n"
+        "    t = torch.ones(1)\n"
+        "    dist.all_reduce(t)\n"
+        "    dist.destroy_process_group()\n"
+        "    return t.item()\n"
+    )
+    for _ in range(20):
+        session.execute("got = demo(rank, world_size)", timeout=30)
+        assert list(session.evaluate("got").values()) == [2, 2]
+
+
+def test_without_a_group_the_status_says_so_and_how_to_get_one(session: Session) -> None:
+    session.execute("dist.destroy_process_group()")
+    assert "no process group on ranks 0-1" in session.status()
+    assert "session.reconnect()" in session.status()
+    assert "idle" not in session.status()
+    with pytest.raises(RunError) as raised:
+        session.execute(SUM)
+    assert "session.reconnect()" in "\n".join(raised.value._render_traceback_())
+    session.reconnect()
+    assert "idle (2 ranks, gloo)" in session.status()
+    assert total(session) == [2, 2]
+
+
+def test_what_holds_the_group_goes_on_after_a_reconnect(session: Session) -> None:
+    session.execute("ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))")
+    session.reconnect()
+    session.execute("ddp(torch.ones(1, 2) * (rank + 1)).sum().backward()")
+    gradients = session.evaluate("ddp.module.weight.grad.tolist()")
+    assert list(gradients.values()) == [[[1.5, 1.5]]] * 2
+
+
+def test_a_reconnect_waits_for_nobody(session: Session) -> None:
+    future = session.submit(lambda: __import__("time").sleep(60))
+    with pytest.raises(SessionStateError, match=r"ranks 0-1 still run something: wait for it, or"):
+        session.reconnect()
+    session.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        future.result(30)
+
+
+def test_a_rank_that_does_not_come_is_named_and_the_wait_ends(session: Session) -> None:
+    session.execute("dist.destroy_process_group()")
+    with pytest.raises(CollectiveHangError) as raised:
+        session.execute("if rank == 0:\n    dist.init_process_group('gloo')", timeout=60)
+    text = "\n".join(raised.value._render_traceback_())
+    assert "rank 0 waits for the key 'rendezvous of 2 ranks" in text
+    assert "rank 1 finished its part without it" in text
+    assert list(session.evaluate("x").values()) == [0, 10]
+    assert total(session) == [2, 2]
+
+
+def test_stop_ends_the_wait_and_keeps_the_variables(session: Session) -> None:
+    session.execute("dist.destroy_process_group()")
+    code = (
+        "import time\nif rank == 0:\n    dist.init_process_group('gloo')\nelse:\n    time.sleep(60)"
+    )
+    stopper = threading.Thread(
+        target=lambda: (
+            until(lambda: "rendezvous of 2 ranks" in str(session.diagnose())),
+            session.interrupt(),
+        )
+    )
+    stopper.start()
+    with pytest.raises(KeyboardInterrupt):
+        session.execute(code)
+    stopper.join()
+    assert list(session.evaluate("x").values()) == [0, 10]
+    assert total(session) == [2, 2]
+
+
+def test_a_time_limit_of_ones_own_counts_and_the_next_try_works(session: Session) -> None:
+    session.execute("dist.destroy_process_group()\nfrom datetime import timedelta")
+    with pytest.raises(RunError, match="timeout"):
+        session.execute(
+            "if rank == 0:\n    dist.init_process_group('gloo', timeout=timedelta(seconds=0.3))"
+        )
+    session.execute("dist.is_initialized() or dist.init_process_group('gloo')", timeout=60)
+    assert total(session) == [2, 2]
+
+
+def test_rpc_works_beside_the_group_and_without_it(session: Session) -> None:
+    code = (
+        "from torch.distributed import rpc\n"
+        "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=world_size)\n"
+        "got = rpc.rpc_sync(f'worker{1 - rank}', torch.add, args=(torch.ones(1), rank)).item()\n"
+        "rpc.shutdown()"
+    )
+    for before in ("", "dist.destroy_process_group()\n"):
+        session.execute(before + code, timeout=60)
+        assert list(session.evaluate("got").values()) == [1, 2]
+
+
+def test_a_group_of_some_of_the_ranks_is_given_back(start: Callable[..., Session]) -> None:
+    session = start(3)
+    session.execute("dist.destroy_process_group()")
+    session[:2].execute("dist.init_process_group('gloo', rank=rank, world_size=2)", timeout=30)
+    session[:2].execute(SUM)
+    assert list(session[:2].evaluate("t.item()").values()) == [2, 2]
+    assert "no process group on rank 2" in session.status()
+    session.reconnect()
+    assert total(session) == [3, 3, 3]
+
+
+def test_a_world_that_is_larger_than_the_session_is_torchs_own_affair(session: Session) -> None:
+    session.execute("dist.destroy_process_group()\nfrom datetime import timedelta")
+    with pytest.raises((RunError, RunTimeoutError)):
+        session[0].execute(
+            "dist.init_process_group('gloo', 'tcp://127.0.0.1:0', rank=0, world_size=3, "
+            "timeout=timedelta(seconds=1))",
+            timeout=30,
+        )
