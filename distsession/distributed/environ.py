@@ -98,8 +98,9 @@ def rank_environment(
 ) -> dict[str, str]:
     """What torchrun would set for this rank.
 
-    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that the store at ``MASTER_ADDR:MASTER_PORT`` is
-    there already, so that ``init_process_group("env://")`` in user code joins it as a client.
+    All but ``TORCHELASTIC_USE_AGENT_STORE``: it would tell programs that a rank starts, and that set
+    a ``MASTER_PORT`` of their own, that somebody else holds a store there, and they would wait for
+    it. On a rank itself groups meet in the session's store, whatever the port.
     """
     place = RankEnvironment(
         "torchrun", rank, world_size, local_rank, local_world_size, node_rank, address, port
@@ -111,7 +112,6 @@ def rank_environment(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(threads),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -181,3 +182,28 @@ def test_a_world_that_is_larger_than_the_session_is_torchs_own_affair(session: S
             "timeout=timedelta(seconds=1))",
             timeout=30,
         )
+
+
+def test_processes_that_a_rank_spawns_meet_at_a_port_of_their_own(
+    session: Session, tmp_path: Path, port: int
+) -> None:
+    (tmp_path / "spawned.py").write_text(
+        "import os\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "def demo(rank, world, port, folder):\n"
+        "    os.environ.update(MASTER_ADDR='localhost', MASTER_PORT=str(port))\n"
+        "    dist.init_process_group('gloo', rank=rank, world_size=world)\n"
+        "    t = torch.ones(1)\n"
+        "    dist.all_reduce(t)\n"
+        "    open(os.path.join(folder, str(rank)), 'w').write(str(t.item()))\n"
+        "    dist.destroy_process_group()\n"
+    )
+    session[0].execute(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import spawned\n"
+        "import torch.multiprocessing as mp\n"
+        f"mp.spawn(spawned.demo, args=(2, {port}, {str(tmp_path)!r}), nprocs=2)",
+        timeout=60,
+    )
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2.0", "2.0"]

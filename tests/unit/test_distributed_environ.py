@@ -82,7 +82,6 @@ def test_a_rank_has_all_that_torchrun_sets() -> None:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "x",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "2",
     }
 
