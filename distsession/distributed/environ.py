@@ -98,8 +98,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """What torchrun would set for this rank.
 
-    All but ``TORCHELASTIC_USE_AGENT_STORE``: it would tell programs that a rank starts, and that set
-    a ``MASTER_PORT`` of their own, that somebody else holds a store there, and they would wait for
+    All but ``TORCHELASTIC_USE_AGENT_STORE``: it would tell programs that a rank starts, and that have
+    a ``MASTER_PORT`` of their own, that somebody else holds a store there: they would wait for
     it. On a rank itself groups meet in the session's store, whatever the port.
     """
     place = RankEnvironment(
