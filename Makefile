@@ -56,4 +56,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-torch docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch .venv-libraries docs/_build .mypy_cache .ruff_cache .pytest_cache
