@@ -98,9 +98,9 @@ def rank_environment(
 ) -> dict[str, str]:
     """What torchrun would set for this rank.
 
-    All but ``TORCHELASTIC_USE_AGENT_STORE``. It would tell programs that a rank starts that somebody
-    holds a store at their own ``MASTER_PORT``, and they would wait for it. On a rank itself groups
-    meet in the session's store, whatever the port.
+    All but ``TORCHELASTIC_USE_AGENT_STORE``. By it, programs that a rank starts would wait for a
+    store that somebody else holds at their own ``MASTER_PORT``. On a rank itself groups meet in the
+    session's store, whatever the port.
     """
     place = RankEnvironment(
         "torchrun", rank, world_size, local_rank, local_world_size, node_rank, address, port
