@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
     parser = argparse.ArgumentParser(prog="distsession", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=_version("distsession"))
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser(
         "doctor", help="say what this machine has, what would go wrong, and the mend"
     )
@@ -65,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner = commands.add_parser("run", help="run a script on ranks of this machine")
     add_run_arguments(runner)
     given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
-    if given.pop("command") == "doctor":
+    command = given.pop("command", None)
+    if command is None:
+        parser.print_help()
+        return 0
+    if command == "doctor":
         return _doctor(given)
     script, rest, plain = (given.pop(name) for name in ("script", "arguments", "plain"))
     return run(script, rest, given, plain=plain)
@@ -180,6 +185,10 @@ def _folder() -> Iterator[Finding]:
     yield Finding("temporary files", f"{folder}, {free / 2**30:.1f} GiB free", mend)
 
 
+_DOCTOR = r" `distsession doctor` says[^.]*\.|, or see what `distsession doctor` says"
+"""Advice that is of no use to who is asking the doctor."""
+
+
 def _trial(options: dict[str, object]) -> Iterator[Finding]:
     """Start a session as the user would, and run something on it."""
     from distsession.session import Session
@@ -197,7 +206,8 @@ def _trial(options: dict[str, object]) -> Iterator[Finding]:
             yield Finding("all_reduce", f"{'right' if right else 'wrong'}, start {started:.1f} s",
                           mend, fatal=not right)  # fmt: skip
     except DistsessionError as error:
-        yield Finding("trial session", "failed", str(error), fatal=True)
+        text = re.sub(_DOCTOR, "", str(error)).rstrip()
+        yield Finding("trial session", "failed", text, fatal=True)
 
 
 def _ranks(infos: Sequence[RankInfo]) -> Iterator[Finding]:

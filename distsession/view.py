@@ -27,6 +27,9 @@ from distsession.results import RankResults
 
 __all__ = ["Output", "RankView", "Silent"]
 
+INTERNAL = frozenset(("channel", "check_open", "launcher", "recovery", "requests"))
+"""Attributes that other modules use: completion and ``dir()`` do not show them."""
+
 T = TypeVar("T")
 
 
@@ -59,6 +62,9 @@ class RankView:
 
     def __len__(self) -> int:
         return len(self._ranks)
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()) - INTERNAL)
 
     def __repr__(self) -> str:
         return f"<RankView {render.rank_label(self._ranks)} of {self._session!r}>"

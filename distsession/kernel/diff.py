@@ -97,9 +97,15 @@ class Comparison:
         head = element("p", self.headline)
         if self.equal:
             return head
-        rows = [(ranks_text(d.ranks), element("code", d.path), d.text) for d in self._shown]
-        more = (element("p", line.strip()) for line in self._more)
-        return html.join((head, html.table(("ranks", "part", "difference"), rows), *more))
+        more = [element("p", line.strip()) for line in self._more]
+        if self.parts > 1 or any(d.path for d in self._shown):
+            rows = [(ranks_text(d.ranks), element("code", d.path), d.text) for d in self._shown]
+            table = html.table(("ranks", "part", "difference"), rows)
+        else:  # it has no parts that could be named
+            table = html.table(
+                ("ranks", "difference"), [(ranks_text(d.ranks), d.text) for d in self._shown]
+            )
+        return html.join((head, table, *more))
 
     @property
     def _shown(self) -> tuple[Difference, ...]:

@@ -42,18 +42,36 @@ USAGE = 2
 
 
 class PlainOutput(Silent):
-    """The ranks' output as it comes, unmarked; what a script's cells show is dropped."""
+    """The ranks' output line by line, unmarked; what a script's cells show is dropped.
+
+    A line that is not complete waits for its end, so that lines of several ranks do not mix.
+    """
 
     def __init__(self) -> None:
         self._notice = ""
+        self._begun: dict[tuple[int, str], str] = {}
         self.is_file = not sys.stderr.isatty()
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
         if isinstance(message, Text):
-            stream = sys.stderr if message.stream == "stderr" else sys.stdout
-            stream.write(message.text)
-            stream.flush()
+            source = message.rank, message.stream
+            text = self._begun.pop(source, "") + message.text
+            end = max(text.rfind("\n"), text.rfind("\r")) + 1
+            self._put(message.stream, text[:end])
+            if text[end:]:
+                self._begun[source] = text[end:]
+
+    def close(self) -> None:
+        """The run is over, and with it what is left of lines."""
+        for (_, stream), text in self._begun.items():
+            self._put(stream, f"{text}\n" if len(self._begun) > 1 else text)
+        self._begun.clear()
+
+    def _put(self, name: str, text: str) -> None:
+        stream = sys.stderr if name == "stderr" else sys.stdout
+        stream.write(text)
+        stream.flush()
 
     def notify(self, text: str) -> None:
         """Show a line about the run, if it is other than the last."""

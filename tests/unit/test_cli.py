@@ -27,6 +27,11 @@ def test_the_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert "doctor" in capsys.readouterr().out
 
 
+def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
 def test_the_help_of_doctor_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended("doctor", "--help") == 0
     text = capsys.readouterr().out
@@ -38,7 +43,7 @@ def test_the_help_of_doctor_has_every_option(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("nurse",), ("doctor", "--no-such"), ("doctor", "two"), ("doctor", "--launcher", "slurm")],
+    [("nurse",), ("doctor", "--no-such"), ("doctor", "two"), ("doctor", "--launcher", "slurm")],
 )
 def test_what_is_not_understood_ends_with_the_usage(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
