@@ -6,6 +6,7 @@
     ├─ OptionsError(ValueError)
     ├─ SessionStateError(RuntimeError)
     ├─ SerializationError(TypeError)
+    ├─ ResultsError(TypeError)
     ├─ LaunchError(RuntimeError)
     │  ├─ LaunchTimeoutError(TimeoutError)
     │  └─ ProcessGroupError
@@ -41,6 +42,7 @@ __all__ = [
     "OptionsError",
     "ProcessGroupError",
     "RemoteError",
+    "ResultsError",
     "RunError",
     "RunInterrupt",
     "RunTimeoutError",
@@ -87,6 +89,10 @@ class SessionStateError(DistsessionError, RuntimeError):
 
 class SerializationError(DistsessionError, TypeError):
     """A function, an argument or a result cannot be carried between processes."""
+
+
+class ResultsError(DistsessionError, TypeError):
+    """Results of several ranks cannot be used in this way, or not without saying how."""
 
 
 class LaunchError(DistsessionError, RuntimeError):

@@ -121,7 +121,7 @@ def diff(requests: Requests, ranks: Sequence[int], expression: str) -> Compariso
     """Compare an expression over ranks; it is evaluated once on each."""
     summaries = requests.call(ranks, lambda number: SummaryRequest(number, expression), [])
     try:
-        return compare(expression.strip(), summaries, _Parts(requests))
+        return compare(expression.strip(), dict(summaries), _Parts(requests))
     finally:
         with suppress(DistsessionError):  # a rank that has died needs not forget
             requests.post(ranks, lambda number: PartsRequest(number, ()))

@@ -213,7 +213,7 @@ def _part(value: Any, dim: int, begin: int, end: int) -> Any:
 
 def gather(requests: Requests, ranks: Sequence[int], name: str, dim: int) -> Any:
     """Put the parts that ranks hold together in one piece of memory, written by the ranks."""
-    shards = requests.call(ranks, lambda number: ShardsRequest(number, name), [])
+    shards = dict(requests.call(ranks, lambda number: ShardsRequest(number, name), []))
     kinds = {rank: shard.kind for rank, shard in shards.items()}
     if len(set(kinds.values())) > 1:
         raise SessionStateError(f"gather({name!r}): the ranks hold different things: {kinds}.")

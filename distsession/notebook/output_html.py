@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distsession.display import html
+from distsession.display.figures import IMAGES, edge, figures_html
 from distsession.display.html import Cell, Html, element
 from distsession.display.render import Bundle, fold, fold_bundles, rank_label
 from distsession.notebook.lines import parse_bar
@@ -39,8 +40,7 @@ _ANSI = dict(
 _SGR = re.compile(r"\x1b\[([\d;]*)m")
 _OTHER_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 _ANY_ESCAPE = re.compile(f"{_SGR.pattern}|{_OTHER_ESCAPES.pattern}")
-_IMAGES = ("image/png", "image/jpeg", "image/gif")
-_EMBEDDED = {"text/plain", "text/html", "image/svg+xml", *_IMAGES}
+_EMBEDDED = {"text/plain", "text/html", "image/svg+xml", *IMAGES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def live_html(rows: Sequence[LiveRow], notice: str) -> Html:
 
 
 def _live_cells(ranks: tuple[int, ...], state: str, since: str, line: str) -> list[str | Cell]:
-    head = f"font-weight:normal;opacity:.8;padding-left:.6em;border-left:{_edge(ranks)}"
+    head = f"font-weight:normal;opacity:.8;padding-left:.6em;border-left:{edge(ranks)}"
     return [
         Cell(ranks_text(ranks), head),
         state,
@@ -145,13 +145,7 @@ def section_html(section: Section, log: Callable[[int], str]) -> Html:
     parts = [
         _block_html(block, log, len(blocks), folded=long > MAX_OPEN_BLOCKS) for block in blocks
     ]
-    folded = list(fold_bundles(_bundles(section)))
-    width = "48%" if len(folded) > 1 else "100%"  # two fit beside each other on any page
-    figures = [_figure_html(ranks, bundle, width) for ranks, bundle in folded]
-    if figures:
-        row = "display:flex;flex-wrap:wrap;gap:1em;align-items:flex-start"
-        parts.append(element("div", *figures, style=row))
-    return html.join(parts)
+    return html.join((*parts, figures_html(_bundles(section), ansi_html)))
 
 
 def _bundles(section: Section) -> dict[int, Bundle]:
@@ -208,10 +202,6 @@ def _blocks(section: Section) -> Iterator[_Block]:
         yield _Block(ranks, tuple(written[rank] for rank in ranks))
 
 
-def _edge(ranks: Sequence[int]) -> str:
-    return f"3px solid {html.RANK_COLORS[ranks[0] % len(html.RANK_COLORS)]}"
-
-
 def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded: bool) -> Html:
     name = ranks_text(block.ranks)
     lines = list(block.lines(log, blocks))
@@ -231,7 +221,7 @@ def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded
         role="group",
         aria_label=name,
         style=f"display:flex;gap:.8em;margin:.15em 0;padding-left:.6em;"
-        f"border-left:{_edge(block.ranks)}",
+        f"border-left:{edge(block.ranks)}",
     )
 
 
@@ -293,32 +283,3 @@ def _apply(codes: str, styles: dict[str, str]) -> None:
 def can_embed(bundle: Bundle) -> bool:
     """Whether it can stand beside others in one piece of HTML, as well as by itself."""
     return set(bundle[0]) <= _EMBEDDED and bool(bundle[0])
-
-
-def _figure_html(ranks: tuple[int, ...], bundle: Bundle, width: str) -> Html:
-    name = ranks_text(ranks)
-    style = f"margin:0;padding-top:.2em;max-width:{width};border-top:{_edge(ranks)}"
-    caption = html.label(name, tag="figcaption")
-    return element("figure", caption, _content_html(bundle, name), aria_label=name, style=style)
-
-
-def _content_html(bundle: Bundle, name: str) -> Html:
-    data, metadata = bundle
-    if "text/html" in data:
-        return element("div", Html(data["text/html"]), style="overflow-x:auto")
-    if "image/svg+xml" in data:
-        return element("div", Html(data["image/svg+xml"]))
-    for kind in _IMAGES:
-        if kind in data:
-            given = metadata.get(kind)
-            size = given if isinstance(given, Mapping) else {}
-            source = str(data[kind]).replace("\n", "")
-            return element(
-                "img",
-                src=f"data:{kind};base64,{source}",
-                alt=f"{name}: {data.get('text/plain', '')}",
-                width=str(size.get("width", "")),
-                height=str(size.get("height", "")),
-                style="max-width:100%",
-            )
-    return element("pre", ansi_html(str(data["text/plain"])), style=html.PRE)

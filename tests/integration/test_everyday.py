@@ -1,0 +1,58 @@
+"""What people type in a notebook, day by day, in a real Jupyter kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from .kernel import Notebook
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    notebook = Notebook()
+    shown = notebook.run(
+        "%load_ext distsession\nfrom distsession import Session\n"
+        "session = Session(2, backend='gloo')"
+    )
+    assert not shown.error, shown
+    yield notebook
+    notebook.close()
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_a_call_that_returns_nothing_shows_nothing(notebook: Notebook) -> None:
+    for code in (
+        "session.run(lambda: None)",
+        "%distributed None",
+        "display(session.run(list.clear, []))",
+    ):
+        shown = notebook.run(code)
+        assert (shown.plain, shown.error) == ("", ""), code
+    shown = notebook.run("%distributed 5 if rank else None")
+    assert shown.result == "[rank 0] None\n[rank 1] 5"
+    assert notebook.run("r = session.run(lambda: None); repr(r)").result == ("'[ranks 0-1] None'")
+
+
+def test_tables_of_the_ranks_stand_side_by_side(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "class Frame:\n    def __repr__(self): return 'frame'\n"
+        "    def _repr_html_(self): return f'<table id={self.of}></table>'\n"
+        "def make():\n    frame = Frame(); frame.of = rank; return frame\nsession.run(make)"
+    )
+    [data] = shown.data
+    assert data["text/plain"] == "[ranks 0-1] frame"
+    assert data["text/html"].count("<figure") == 2
+    assert "<table id=1></table>" in data["text/html"]
+
+
+def test_ranks_are_never_taken_for_values(notebook: Notebook) -> None:
+    notebook.run("losses = %distributed rank + 0.5")
+    assert notebook.run("import numpy as np\nfloat(np.mean(losses)), losses.mean()").result == (
+        "(1.0, 1.0)"
+    )
+    for code in ("sum(losses)", "a, b = losses", "float(max(losses))", "[*losses]"):
+        shown = notebook.run(code)
+        assert shown.error.splitlines() == [shown.error], shown.error
+        assert "write results.values(), results.items() or results.ranks" in shown.error
