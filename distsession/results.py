@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import sys
+import time
 from collections.abc import Callable, ItemsView, KeysView, Mapping, Sequence, ValuesView
 from numbers import Number
 from typing import Any, Generic, NoReturn, TypeVar
@@ -14,6 +16,7 @@ from distsession.display.figures import figures_html
 from distsession.display.html import Html
 from distsession.display.render import Bundle
 from distsession.errors import ResultsError
+from distsession.protocol.fingerprint import FINGERPRINT_S, fingerprint
 from distsession.ranks import ranks_text
 
 __all__ = ["RankResults"]
@@ -36,12 +39,14 @@ class RankResults(Mapping[int, T], Generic[T]):
     the values together, and for numpy it is an array of them.
 
     What could be meant of the ranks as well as of their values is an error: iteration, and with it
-    ``sum(results)``, ``max(results)``, ``list(results)`` and ``a, b = results``; and the truth of
-    results, as in ``if results:``.
+    ``sum(results)``, ``max(results)``, ``list(results)`` and ``a, b = results``. So is the truth of
+    results whose values are true or false themselves; else it says whether there are any.
 
     Attributes:
         duration: Seconds from the call to the last answer.
         durations: For each rank, the seconds that the user's code ran there.
+        expression: The variable, or part of one, that the values are of; empty if they have been
+            computed otherwise.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class RankResults(Mapping[int, T], Generic[T]):
         self._values = {rank: values[rank] for rank in sorted(values.keys())}
         self.duration = duration
         self.durations = dict(sorted((durations or {}).items()))
+        self.expression = ""
 
     # --- a mapping --------------------------------------------------------------------------------
 
@@ -93,11 +99,13 @@ class RankResults(Mapping[int, T], Generic[T]):
             "and .cat() put the values together."
         )
 
-    def __bool__(self) -> NoReturn:
-        raise ResultsError(
-            "results of several ranks are neither true nor false: write all(results.values()), "
-            "any(results.values()), results[0], or len(results)."
-        )
+    def __bool__(self) -> bool:
+        if any(map(_is_truth, self._values.values())):
+            raise ResultsError(
+                "what is true or false on each rank is neither for all of them: write "
+                "all(results.values()), any(results.values()) or results[0]."
+            )
+        return bool(self._values)
 
     # --- put together -----------------------------------------------------------------------------
 
@@ -181,7 +189,17 @@ class RankResults(Mapping[int, T], Generic[T]):
 
     def __repr__(self) -> str:
         shown = {rank: repr(value) for rank, value in self._values.items()}
-        return render.fold_text(shown) or "RankResults({})"
+        return render.fold_text(shown, self._notes(shown)) or "RankResults({})"
+
+    def _notes(self, shown: Mapping[int, str]) -> dict[int, str]:
+        """What is said of ranks whose values look the same and are not."""
+        end = time.monotonic() + FINGERPRINT_S
+
+        def digest(rank: int) -> str:
+            return fingerprint(self._values[rank], max(0.0, end - time.monotonic()))
+
+        groups = [ranks for ranks, _ in render.fold(shown)]
+        return render.differing_notes(groups, digest, self.expression)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("RankResults(...)" if cycle else repr(self))
@@ -189,8 +207,10 @@ class RankResults(Mapping[int, T], Generic[T]):
     def _repr_html_(self) -> Html | None:
         """Side by side, where there is more to show than text."""
         shown = {rank: _bundle(value) for rank, value in self._values.items()}
-        is_rich = any(len(data) > 1 for data, _ in shown.values())
-        return figures_html(shown) if is_rich else None
+        if all(len(data) == 1 for data, _ in shown.values()):
+            return None
+        keys = {rank: json.dumps(data, sort_keys=True) for rank, (data, _) in shown.items()}
+        return figures_html(shown, notes=self._notes(keys))
 
     def _ipython_display_(self) -> None:
         """Show nothing where there is nothing but None, as for any call in a notebook."""
@@ -219,6 +239,13 @@ def _listing(names: Sequence[str]) -> str:
 
 def _per_rank(found: Sequence[tuple[tuple[int, ...], str]]) -> str:
     return ", ".join(f"{what} on {ranks_text(ranks)}" for ranks, what in found)
+
+
+def _is_truth(value: Any) -> bool:
+    """Whether it says yes or no: a bool, or a tensor or array of one."""
+    return isinstance(value, bool) or (
+        str(getattr(value, "dtype", "")) in ("bool", "torch.bool") and value.shape in ((), (1,))
+    )
 
 
 def _is_nan(value: Any) -> bool:

@@ -20,7 +20,7 @@ from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.requests import LastRun, Requests
 from distsession.protocol import serialize
-from distsession.protocol.cells import cell_name
+from distsession.protocol.cells import cell_name, name_of_value
 from distsession.protocol.messages import CallRequest, CellRequest, Request
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
@@ -229,7 +229,9 @@ class RankView:
             RunError: A rank has no such variable, or it cannot be pickled.
         """
         self.requests.check_open()
-        return transfer.pull(self.requests, self._ranks, names)
+        results = transfer.pull(self.requests, self._ranks, names)
+        results.expression = names[0] if len(names) == 1 else ""
+        return results
 
     def scatter(
         self, name: str, value: Any, dim: int = 0, *, sizes: Sequence[int] | None = None
@@ -338,7 +340,11 @@ class RankView:
             self.requests.last_run = LastRun(pending.request, self._ranks)
         name = f"%distributed {code.strip()}" if expression else label or cell_name(pending.request)
         entry = self._history.cell(self._ranks, code, name)
-        results: RankResults[Any] = self.requests.finish(pending, output, began, timeout=timeout)
+        named = name_of_value(code)
+        results: RankResults[Any] = self.requests.finish(
+            pending, output, began, timeout=timeout, expression=named
+        )
+        results.expression = named
         self._history.keep(entry)
         return results if fetch else None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distsession.display import html
 from distsession.display.html import Html, element
-from distsession.display.render import Bundle, fold_bundles
+from distsession.display.render import Bundle, fold_bundles, note_of
 from distsession.ranks import ranks_text
 
 __all__ = ["IMAGES", "edge", "figures_html"]
@@ -24,26 +24,38 @@ def edge(ranks: Sequence[int]) -> str:
 
 
 def figures_html(
-    shown: Mapping[int, Bundle], text_html: Callable[[str], Html] = html.escape
+    shown: Mapping[int, Bundle],
+    text_html: Callable[[str], Html] = html.escape,
+    *,
+    notes: Mapping[int, str] | None = None,
 ) -> Html:
     """What each rank shows, ranks that show the same together.
 
     Args:
         shown: By rank, as MIME bundles of text, HTML and images.
         text_html: Makes HTML of plain text.
+        notes: What is said of ranks that show the same.
     """
     folded = fold_bundles(shown)
     width = "48%" if len(folded) > 1 else "100%"  # two fit beside each other on any page
-    figures = [_figure_html(ranks, bundle, width, text_html) for ranks, bundle in folded]
+    said = notes or {}
+    figures = [
+        _figure_html(ranks, bundle, width, text_html, said.get(ranks[0], note_of(bundle)))
+        for ranks, bundle in folded
+    ]
     return element("div", *figures, style=_ROW) if figures else Html()
 
 
 def _figure_html(
-    ranks: tuple[int, ...], bundle: Bundle, width: str, text_html: Callable[[str], Html]
+    ranks: tuple[int, ...],
+    bundle: Bundle,
+    width: str,
+    text_html: Callable[[str], Html],
+    note: str,
 ) -> Html:
     name = ranks_text(ranks)
     style = f"margin:0;padding-top:.2em;max-width:{width};border-top:{edge(ranks)}"
-    caption = html.label(name, tag="figcaption")
+    caption = html.label(f"{name} ({note})" if note else name, tag="figcaption")
     content = _content_html(bundle, name, text_html)
     return element("figure", caption, content, aria_label=name, style=style)
 

@@ -9,7 +9,7 @@ import json
 import linecache
 import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distsession.display import html
@@ -26,28 +26,33 @@ __all__ = [
     "devices_text",
     "diagnosis_html",
     "diagnosis_text",
+    "differing_notes",
     "error_line",
     "error_place",
     "fold",
     "fold_bundles",
     "fold_text",
+    "note_of",
     "rank_label",
     "remote_traceback",
     "state_and_since",
     "table_text",
+    "with_notes",
     "without_times",
 ]
 
 _LONGEST_REASON = 500
+_NOTE = "distsession.note"
+"""Where the metadata of a bundle has a note."""
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/distsession/engine/")
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 K = TypeVar("K", bound=Hashable)
 
 
-def rank_label(ranks: Sequence[int]) -> str:
-    """``[rank 2]`` or ``[ranks 0-3]``."""
-    return f"[{ranks_text(ranks)}]"
+def rank_label(ranks: Sequence[int], note: str = "") -> str:
+    """``[rank 2]`` or ``[ranks 0-3]``; with a note in it, if there is one."""
+    return f"[{ranks_text(ranks)}{f' ({note})' if note else ''}]"
 
 
 def fold(shown: Mapping[int, K]) -> list[tuple[tuple[int, ...], K]]:
@@ -58,20 +63,68 @@ def fold(shown: Mapping[int, K]) -> list[tuple[tuple[int, ...], K]]:
     return [(tuple(ranks), what) for what, ranks in groups.items()]
 
 
-def fold_text(shown: Mapping[int, str]) -> str:
-    """One line (or block) for each group of ranks that show the same."""
-    return "\n".join(_labelled(ranks, text) for ranks, text in fold(shown))
+def fold_text(shown: Mapping[int, str], notes: Mapping[int, str] | None = None) -> str:
+    """One line (or block) for each group of ranks that show the same.
+
+    Args:
+        shown: By rank.
+        notes: What is said of a group, by its first rank.
+    """
+    said = notes or {}
+    return "\n".join(_labelled(ranks, text, said.get(ranks[0], "")) for ranks, text in fold(shown))
 
 
-def _labelled(ranks: Sequence[int], text: str) -> str:
-    gap = "\n" if "\n" in text else " "
-    return f"{rank_label(ranks)}{gap}{text}"
+def _labelled(ranks: Sequence[int], text: str, note: str = "") -> str:
+    gap = "\n" if "\n" in text or note else " "
+    return f"{rank_label(ranks, note)}{gap}{text}"
 
 
 def fold_bundles(shown: Mapping[int, Bundle]) -> list[tuple[tuple[int, ...], Bundle]]:
     """Like :func:`fold`, for MIME bundles."""
     keys = {rank: json.dumps(b, sort_keys=True, default=repr) for rank, b in shown.items()}
     return [(ranks, shown[ranks[0]]) for ranks, _ in fold(keys)]
+
+
+# --- what looks alike and is not ------------------------------------------------------------------
+
+
+def differing_notes(
+    groups: Iterable[Sequence[int]], digest: Callable[[int], str], expression: str
+) -> dict[int, str]:
+    """What is to be said of ranks that show the same, though their values differ.
+
+    Args:
+        groups: Ranks that show the same.
+        digest: Gives a hash of a rank's value; an empty one says nothing.
+        expression: The variable that it is the value of; empty where there is none.
+
+    Returns:
+        A note for each rank of such a group.
+    """
+    how = f": %distributed --diff {expression}" if expression else ""
+    note = f"text equal, values differ{how}"
+    apart = [ranks for ranks in groups if len({digest(rank) for rank in ranks} - {""}) > 1]
+    return {rank: note for ranks in apart for rank in ranks}
+
+
+def with_notes(
+    shown: Mapping[int, Bundle], digests: Mapping[int, str], expression: str
+) -> dict[int, Bundle]:
+    """What ranks show, with a note where it is the same and their values are not."""
+    if len({*digests.values()} - {""}) < 2:
+        return dict(shown)
+    groups = [ranks for ranks, _ in fold_bundles(shown)]
+    named = expression or "NAME, once it has one"
+    notes = differing_notes(groups, lambda rank: digests.get(rank, ""), named)
+    return {
+        rank: (data, {**metadata, _NOTE: notes[rank]} if rank in notes else metadata)
+        for rank, (data, metadata) in shown.items()
+    }
+
+
+def note_of(bundle: Bundle) -> str:
+    """What :func:`with_notes` has noted; empty if nothing."""
+    return str(bundle[1].get(_NOTE, ""))
 
 
 # --- configuration and devices --------------------------------------------------------------------

@@ -18,6 +18,7 @@ from distsession.engine.timeline import Trace
 from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError
 from distsession.protocol import serialize, shared_memory
+from distsession.protocol.fingerprint import fingerprint
 from distsession.protocol.messages import (
     CallRequest,
     CellRequest,
@@ -126,8 +127,13 @@ class RequestDispatcher:
                 expression=request.expression,
                 around=self._around,
             )
-        shown = self._front.render(value) if show and not request.expression else None
+        shown = self._render(value) if show and not request.expression else None
         return (value if request.fetch else NOTHING), shown
+
+    def _render(self, value: Any) -> tuple[dict[str, Any], dict[str, Any], str] | None:
+        """What is shown of a value, and a hash of what that leaves out."""
+        bundle = self._front.render(value)
+        return None if bundle is None else (*bundle, fingerprint(value))
 
     def _call(self, request: CallRequest, payload: Any) -> Any:
         if request.source[1]:

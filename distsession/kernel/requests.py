@@ -120,6 +120,7 @@ class Requests:
         timeout: float | None = None,
         progress: TransferProgress | None = None,
         steady: bool = False,
+        expression: str = "",
     ) -> RankResults[Any]:
         """Wait for a request; see :class:`~distsession.kernel.run.Run`."""
         run = Run(
@@ -132,6 +133,7 @@ class Requests:
             progress=progress,
             steady=steady,
             goes_on=self.goes_on,
+            expression=expression,
         )
         try:
             return run.finish()

@@ -10,6 +10,7 @@ from typing import Any
 
 from distsession.cluster.base import Channel
 from distsession.cluster.pending import PendingRequest
+from distsession.display import render
 from distsession.errors import (
     EngineDiedError,
     RunInterrupt,
@@ -55,6 +56,7 @@ class Run:
         progress: Shows how much of the answers is here.
         steady: A stop comes too late for it and is only told afterwards.
         goes_on: Something may run after it, so it is told what to do and that the group works.
+        expression: What is shown of it, as code; empty if that has no name.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Run:
         progress: TransferProgress | None = None,
         steady: bool = False,
         goes_on: bool = True,
+        expression: str = "",
     ):
         self._pending = pending
         self._recovery = recovery
@@ -79,6 +82,7 @@ class Run:
         self._progress = progress
         self._steady = steady
         self._goes_on = goes_on
+        self._expression = expression
         self._watchdog = Watchdog(recovery, pending, output.notify)
         self._input_requests = self._make_input_requests()
         self._stopped_at = 0.0
@@ -98,7 +102,13 @@ class Run:
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
             }
             if shown:
-                output.show(shown)
+                output.show(
+                    render.with_notes(
+                        {rank: (data, metadata) for rank, (data, metadata, _) in shown.items()},
+                        {rank: digest for rank, (_, _, digest) in shown.items()},
+                        self._expression,
+                    )
+                )
         finally:
             output.close()
             self._channel.forget(pending)

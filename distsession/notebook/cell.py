@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from distsession.cluster.pending import OutputMessage
-from distsession.display.render import Bundle, fold_bundles, rank_label, state_and_since
+from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, state_and_since
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
 from distsession.notebook.output import RankText, Section, Transcript
@@ -128,6 +128,7 @@ class CellOutput(Output):
         separate: dict[int, Bundle] = {}
         for rank, (data, metadata) in shown.items():
             if set(data) == {"text/plain"}:
+                section.notes[rank] = note_of((data, metadata))
                 written = section.texts[rank] = RankText()
                 written.add("stdout", [(line, False) for line in data["text/plain"].split("\n")])
             elif can_embed((data, metadata)):
@@ -135,8 +136,8 @@ class CellOutput(Output):
             else:
                 separate[rank] = data, metadata
         self._show_section(section)
-        for ranks, (data, metadata) in fold_bundles(separate):
-            _display_separately(ranks, data, metadata)
+        for ranks, bundle in fold_bundles(separate):
+            _display_separately(ranks, *bundle)
 
     def close(self) -> None:
         """The run is over."""
@@ -272,6 +273,6 @@ def _display_separately(
     """Show by itself what cannot stand beside others, such as a widget, or is to be updated."""
     from IPython.display import display
 
-    display({"text/plain": rank_label(ranks)}, raw=True)
+    display({"text/plain": rank_label(ranks, note_of((data, metadata)))}, raw=True)
     options = {"display_id": display_id} if display_id else {}
     display(data, raw=True, metadata=metadata, **options)

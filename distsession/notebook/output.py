@@ -87,12 +87,14 @@ class Section:
     Attributes:
         changed: Whether it is other than what was last shown of it.
         handle: Where it is shown.
+        notes: What is said of the text of a rank.
     """
 
     texts: dict[int, RankText] = field(default_factory=dict)
     displays: dict[int, Display] = field(default_factory=dict)
     changed: bool = True
     handle: Any = None
+    notes: dict[int, str] = field(default_factory=dict)
 
 
 class Transcript:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distsession.display import html
 from distsession.display.figures import IMAGES, edge, figures_html
 from distsession.display.html import Cell, Html, element
-from distsession.display.render import Bundle, fold, fold_bundles, rank_label
+from distsession.display.render import Bundle, fold, fold_bundles, note_of, rank_label
 from distsession.notebook.lines import parse_bar
 from distsession.notebook.output import OutputLine, RankText, Section
 from distsession.ranks import format_ranks, ranks_text
@@ -130,11 +130,12 @@ def section_text(section: Section, log: Callable[[int], str]) -> str:
     parts = []
     for block in _blocks(section):
         lines = [_ANY_ESCAPE.sub("", text) for _, text in block.lines(log, len(section.texts))]
-        gap = "\n" if len(lines) > 1 else " "
-        parts.append(rank_label(block.ranks) + gap + "\n".join(lines))
-    for ranks, (data, _) in fold_bundles(_bundles(section)):
-        text = str(data.get("text/plain", f"<{', '.join(data)}>"))
-        parts.append(f"{rank_label(ranks)}{chr(10) if chr(10) in text else ' '}{text}")
+        gap = "\n" if len(lines) > 1 or block.note else " "
+        parts.append(rank_label(block.ranks, block.note) + gap + "\n".join(lines))
+    for ranks, bundle in fold_bundles(_bundles(section)):
+        text = str(bundle[0].get("text/plain", f"<{', '.join(bundle[0])}>"))
+        label = rank_label(ranks, note_of(bundle))
+        parts.append(f"{label}{chr(10) if chr(10) in text else ' '}{text}")
     return "\n".join(parts)
 
 
@@ -158,6 +159,7 @@ class _Block:
 
     ranks: tuple[int, ...]
     written: tuple[RankText, ...]
+    note: str = ""
 
     @property
     def count(self) -> int:
@@ -199,12 +201,14 @@ class _Block:
 def _blocks(section: Section) -> Iterator[_Block]:
     written = {rank: text for rank, text in section.texts.items() if text}
     for ranks, _ in fold({rank: text.key for rank, text in written.items()}):
-        yield _Block(ranks, tuple(written[rank] for rank in ranks))
+        note = section.notes.get(ranks[0], "")
+        yield _Block(ranks, tuple(written[rank] for rank in ranks), note)
 
 
 def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded: bool) -> Html:
     name = ranks_text(block.ranks)
     lines = list(block.lines(log, blocks))
+    note = _lines_html([("note", block.note)]) if block.note else ""
     body = _lines_html(lines[-UNFOLDED_LINES:])
     if len(lines) > UNFOLDED_LINES:
         before = _lines_html(lines[:-UNFOLDED_LINES])
@@ -217,7 +221,7 @@ def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded
     return element(
         "div",
         html.label(name, title=format_ranks(block.ranks)),
-        element("div", body, style="flex:1;min-width:0"),
+        element("div", note, body, style="flex:1;min-width:0"),
         role="group",
         aria_label=name,
         style=f"display:flex;gap:.8em;margin:.15em 0;padding-left:.6em;"

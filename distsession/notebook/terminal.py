@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distsession.cluster.pending import OutputMessage
-from distsession.display.render import Bundle, fold_bundles, rank_label, without_times
+from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, without_times
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
 from distsession.notebook.lines import Lines
@@ -64,8 +64,9 @@ class TerminalOutput(Output):
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the last value of a cell, ranks that show the same folded into one."""
         self._finish_lines()
-        for ranks, (data, _) in fold_bundles(shown):
-            self._write_batched("stdout", _plain_text(list(ranks), data) + "\n")
+        for ranks, bundle in fold_bundles(shown):
+            text = _plain_text(list(ranks), bundle[0], note_of(bundle))
+            self._write_batched("stdout", f"{text}\n")
         self._flush()
 
     def notify(self, text: str) -> None:
@@ -170,6 +171,6 @@ class _Notice:
             sys.stderr.flush()
 
 
-def _plain_text(ranks: list[int], data: dict[str, Any]) -> str:
+def _plain_text(ranks: list[int], data: dict[str, Any], note: str = "") -> str:
     text = str(data.get("text/plain", f"<{', '.join(data)}>"))
-    return f"{rank_label(ranks)}{chr(10) if chr(10) in text else ' '}{text}"
+    return f"{rank_label(ranks, note)}{chr(10) if chr(10) in text else ' '}{text}"

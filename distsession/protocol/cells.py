@@ -1,8 +1,10 @@
-"""The names that cells have in tracebacks, in place of a file."""
+"""The names that cells have in tracebacks, in place of a file, and what they show at their end."""
 
 from __future__ import annotations
 
-__all__ = ["cell_name", "is_cell"]
+import ast
+
+__all__ = ["cell_name", "is_cell", "name_of_value"]
 
 _BEGIN = "In["
 
@@ -15,3 +17,21 @@ def cell_name(number: int) -> str:
 def is_cell(filename: str) -> bool:
     """Whether that is the name of a cell rather than of a file."""
     return filename.startswith(_BEGIN)
+
+
+def name_of_value(source: str) -> str:
+    """What code shows at its end, if that is a name, or a part of what has one.
+
+    Such a thing can be looked at again without running anything twice.
+    """
+    last = source.strip().rpartition("\n")[2]
+    try:
+        statements = ast.parse(last).body
+    except (SyntaxError, ValueError):
+        return ""
+    if not statements or not isinstance(statements[-1], ast.Expr):
+        return ""
+    value = statements[-1].value
+    kinds = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
+    is_name = all(isinstance(node, kinds) for node in ast.walk(value))
+    return ast.unparse(value) if is_name and not isinstance(value, ast.Constant) else ""

@@ -423,7 +423,8 @@ class Reply(_Message):
     Attributes:
         duration: Seconds that the user's code ran.
         reason: Why the operation broke off that the error, or one that came before it, is of.
-        shown: The last expression's MIME bundle and its metadata.
+        shown: The last expression's MIME bundle, its metadata, and a hash of what these may leave
+            out; see ``fingerprint``.
         has_output: Output of this request is still on its way; an ``OutputEnd`` follows it.
     """
 
@@ -431,7 +432,7 @@ class Reply(_Message):
     rank: int
     duration: float = 0.0
     error: ErrorInfo | None = None
-    shown: tuple[dict[str, Any], dict[str, Any]] | None = None
+    shown: tuple[dict[str, Any], dict[str, Any], str] | None = None
     has_output: bool = False
     reason: Reason | None = None
 

@@ -56,3 +56,25 @@ def test_ranks_are_never_taken_for_values(notebook: Notebook) -> None:
         shown = notebook.run(code)
         assert shown.error.splitlines() == [shown.error], shown.error
         assert "write results.values(), results.items() or results.ranks" in shown.error
+
+
+def test_ranks_that_only_look_alike_are_told_apart(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed\nw = torch.full((3,), 0.5) + rank * 1e-7\nw")
+    label = "[ranks 0-1 (text equal, values differ: %distributed --diff w)]"
+    assert shown.result == f"{label}\ntensor([0.5000, 0.5000, 0.5000])"
+    assert "text equal, values differ: %distributed --diff w" in shown.data[-1]["text/html"]
+    assert notebook.run("%distributed w").result == shown.result
+    assert notebook.run("session.pull('w')").result == shown.result
+    shown = notebook.run("%%distributed\nm = torch.nn.Linear(9, 9)\nm")  # each has its own seed
+    assert "values differ: %distributed --diff m" in shown.result
+    same = notebook.run("%%distributed\ntorch.ones(5000)").result
+    assert same == "[ranks 0-1] tensor([1., 1., 1.,  ..., 1., 1., 1.])"
+
+
+def test_tables_that_only_look_alike_are_told_apart(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "%%distributed\nimport pandas as pd\n"
+        "df = pd.DataFrame({'a': range(100)}); df.loc[50] = -rank; df"
+    )
+    assert "ranks 0-1 (text equal, values differ: %distributed --diff df)" in shown.result
+    assert shown.data[-1]["text/html"].count("<figure") == 1

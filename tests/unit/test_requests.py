@@ -76,7 +76,7 @@ def test_a_cell_gives_its_value_only_where_it_is_fetched() -> None:
     rank = Rank()
     assert rank(CellRequest(1, "x = 2\nx + 1", "In[1]")) == (
         NOTHING,
-        ({"text/plain": "3"}, {}),
+        ({"text/plain": "3"}, {}, ""),
     )
     assert rank(CellRequest(2, "x", "In[2]", fetch=True, expression=True)) == (2, None)
     assert rank.namespace["x"] == 2

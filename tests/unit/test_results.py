@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -58,9 +59,20 @@ def test_torch_makes_no_tensor_of_ranks() -> None:
             torch.tensor(RankResults(dict.fromkeys(ranks, 0.5)))
 
 
-def test_results_of_several_ranks_are_neither_true_nor_false() -> None:
+@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor, lambda x: np.array([x])])
+def test_what_each_rank_says_of_itself_is_no_truth_of_all(kind: Callable[[bool], Any]) -> None:
     with pytest.raises(ResultsError, match=r"all\(results.values\(\)\)"):
-        assert RankResults({0: False, 1: True})
+        assert RankResults({0: kind(False), 1: kind(True)})
+
+
+def test_whether_there_are_results_can_be_asked() -> None:
+    assert (LOSSES or {}) is LOSSES
+    assert (RankResults({}) or "none") == "none"
+    assert pd.Series(LOSSES).to_dict() == dict(LOSSES)
+    assert pd.DataFrame(ROWS).shape == (2, 2)
+
+
+def test_nothing_goes_backwards() -> None:
     with pytest.raises(TypeError):
         reversed(LOSSES)
 
@@ -194,3 +206,22 @@ def test_what_is_only_text_has_no_html() -> None:
     assert RankResults({0: Frame})._repr_html_() is None  # the class itself
     assert repr(LOSSES) == "[rank 0] 0.5\n[rank 1] 1.5\n[rank 2] 4.0"
     assert repr(RankResults({})) == "RankResults({})"
+
+
+def test_values_that_only_look_alike_are_told_apart() -> None:
+    values = dict(enumerate([torch.tensor(0.5), torch.tensor(0.5), torch.tensor(0.50000006)]))
+    results = RankResults(values)
+    assert repr(results) == "[ranks 0-2 (text equal, values differ)]\ntensor(0.5000)"
+    results.expression = "loss"
+    assert repr(results).startswith(
+        "[ranks 0-2 (text equal, values differ: %distributed --diff loss)]\n"
+    )
+    assert repr(RankResults({0: values[0], 1: values[1]})) == "[ranks 0-1] tensor(0.5000)"
+
+
+def test_tables_that_only_look_alike_are_told_apart() -> None:
+    frames = {rank: pd.DataFrame({"a": range(100)}) for rank in range(2)}
+    frames[1].loc[50] = -1
+    shown = str(RankResults(frames)._repr_html_())
+    assert shown.count("<figure") == 1
+    assert "ranks 0-1 (text equal, values differ)" in shown
