@@ -47,11 +47,12 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         import importlib
 
-        from distsession import session
+        from distsession import session, view
 
         if session.output_factory is None:
             session.output_factory = _make_output
             session.panel_factory = _panel
+            view.running_cell = _running_cell
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in errors.__all__:
         return getattr(errors, name)
@@ -68,6 +69,12 @@ def _panel(session: Any) -> Any:
     from distsession.notebook import panel
 
     return panel.make_panel(session)
+
+
+def _running_cell() -> int | None:
+    from distsession.notebook.running_cell import running_cell
+
+    return running_cell()
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -32,6 +32,10 @@ INTERNAL = frozenset(("channel", "check_open", "launcher", "recovery", "requests
 
 T = TypeVar("T")
 
+running_cell: Callable[[], int | None] | None = None
+"""Gives the number of the notebook's cell that runs, or None outside of notebooks; the package's
+face sets it."""
+
 
 class RankView:
     """Some ranks of a session: ``session[0]``, ``session[1:3]``, ``session[[0, 3]]``.
@@ -142,7 +146,8 @@ class RankView:
             code: Source code.
             fetch: Return the values of the last expression too.
             timeout: Seconds after which the code is interrupted. Default: none.
-            label: Stands for the file name in tracebacks. Default: ``In[number of the request]``.
+            label: Stands for the file name in tracebacks. Default: ``In[3] (execute)``, with the
+                number of the notebook's cell; outside of notebooks ``In[number of the request]``.
             profile: Ranks of the view on which torch's profiler runs around it; ``timeline()`` of
                 the session has what it finds.
             debug: Ranks whose debugger opens at the first line.
@@ -159,23 +164,36 @@ class RankView:
             code, fetch=fetch, timeout=timeout, label=label, profile=profile, debug=debug
         )
 
-    def evaluate(self, expression: str, *, timeout: float | None = None) -> RankResults[Any]:
+    def evaluate(
+        self, expression: str, *, timeout: float | None = None, label: str | None = None
+    ) -> RankResults[Any]:
         """The value of one expression on every rank of the view.
+
+        Args:
+            expression: Source code.
+            timeout: Seconds after which it is interrupted. Default: none.
+            label: Stands for the file name in tracebacks, as with :meth:`execute`.
 
         Raises:
             RunError: It raised on a rank, or is no expression.
         """
-        results = self._execute(expression, fetch=True, timeout=timeout, expression=True)
+        results = self._execute(
+            expression, fetch=True, timeout=timeout, label=label, expression=True
+        )
         assert results is not None
         return results
 
-    def diff(self, expression: str) -> comparing.Comparison:
+    def diff(self, expression: str, *, label: str | None = None) -> comparing.Comparison:
         """Compare the value of an expression over the ranks of the view.
 
         It is evaluated once on each rank. Tensors and arrays are compared by dtype, shape and a
         hash of their bytes; dictionaries, lists, objects and what has a ``state_dict()`` part by
         part; other things by their pickle, or by what they print as. Only parts that differ are
         brought to the notebook, to say by how much.
+
+        Args:
+            expression: Source code.
+            label: Stands for the file name in tracebacks, as with :meth:`execute`.
 
         Returns:
             ``.equal``, the ``.groups`` of ranks that agree, and the ``.differences``.
@@ -185,8 +203,9 @@ class RankView:
         """
         self.requests.check_open()
         name = f"%distributed --diff {expression.strip()}"
-        entry = self._history.cell(self._ranks, expression, name)
-        found = comparing.diff(self.requests, self._ranks, expression)
+        entry = self._history.cell(self._ranks, expression.strip(), name)
+        label = label or self._label("diff")
+        found = comparing.diff(self.requests, self._ranks, expression, label)
         self._history.keep(entry)
         return found
 
@@ -327,6 +346,8 @@ class RankView:
                 f"{render.rank_label(elsewhere).strip('[]')}."
             )
 
+        label = label or self._label("evaluate" if expression else "execute")
+
         def make(number: int) -> Request:
             name = label or cell_name(number)
             return CellRequest(number, code, name, fetch, expression, tuple(profile), tuple(debug))
@@ -339,7 +360,7 @@ class RankView:
         if not expression:
             self.requests.last_run = LastRun(pending.request, self._ranks)
         name = f"%distributed {code.strip()}" if expression else label or cell_name(pending.request)
-        entry = self._history.cell(self._ranks, code, name)
+        entry = self._history.cell(self._ranks, code.strip() if expression else code, name)
         named = name_of_value(code)
         results: RankResults[Any] = self.requests.finish(
             pending, output, began, timeout=timeout, expression=named
@@ -347,6 +368,11 @@ class RankView:
         results.expression = named
         self._history.keep(entry)
         return results if fetch else None
+
+    def _label(self, how: str) -> str:
+        """The name of code that the notebook's cell sends; empty outside of notebooks."""
+        cell = None if running_cell is None else running_cell()
+        return "" if cell is None else self.requests.names.next(cell, how)
 
     def _check_debug(self, ranks: Sequence[int]) -> None:
         if ranks and self.requests.channel.runs_in_caller:

@@ -120,8 +120,8 @@ def run_cell(
     text = "\n" * (len(source) - len(body)) + front.transform(body)
     remember(label, text)
     if expression:
-        text = text.strip()
-        final: CodeType | None = _compile(text, label, "eval")
+        above = text[: len(text) - len(text.lstrip("\n"))]  # its line is that of the user's cell
+        final: CodeType | None = _compile(above + text.strip(), label, "eval")
         first = None
     else:
         tree = _compile.parse(text, label)

@@ -188,6 +188,8 @@ def _context(
     lines = [(n, linecache.getline(filename, n, module_globals).rstrip()) for n in numbers]
     while lines and not lines[-1][1] and lines[-1][0] != lineno:
         lines.pop()
+    while lines and not lines[0][1] and lines[0][0] != lineno:
+        lines.pop(0)
     return tuple(lines) if any(text for _, text in lines) else ()
 
 

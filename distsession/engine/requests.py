@@ -169,7 +169,7 @@ class RequestDispatcher:
 
     def _summarise(self, request: SummaryRequest) -> Any:
         self._summary = None
-        cell = CellRequest(request.id, request.expression, "%distributed", True, True)
+        cell = CellRequest(request.id, request.expression, request.label, True, True)
         self._summary = Summary(self._run_cell(cell)[0])
         return self._summary.leaves
 

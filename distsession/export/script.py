@@ -165,8 +165,8 @@ def _choose(entries: Sequence[Entry], cells: list[int | str]) -> list[Entry]:
 
 
 def _names(entry: Entry) -> set[str]:
-    inner = re.fullmatch(r"session\.run\((.*)\)", entry.name)
-    return {entry.name, inner[1]} if inner else {entry.name}
+    inner = re.fullmatch(r"session\.run\((.*)\)|(In\[\d+\]) \(.*\)", entry.name)
+    return {entry.name, inner[1] or inner[2]} if inner else {entry.name}
 
 
 # --- sections -------------------------------------------------------------------------------------

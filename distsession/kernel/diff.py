@@ -11,6 +11,7 @@ from distsession.display import html
 from distsession.display.html import Html, element
 from distsession.errors import DistsessionError
 from distsession.kernel.requests import Requests
+from distsession.protocol.cells import cell_name
 from distsession.protocol.messages import PartsRequest, SummaryRequest
 from distsession.ranks import ranks_text
 
@@ -117,9 +118,20 @@ class Comparison:
         return [f"  and {more} more: see .differences"] if more > 0 else []
 
 
-def diff(requests: Requests, ranks: Sequence[int], expression: str) -> Comparison:
-    """Compare an expression over ranks; it is evaluated once on each."""
-    summaries = requests.call(ranks, lambda number: SummaryRequest(number, expression), [])
+def diff(requests: Requests, ranks: Sequence[int], expression: str, label: str = "") -> Comparison:
+    """Compare an expression over ranks; it is evaluated once on each.
+
+    Args:
+        requests: Of the session.
+        ranks: Which.
+        expression: What to evaluate there.
+        label: Stands for its file name in tracebacks. Default: that of the request.
+    """
+
+    def make(number: int) -> SummaryRequest:
+        return SummaryRequest(number, expression, label or cell_name(number))
+
+    summaries = requests.call(ranks, make, [])
     try:
         return compare(expression.strip(), dict(summaries), _Parts(requests))
     finally:

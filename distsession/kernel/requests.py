@@ -16,6 +16,7 @@ from distsession.kernel.output import Output
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.recovery import Recovery
 from distsession.kernel.run import Run
+from distsession.protocol.cells import CellNames
 from distsession.protocol.messages import Request
 from distsession.results import RankResults
 
@@ -58,6 +59,7 @@ class Requests:
         self.last_run: LastRun | None = None
         self.failed_rank: int | None = None
         """The rank at which the last run that failed did so first."""
+        self.names = CellNames()
         self.goes_on = True
         """Something may run after a failure; otherwise nobody is told what to do then."""
 

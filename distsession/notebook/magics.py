@@ -12,6 +12,7 @@ from IPython.core.magic import no_var_expand
 
 from distsession import options as session_options
 from distsession import session as session_module
+from distsession import view as view_module
 from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
@@ -20,6 +21,7 @@ from distsession.notebook.autopx import AUTO_FLAG, AutoPx
 from distsession.notebook.cell import make_output
 from distsession.notebook.completion import RankCompleter
 from distsession.notebook.panel import make_panel
+from distsession.notebook.running_cell import cell_number, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput, add_arguments
 from distsession.protocol.cells import cell_name
 from distsession.ranks import parse_ranks, ranks_text
@@ -220,13 +222,18 @@ class Magics:
         if cell is None:
             if not line.strip():
                 raise OptionsError("%distributed takes an expression: %distributed t.sum()")
-            flag, _, expression = line.strip().partition(" ")
-            if flag == "--diff":
-                if not expression.strip():
-                    raise OptionsError("--diff takes an expression: %distributed --diff model")
-                return current_session().diff(expression)
-            return current_session().evaluate(line)
+            return self._evaluate(line.strip())
         return self._run_cell(line, cell)
+
+    def _evaluate(self, line: str) -> Any:
+        label = cell_name(cell_number(self._shell))
+        above = "\n" * (running_line(self._shell) - 1)  # so that its line is that of the cell
+        flag, _, expression = line.partition(" ")
+        if flag != "--diff":
+            return current_session().evaluate(above + line, label=label)
+        if not expression.strip():
+            raise OptionsError("--diff takes an expression: %distributed --diff model")
+        return current_session().diff(above + expression, label=label)
 
     def _run_cell(self, line: str, cell: str) -> None:
         is_automatic = line.strip() == AUTO_FLAG
@@ -241,7 +248,7 @@ class Magics:
         pulled = _names("--pull", arguments.pull)
         session = current_session()
         view = _view(session, arguments.ranks)
-        label = cell_name(_cell_number(self._shell))
+        label = cell_name(cell_number(self._shell))
         timeline_output = TimelineOutput(arguments, view, label)
         if pushed:
             view.push(pushed)
@@ -298,15 +305,6 @@ class Magics:
         return px_magic(self._shell, current_session().client, line, cell)
 
 
-def _cell_number(shell: Any) -> int:
-    """The number that the notebook shows for the cell that runs.
-
-    Its input is stored before it runs. Whether ``execution_count`` is one further by then differs
-    between versions of IPython.
-    """
-    return len(shell.history_manager.input_hist_parsed) - 1
-
-
 def _view(session: Session, ranks: str | None) -> RankView:
     return session[:] if ranks is None else session[parse_ranks(ranks, session.world_size)]
 
@@ -335,6 +333,7 @@ def register(shell: Any) -> None:
     unregister(shell)
     session_module.output_factory = make_output
     session_module.panel_factory = make_panel
+    view_module.running_cell = running_cell
     magics = Magics(shell)
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:

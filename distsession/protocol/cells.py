@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-__all__ = ["cell_name", "is_cell", "name_of_value"]
+__all__ = ["CellNames", "cell_name", "is_cell", "name_of_value"]
 
 _BEGIN = "In["
 
@@ -12,6 +12,25 @@ _BEGIN = "In["
 def cell_name(number: int) -> str:
     """``In[3]``, as the notebook's prompt says it."""
     return f"{_BEGIN}{number}]"
+
+
+class CellNames:
+    """Names of code that cells send in calls; each has lines of its own, so none is named twice."""
+
+    def __init__(self) -> None:
+        self._cell = 0
+        self._count = 0
+
+    def next(self, cell: int, how: str) -> str:
+        """``In[3] (execute)``, and ``In[3] (execute 2)`` for the next one of the same cell.
+
+        Args:
+            cell: The number of the cell.
+            how: What it calls.
+        """
+        self._count = self._count + 1 if cell == self._cell else 1
+        self._cell = cell
+        return f"{cell_name(cell)} ({how}{f' {self._count}' if self._count > 1 else ''})"
 
 
 def is_cell(filename: str) -> bool:

@@ -267,10 +267,15 @@ class PieceRequest(_Message):
 
 @dataclass(frozen=True, slots=True)
 class SummaryRequest(_Message):
-    """Evaluate an expression, say what its value consists of, and keep that for a moment."""
+    """Evaluate an expression, say what its value consists of, and keep that for a moment.
+
+    Attributes:
+        label: Stands for the file name in tracebacks.
+    """
 
     id: int
     expression: str
+    label: str
 
 
 @dataclass(frozen=True, slots=True)

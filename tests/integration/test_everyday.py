@@ -78,3 +78,55 @@ def test_tables_that_only_look_alike_are_told_apart(notebook: Notebook) -> None:
     )
     assert "ranks 0-1 (text equal, values differ: %distributed --diff df)" in shown.result
     assert shown.data[-1]["text/html"].count("<figure") == 1
+
+
+# --- where an error is ----------------------------------------------------------------------------
+
+
+def number(notebook: Notebook) -> int:
+    """Of the next cell."""
+    return int(notebook.run("len(In) - 1").result) + 1
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("# a comment\nx = %distributed 1 / 0", " line 2"),
+        ("%distributed 1 / 0", " line 1"),
+        ("if True:\n    %distributed --diff 1 / 0", " line 2"),
+        ("session.execute('a = 1\\n1 / 0')", " (execute) line 2"),
+        ("session.evaluate('a')\nsession[0].evaluate('1 / 0')", " (evaluate 2) line 1"),
+        ("session.diff('1 / 0')", " (diff) line 1"),
+    ],
+)
+def test_an_error_has_the_number_of_the_notebooks_cell(
+    notebook: Notebook, code: str, place: str
+) -> None:
+    cell = number(notebook)
+    shown = notebook.run(code)
+    name, line = place.split(" line ")
+    assert shown.error.startswith("ZeroDivisionError on rank")
+    assert f" at In[{cell}]{place}: division by zero" in shown.error.splitlines()[0]
+    assert f"\nCell In[{cell}]{name}, line {line}\n" in shown.error
+    assert f"---->   {line} 1 / 0" in shown.error
+
+
+def test_code_of_a_call_has_lines_of_its_own(notebook: Notebook) -> None:
+    cell = number(notebook)
+    shown = notebook.run(
+        "session.execute('def fail():\\n    1 / 0')\nsession.execute('b = 2')\n"
+        "session.execute('fail()')"
+    )
+    assert f"Cell In[{cell}] (execute 3), line 1\n---->   1 fail()" in shown.error
+    assert f"Cell In[{cell}] (execute), line 2, in fail" in shown.error
+    assert "---->   2     1 / 0" in shown.error
+
+
+def test_a_cell_that_calls_is_exported_by_its_number(notebook: Notebook, tmp_path: object) -> None:
+    cell = number(notebook)
+    notebook.run("session.execute('exported = 1')")
+    path = f"{tmp_path}/script.py"
+    shown = notebook.run(
+        f"session.export({path!r}, cells=[{cell}]).read_text().count('exported = 1')"
+    )
+    assert shown.result == "1"

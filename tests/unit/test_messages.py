@@ -107,7 +107,7 @@ EXAMPLES: list[Any] = [
     FillRequest(4, "x", (4, 3), {0: (0, 0), 1: (2, 0)}),
     PartsRequest(4, ("['a']", "")),
     PullRequest(4, ("model", "optim")),
-    SummaryRequest(4, "model"),
+    SummaryRequest(4, "model", "In[4]"),
     Shared("0.1", 3, (10, 2000)),
     ShardsRequest(4, "x"),
     Operation("all_reduce", "world", (0, 1), 3, "float32 [4], sum", "In[2] line 1", 1.5),

@@ -129,7 +129,7 @@ def test_without_shared_memory_it_gives_pieces() -> None:
 
 def test_a_summary_is_kept_until_it_is_let_go() -> None:
     rank = Rank(state={"w": torch.ones(2)})
-    leaves, _ = rank(SummaryRequest(1, "state"))
+    leaves, _ = rank(SummaryRequest(1, "state", "In[1]"))
     assert "['w']" in leaves
     assert rank(PartsRequest(2, ("['w']",)))[0]["['w']"].tolist() == [1.0, 1.0]
     assert rank(PartsRequest(3, ())) == (NOTHING, None)

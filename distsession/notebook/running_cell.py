@@ -1,0 +1,37 @@
+"""Which cell of the notebook runs, and which line of it."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+__all__ = ["cell_number", "running_cell", "running_line"]
+
+
+def running_cell() -> int | None:
+    """The number of the cell that runs; None where this is no notebook or IPython terminal."""
+    # Another thread may be half-way through importing it.
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if get_ipython is None else get_ipython()
+    return None if shell is None else cell_number(shell)
+
+
+def cell_number(shell: Any) -> int:
+    """The number that the notebook shows for the cell that runs.
+
+    Its input is stored before it runs. Whether ``execution_count`` is one further by then differs
+    between versions of IPython.
+    """
+    return len(shell.history_manager.input_hist_parsed) - 1
+
+
+def running_line(shell: Any) -> int:
+    """The line of the cell from which this is called; the first where that is not known."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_cell = frame.f_globals is shell.user_ns and frame.f_code.co_name == "<module>"
+        if is_cell:
+            return max(1, frame.f_lineno)
+        frame = frame.f_back
+    return 1
