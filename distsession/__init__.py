@@ -48,11 +48,13 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         from distsession import session, view
+        from distsession.kernel import outcome
 
         if session.output_factory is None:
             session.output_factory = _make_output
             session.panel_factory = _panel
             view.running_cell = _running_cell
+            outcome.error_colors = _error_colors
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in errors.__all__:
         return getattr(errors, name)
@@ -75,6 +77,12 @@ def _running_cell() -> int | None:
     from distsession.notebook.running_cell import running_cell
 
     return running_cell()
+
+
+def _error_colors() -> Any:
+    from distsession.notebook.colors import shell_colors
+
+    return shell_colors()
 
 
 def load_ipython_extension(shell: Any) -> None:

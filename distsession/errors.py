@@ -27,8 +27,8 @@ like work without importing anything from here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 __all__ = [
     "CollectiveError",
@@ -51,6 +51,9 @@ __all__ = [
 ]
 
 
+E = TypeVar("E", bound="DistsessionError | RunInterrupt")
+
+
 class DistsessionError(Exception):
     """Base of all errors of this package.
 
@@ -60,6 +63,7 @@ class DistsessionError(Exception):
     Args:
         message: What has happened, or all of it.
         remedy: What to do about it, where that is told apart.
+        lines: The message in short lines, where it is long.
 
     Attributes:
         remedy: The same; ``str()`` gives both.
@@ -67,16 +71,18 @@ class DistsessionError(Exception):
 
     remedy: str = ""
 
-    def __init__(self, *message: object, remedy: str = ""):
+    def __init__(self, *message: object, remedy: str = "", lines: Sequence[str] = ()):
         super().__init__(*message)
         if remedy:
             self.remedy = remedy
+        self._lines = tuple(lines)
 
     def __str__(self) -> str:
         return f"{super().__str__()} {self.remedy}" if self.remedy else super().__str__()
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
+        first, *others = self._lines or (str(self),)
+        return [f"{type(self).__name__}: {first}", *others]
 
 
 class OptionsError(DistsessionError, ValueError):
@@ -284,5 +290,16 @@ class RunInterrupt(KeyboardInterrupt):
     A ``KeyboardInterrupt``, so that it ends a loop around the call as well.
     """
 
+    def __init__(self, *message: object, lines: Sequence[str] = ()):
+        super().__init__(*message)
+        self._lines = tuple(lines)
+
     def _render_traceback_(self) -> list[str]:
-        return [f"KeyboardInterrupt: {self}"]
+        first, *others = self._lines or (str(self),)
+        return [f"KeyboardInterrupt: {first}", *others]
+
+
+def in_lines(kind: type[E], text: str) -> E:
+    """An error that is shown in the lines of a text, and says it in one."""
+    lines = [line.strip() for line in text.split("\n")]
+    return kind(" ".join(lines), lines=lines)

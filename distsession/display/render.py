@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distsession.display import html
+from distsession.display.colors import PLAIN, Colors
 from distsession.display.html import Html, element
 from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
@@ -294,12 +295,13 @@ def error_place(error: ErrorInfo) -> str:
     return ""
 
 
-def remote_traceback(error: ErrorInfo, *, message: bool = True) -> str:
+def remote_traceback(error: ErrorInfo, *, message: bool = True, colors: Colors = PLAIN) -> str:
     """The traceback of one exception and of those before it, oldest first.
 
     Args:
         error: The exception.
         message: Say in the end what it says itself.
+        colors: Of its parts.
     """
     parts = []
     if error.cause is not None:
@@ -308,27 +310,29 @@ def remote_traceback(error: ErrorInfo, *, message: bool = True) -> str:
             if error.cause_is_explicit
             else "During handling of the above exception, another exception occurred:"
         )
-        parts += [remote_traceback(error.cause), "", link, ""]
-    parts += [_frame_text(frame) for frame in error.frames]
+        parts += [remote_traceback(error.cause, colors=colors), "", link, ""]
+    parts += [_frame_text(frame, colors) for frame in error.frames]
     if message:
-        parts.append(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
+        name = colors.name(error.ename)
+        parts.append(f"{name}: {error.evalue}" if error.evalue else name)
     parts += [f"  {note}" for note in error.notes]
     return "\n".join(parts)
 
 
-def _frame_text(frame: FrameInfo) -> str:
+def _frame_text(frame: FrameInfo, colors: Colors = PLAIN) -> str:
     inside = "" if frame.name == "<module>" else f", in {frame.name}"
     lines = frame.context or _local_lines(frame)
+    at = f", line {frame.lineno}"
     if _is_cell(frame.filename):
-        head = f"{_cell_name(frame.filename)}, line {frame.lineno}{inside}"
+        head = f"{_cell_name(frame.filename, at, colors)}{inside}"
     else:
-        head = f"{_short(frame.filename)}, line {frame.lineno}{inside}"
+        head = f"{colors.place(f'{_short(frame.filename)}{at}')}{inside}"
         lines = [(n, text.strip()) for n, text in lines if n == frame.lineno]
-        return "\n".join([head, *(f"    {text}" for _, text in lines)])
-    shown = [
-        f"{'---->' if number == frame.lineno else '     '} {number:>3} {text}"
-        for number, text in lines
-    ]
+        return "\n".join([head, *(f"    {colors.source(text)}" for _, text in lines)])
+    shown = []
+    for number, text in lines:
+        mark = f"{'---->' if number == frame.lineno else '     '} {number:>3}"
+        shown.append(f"{colors.place(mark)} {colors.source(text)}")
     return "\n".join([head, *shown, ""])
 
 
@@ -336,8 +340,9 @@ def _is_cell(filename: str) -> bool:
     return is_cell(filename) or filename.startswith("<") or "ipykernel_" in filename
 
 
-def _cell_name(filename: str) -> str:
-    return "Cell of the notebook" if "ipykernel_" in filename else f"Cell {filename}"
+def _cell_name(filename: str, at: str, colors: Colors) -> str:
+    name = "of the notebook" if "ipykernel_" in filename else filename
+    return f"Cell {colors.place(f'{name}{at}')}"
 
 
 def _local_lines(frame: FrameInfo) -> Sequence[tuple[int, str]]:

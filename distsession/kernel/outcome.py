@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from distsession.cluster.pending import PendingRequest
 from distsession.display import render
+from distsession.display.colors import PLAIN, Colors
+from distsession.display.differences import merge_texts
 from distsession.errors import (
     CollectiveError,
     CollectiveHangError,
@@ -16,6 +19,7 @@ from distsession.errors import (
     EngineDiedError,
     RemoteError,
     RunError,
+    in_lines,
 )
 from distsession.protocol import serialize
 from distsession.protocol.cause import (
@@ -41,13 +45,19 @@ __all__ = [
     "run_error",
 ]
 
+error_colors: Callable[[], Colors] | None = None
+"""Gives the colours that errors are to be shown in; the package's face sets it."""
+
 _NEWLINE = "\n"
+_LETTERS = f"{string.ascii_letters}{string.digits}_"
 _COLLECTIVE = ("CollectiveError", "CollectiveHangError", "CollectiveMismatchError")
 
 APART_S = 0.5
 """Seconds by which one failure must precede another to be taken for the earlier one: two that come
 of the same may reach the kernel in either order."""
 AN_OPERATION, OTHERS = "an operation", "others"
+MOST_DIFFERENT = 16
+"""For how many ranks it is told how their errors differ."""
 MOST_WAITS = 3
 """In how many different operations ranks are said to have suffered; others are only counted."""
 
@@ -142,11 +152,13 @@ def run_error(
     summary = _line(causes[0], failed, {}, places or {})
     if others := sorted(rank for kind in causes[1:] for rank in kind.ranks):
         summary += f" (and on {ranks_text(others)})"
-    details = "\n\n".join(_block(kind, failed, where, places or {}) for kind in causes)
+    colors = PLAIN if error_colors is None else error_colors()
+    details = "\n\n".join(_block(kind, failed, where, places or {}, colors) for kind in causes)
     if suffered:
         freed = any(isinstance(failed[r].reason, Aborted) or r in waited for r in suffered)
-        text = f"{_suffered_text(suffered, failed, waited)}{then if freed else ''}"
-        summary, details = f"{sentence(summary)} {text}", f"{details.rstrip()}\n\n{text}"
+        text, after = _suffered_text(suffered, failed, waited), then if freed else ""
+        summary = f"{sentence(summary)} {text}{after}"
+        details = f"{details.rstrip()}\n\n{text}\n{after.strip()}".rstrip()
     by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
     by_rank |= {rank: failed[rank].error for rank in suffered}
     return RunError(summary, by_rank=by_rank, results=results, details=details)
@@ -193,7 +205,7 @@ def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
             ):
                 what: object = type(failure.reason), group, sequence
             case _:
-                what = failure.info
+                what = _alike(failure)
         alike.setdefault((grade, what), []).append(rank)
     kinds = [
         _Kind(tuple(ranks), _grade(ranks[0], failed[ranks[0]], waited)) for ranks in alike.values()
@@ -208,6 +220,22 @@ def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
         return kind.grade, lateness, not is_death, kind.ranks[0]
 
     return sorted(kinds, key=order)
+
+
+def _alike(failure: Failure) -> object:
+    """Equal for ranks that failed at the same place, whatever numbers their messages have."""
+    info = failure.info
+    if not info.frames or isinstance(failure.error, EngineDiedError):
+        return info
+    return tuple((part.ename, part.frames, len(part.notes)) for part in _chain(info))
+
+
+def _chain(info: ErrorInfo) -> Iterator[ErrorInfo]:
+    """An error and those before it."""
+    part: ErrorInfo | None = info
+    while part is not None:
+        yield part
+        part = part.cause
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -227,32 +255,74 @@ def _line(
             return f"EngineDiedError: {failure.info.evalue.partition(_NEWLINE)[0]}"
         case Aborted() if failure.info.ename in _COLLECTIVE:  # its text says who
             return f"{failure.info.ename}: {failure.info.evalue}"
-    return render.error_line(kind.ranks, failure.info, where)
+    line = render.error_line(kind.ranks, failure.info, where)
+    is_same = all(failed[rank].info.evalue == failure.info.evalue for rank in kind.ranks)
+    return line if is_same else f"{line.rstrip('.')} (on rank {kind.ranks[0]}; others differ)"
 
 
 def _block(
-    kind: _Kind, failed: Failures, where: Mapping[int, str], places: Mapping[int, str]
+    kind: _Kind,
+    failed: Failures,
+    where: Mapping[int, str],
+    places: Mapping[int, str],
+    colors: Colors,
 ) -> str:
     """That line, what to do, and the tracebacks."""
     infos = {rank: failed[rank].info for rank in kind.ranks}
     line = _line(kind, failed, where, places)
+    name = line[: len(line) - len(line.lstrip(_LETTERS))]
+    line = f"{colors.name(name)}{line[len(name) :]}"
     match failed[kind.ranks[0]].reason:
         case Mismatch():
             remedy = mismatch_remedy(_mismatch(kind, failed))
         case TimedOut():
             remedy = late_remedy()
         case _ if isinstance(failed[kind.ranks[0]].error, EngineDiedError):
-            return render.remote_traceback(infos[kind.ranks[0]])  # it says who, and has no frames
+            info = infos[kind.ranks[0]]  # it says who, and has no frames
+            return render.remote_traceback(info, colors=colors)
         case _:
-            return f"{line}\n\n{render.remote_traceback(infos[kind.ranks[0]])}"
+            return f"{line}\n\n{_folded_traceback(infos, colors)}"
     # What each rank's own exception says is in the line, so where it stands is enough.
     stands = {
-        rank: render.remote_traceback(info, message=info.ename not in _COLLECTIVE).strip()
+        rank: render.remote_traceback(
+            info, message=info.ename not in _COLLECTIVE, colors=colors
+        ).strip()
         for rank, info in infos.items()
     }
     folded = [(ranks, text) for ranks, text in render.fold(stands) if text][:MOST_WAITS]
     blocks = [f"{render.rank_label(ranks)}\n{text}" for ranks, text in folded]
     return "\n\n".join([f"{sentence(line)}\n{remedy}", *blocks])
+
+
+def _folded_traceback(infos: Mapping[int, ErrorInfo], colors: Colors) -> str:
+    """One traceback for ranks that failed at the same place, and what differs between them."""
+    first = next(iter(infos.values()))
+    if len(set(infos.values())) == 1:
+        return render.remote_traceback(first, colors=colors)
+    merged_texts = merge_texts({rank: _texts(info) for rank, info in infos.items()})
+    texts = iter(merged_texts.texts)
+    told = {
+        rank: ", ".join(f"<{letter}> {text}" for letter, text in differing.items())
+        for rank, differing in merged_texts.differing.items()
+    }
+    lines = [f"  {ranks_text(ranks)}: {text}" for ranks, text in render.fold(told)]
+    if len(lines) > MOST_DIFFERENT:
+        left = sum(len(ranks) for ranks, _ in render.fold(told)[MOST_DIFFERENT:])
+        lines[MOST_DIFFERENT:] = [f"  and {left} more ranks: .by_rank of the error has them"]
+    return "\n".join([render.remote_traceback(_with_texts(first, texts), colors=colors), *lines])
+
+
+def _texts(info: ErrorInfo) -> list[str]:
+    """What an error and those before it say."""
+    return [text for part in _chain(info) for text in (part.evalue, *part.notes)]
+
+
+def _with_texts(info: ErrorInfo, texts: Iterator[str]) -> ErrorInfo:
+    """The same error, saying other things; in the order of :func:`_texts`."""
+    evalue = next(texts)
+    notes = tuple(next(texts) for _ in info.notes)
+    cause = None if info.cause is None else _with_texts(info.cause, texts)
+    return replace(info, evalue=evalue, notes=notes, cause=cause)
 
 
 def _mismatch(kind: _Kind, failed: Failures) -> Mismatch:
@@ -313,8 +383,10 @@ def hang_error(
     """The error of a run whose ranks could never have come free by themselves."""
     kind = CollectiveMismatchError if verdict.kind is Kind.ORDER else CollectiveHangError
     causes = [each for each in _kinds(failed, waited) if each.grade == 0]
-    also = "".join(f" {sentence(_line(each, failed, {}, {}))}" for each in causes)
-    return kind(f"{verdict.sentence} The waiting ranks were freed.{also}{then}")
+    also = [sentence(_line(each, failed, {}, {})) for each in causes]
+    waits = verdict.lines or (verdict.sentence,)
+    lines = [*waits, *also, f"The waiting ranks were freed.{then}"]
+    return in_lines(kind, "\n".join(lines))
 
 
 def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:

@@ -180,13 +180,12 @@ class Recovery:
                 return
             reports = self.reports(missing, ask=True)
             verdict = diagnosis.diagnose(reports)
-            where = (
-                verdict.sentence if verdict.kind is not Kind.NOTHING else _places(reports, missing)
-            )
+            is_wait = verdict.kind is not Kind.NOTHING
+            where = "\n".join(verdict.lines) if is_wait else _places(reports, missing)
             where = f"{where[:1].upper()}{where[1:]}"
             run = f"the run on {ranks_text(pending.ranks)}"
-            pending.stop(why or f"{run} was stopped. {where}".rstrip())
-            text = why or f"stopped. {where}".rstrip()
+            pending.stop(why or f"{run} was stopped.\n{where}".rstrip())
+            text = why or f"stopped. {' '.join(where.splitlines())}".rstrip()
             launcher.abort(AbortReason.STOP, text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
 

@@ -16,6 +16,7 @@ from distsession.errors import (
     RunInterrupt,
     RunTimeoutError,
     SessionStateError,
+    in_lines,
 )
 from distsession.kernel.outcome import (
     collect,
@@ -116,7 +117,7 @@ class Run:
             then = "" if pending.missing else self._reconnected_text()
         if pending.stopped:
             end = then if pending.was_begun else ""
-            raise RunInterrupt(f"{pending.stopped}{end}")
+            raise in_lines(RunInterrupt, _lines(pending.stopped, end))
         if pending.debugger_quit:
             raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
         verdict, waited = self._watchdog.verdict, self._watchdog.waited
@@ -141,16 +142,17 @@ class Run:
             pending.wait(self._output.write, self._timeout, self._check, self._input_requests.add)
         except _NotBack:
             stuck = self._recovery.explain_stuck(pending)
-            raise RunInterrupt(f"{pending.stopped}{stuck}") from None
+            raise in_lines(RunInterrupt, _lines(pending.stopped, stuck)) from None
         except KeyboardInterrupt:
             if self._steady:
                 with suppress(RunTimeoutError):
                     pending.wait(self._output.write, RETURN_TIMEOUT_S)
                     return True
-            raise RunInterrupt(self._stop()) from None
+            raise in_lines(RunInterrupt, self._stop()) from None
         except RunTimeoutError as error:
             text = self._stop()
-            raise RunTimeoutError(f"{error} {text[:1].upper()}{text[1:]}") from None
+            text = _lines(str(error), f"{text[:1].upper()}{text[1:]}")
+            raise in_lines(RunTimeoutError, text) from None
         return False
 
     def _check(self) -> None:
@@ -199,8 +201,8 @@ class Run:
         if not pending.was_begun:
             return pending.stopped
         if stuck := self._recovery.explain_stuck(pending) if pending.missing else "":
-            return pending.stopped + stuck
-        return pending.stopped + self._reconnected_text()
+            return _lines(pending.stopped, stuck)
+        return _lines(pending.stopped, self._reconnected_text())
 
     def _reconnected_text(self) -> str:
         problem = self._reconnect()
@@ -218,3 +220,8 @@ class Run:
             except EngineDiedError as error:
                 self._problem = str(error).splitlines()[0]
         return self._problem
+
+
+def _lines(*parts: str) -> str:
+    """Those parts that there are, each on lines of its own."""
+    return "\n".join(part for part in parts if part)

@@ -16,9 +16,11 @@ from distsession import view as view_module
 from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
+from distsession.kernel import outcome
 from distsession.notebook import hints
 from distsession.notebook.autopx import AUTO_FLAG, AutoPx
 from distsession.notebook.cell import make_output
+from distsession.notebook.colors import shell_colors
 from distsession.notebook.completion import RankCompleter
 from distsession.notebook.panel import make_panel
 from distsession.notebook.running_cell import cell_number, running_cell, running_line
@@ -334,6 +336,7 @@ def register(shell: Any) -> None:
     session_module.output_factory = make_output
     session_module.panel_factory = make_panel
     view_module.running_cell = running_cell
+    outcome.error_colors = shell_colors
     magics = Magics(shell)
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:

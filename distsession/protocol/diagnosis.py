@@ -13,8 +13,8 @@ follows from these rules is certain, so a verdict of deadlock is too.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from distsession.protocol.cause import sentence
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
@@ -55,6 +55,7 @@ class Verdict:
         missing: Ranks that the waiting ones miss. One may itself be waiting, for yet another.
         failed: Some missing rank has died or failed, so its own error is the cause.
         reason: Why the process group is to be given up for it.
+        lines: The sentence in lines: who waits, and for whom.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class Verdict:
     missing: tuple[int, ...] = ()
     failed: bool = False
     reason: AbortReason = AbortReason.HANG
+    lines: tuple[str, ...] = field(default=(), compare=False)
 
 
 def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
@@ -82,15 +84,16 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         kind = Kind.DEADLOCK if never else Kind.ORDER
         parts = found.waits(found.stuck) if never else [found.circle(), found.why_circle()]
         parts += ["no wait can help"] if never else []
-        parts += found.waits(found.late)
+        lines = _lines(parts, found.waits(found.late))
         reason = _abort_reason(kind, [reports[rank] for rank in never])
         waiting = _sorted(found.stuck)
-        return Verdict(kind, _sentences(parts), waiting, missing, failed, reason)
+        return Verdict(kind, " ".join(lines), waiting, missing, failed, reason, lines)
     if found.late:
         missing = _union(found.missing[rank] for rank in found.late)
-        sentence = _sentences(found.waits(found.late, timed=True))
-        return Verdict(Kind.WAIT, sentence, _sorted(found.late), missing)
-    return Verdict(Kind.NOTHING, _sentences(found.nothing()))
+        lines = _lines(found.waits(found.late, timed=True))
+        return Verdict(Kind.WAIT, " ".join(lines), _sorted(found.late), missing, lines=lines)
+    lines = _lines(found.nothing())
+    return Verdict(Kind.NOTHING, " ".join(lines), lines=lines)
 
 
 def describe_operation(operation: Operation) -> str:
@@ -196,12 +199,12 @@ class _Findings:
             missing = "; ".join(f"{_name(late)}, which {does}" for _, late, does in reasons)
             if is_from_any(operation):
                 missing = f"a message from {missing}"
-            text = f"{_name(together)} {wait} in {described}{since} for {missing}"
+            text = f"{_name(together)} {wait} in {described}{since}\nfor {missing}"
             if _is_store_wait(operation):
                 does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
                 described = described.removeprefix("a wait for ")
                 text = (
-                    f"{_name(together)} {wait} for {described}{since}, which no rank has set: "
+                    f"{_name(together)} {wait} for {described}{since}, which no rank has set:\n"
                     f"{does_what}"
                 )
             parts.append((min(grade for grade, _, _ in reasons), together, text))
@@ -399,10 +402,22 @@ def _shorten(text: str) -> str:
     return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
 
 
-def _sentences(parts: Iterable[str]) -> str:
-    """End each part with a period, and begin all but the first with a capital."""
-    first, *others = parts
-    return " ".join(sentence(text) for text in [first, *(o[:1].upper() + o[1:] for o in others)])
+def _lines(*blocks: Sequence[str]) -> tuple[str, ...]:
+    """End each part with a period, and begin all but the first with a capital.
+
+    A block begins a line, and so does what stands behind a line break in a part of one.
+    """
+    told: list[str] = []
+    for block in blocks:
+        parts = [
+            sentence(part if not (told or n) else _capital(part)) for n, part in enumerate(block)
+        ]
+        told += " ".join(parts).split("\n") if parts else []
+    return tuple(told)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:

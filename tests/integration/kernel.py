@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ class Shown:
     text: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
     data: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
+    colored: str = ""
     ename: str = ""
     prompts: list[str] = field(default_factory=list)
 
@@ -74,7 +76,8 @@ class Notebook:
                 shown.data[displays[content["transient"]["display_id"]]] = content["data"]
             elif kind == "error":
                 shown.ename = content["ename"]
-                shown.error = "\n".join(content["traceback"])
+                shown.colored = "\n".join(content["traceback"])
+                shown.error = re.sub(r"\x1b\[[\d;]*m", "", shown.colored)
             elif kind == "status" and content["execution_state"] == "idle":
                 return shown
 

@@ -130,3 +130,40 @@ def test_a_cell_that_calls_is_exported_by_its_number(notebook: Notebook, tmp_pat
         f"session.export({path!r}, cells=[{cell}]).read_text().count('exported = 1')"
     )
     assert shown.result == "1"
+
+
+# --- how an error looks ---------------------------------------------------------------------------
+
+
+def test_errors_that_differ_in_a_number_are_shown_once(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed\ntorch.empty(10**14 + rank)")
+    assert shown.error.count("Cell In[") == 1
+    assert "you tried to allocate <a> bytes" in shown.error
+    assert "\n  rank 0: <a> 400000000000000\n  rank 1: <a> 400000000000004" in shown.error
+    assert len(shown.error.splitlines()) == 9
+
+
+def test_errors_have_the_colours_of_ipython(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed\nraise ValueError('no')")
+    red, green, end = "\x1b[31m", "\x1b[32m", "\x1b[39m"
+    assert shown.colored.startswith(f"{red}ValueError{end} on ranks 0-1")
+    assert f"{green}---->   2{end} " in shown.colored
+    assert f"{red}ValueError{end}: no" in shown.colored
+    own = notebook.run("raise ValueError('no')").colored
+    raised = own.split("raise")[0].rpartition("\x1b")[2]  # how IPython colours a keyword
+    assert f"\x1b{raised}raise" in shown.colored
+    notebook.run("%colors nocolor")
+    shown = notebook.run("%%distributed\nraise ValueError('no')")
+    assert shown.colored == shown.error
+    notebook.run("%colors neutral")
+
+
+def test_a_hang_is_told_in_three_lines(notebook: Notebook) -> None:
+    cell = number(notebook)
+    shown = notebook.run("%%distributed\nif rank == 0: dist.barrier()")
+    assert shown.error.splitlines() == [
+        f"CollectiveHangError: rank 0 waits in barrier #1 at In[{cell}] line 2",
+        "for rank 1, which finished its part without it. No wait can help.",
+        "The waiting ranks were freed. The process group is connected anew, and all variables are "
+        "kept.",
+    ]

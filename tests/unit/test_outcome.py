@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.display.colors import Colors
 from distsession.errors import CollectiveError, EngineDiedError
+from distsession.kernel import outcome
 from distsession.kernel.outcome import Failure, Failures, own_causes, reconnected_text, run_error
 from distsession.protocol.messages import (
     Aborted,
@@ -78,18 +83,18 @@ def test_the_ranks_that_suffered_have_one_line() -> None:
     failed = {0: suffered(), 1: suffered(), 2: suffered(waits=False), 3: own("no disk.")}
     lines = shown(failed)
     assert lines[0] == "ValueError on rank 3 at In[7] line 2: no disk."
-    assert lines[-1] == (
-        "Ranks 0-1 waited in barrier #1 at In[7] line 5 and were freed; rank 2 came to it later. "
-        "The process group is connected anew, and all variables are kept."
-    )
+    assert lines[-2:] == [
+        "Ranks 0-1 waited in barrier #1 at In[7] line 5 and were freed; rank 2 came to it later.",
+        "The process group is connected anew, and all variables are kept.",
+    ]
     assert ".." not in str(run_error(failed, NONE, []))
 
 
 def test_many_operations_are_not_all_listed() -> None:
     failed = {rank: suffered(rank) for rank in range(20)} | {20: own()}
-    assert shown(failed)[-1].startswith(
+    assert shown(failed)[-2] == (
         "Rank 0 waited in barrier #1 at In[7] line 0 and was freed; rank 1 waited in barrier #1 "
-        "at In[7] line 1 and was freed; ranks 2-19 waited in others and were freed. "
+        "at In[7] line 1 and was freed; ranks 2-19 waited in others and were freed."
     )
 
 
@@ -173,3 +178,64 @@ def test_nobody_is_lost_and_no_sufferer_leads(failed: Failures) -> None:
         assert "CollectiveError" not in "\n".join(lines)
         told = [line for line in lines if "waited in" in line or "came to" in line]
         assert len(told) == int(len(causes) < len(failed))
+
+
+# --- the same error with other numbers ------------------------------------------------------------
+
+
+def test_errors_that_differ_in_a_number_are_one_and_what_differs_is_listed() -> None:
+    failed = {rank: own(f"tried {rank} GiB of 9") for rank in range(12)}
+    lines = shown(failed)
+    assert lines[0].startswith("ValueError on ranks 0-11")
+    assert lines[0].endswith(": tried 0 GiB of 9 (on rank 0; others differ)")
+    assert "ValueError: tried <a> GiB of 9" in lines
+    assert lines[-12:] == [f"  rank {rank}: <a> {rank}" for rank in range(12)]
+    assert len(lines) < 20
+    assert list(run_error(failed, NONE, []).by_rank) == list(range(12))
+
+
+def test_of_many_that_differ_some_are_listed() -> None:
+    lines = shown({rank: own(f"number {rank}") for rank in range(40)})
+    assert lines[-1] == "  and 24 more ranks: .by_rank of the error has them"
+    assert len(lines) < 25
+
+
+def test_errors_of_another_place_class_or_history_stay_apart() -> None:
+    frame = FrameInfo("In[7]", 3, "<module>")
+    for other in (
+        Failure(ValueError("1"), ErrorInfo("ValueError", "1", (frame,))),
+        own("1", kind=KeyError),
+        Failure(
+            ValueError("1"), replace(own("1").info, cause=ErrorInfo("KeyError", "2", (frame,)))
+        ),
+    ):
+        text = "\n".join(shown({0: own("0"), 1: other}))
+        assert "on rank 0" in text
+        assert "on rank 1" in text
+        assert "<a>" not in text
+
+
+def test_what_came_before_may_differ_too() -> None:
+    def caused(number: int) -> Failure:
+        before = ErrorInfo("KeyError", f"{number}", own().info.frames)
+        return Failure(ValueError("no"), replace(own("no").info, cause=before))
+
+    lines = shown({0: caused(4), 1: caused(5), 2: caused(5)})
+    assert "KeyError: <a>" in lines
+    assert lines[-2:] == ["  rank 0: <a> 4", "  ranks 1-2: <a> 5"]
+
+
+def test_colours_are_those_of_the_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    colors = Colors(lambda t: f"N({t})", lambda t: f"P({t})", lambda t: f"S({t})")
+    monkeypatch.setattr(outcome, "error_colors", lambda: colors)
+    frames = (FrameInfo("In[7]", 1, "<module>", ((1, "1 / 0"),)),)
+    error = run_error({0: Failure(ValueError(), ErrorInfo("ValueError", "", frames))}, NONE, [])
+    assert str(error) == "ValueError on rank 0 at In[7] line 1"
+    assert error._render_traceback_() == [
+        "N(ValueError) on rank 0 at In[7] line 1",
+        "",
+        "Cell P(In[7], line 1)",
+        "P(---->   1) S(1 / 0)",
+        "",
+        "N(ValueError)",
+    ]

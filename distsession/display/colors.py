@@ -1,0 +1,38 @@
+"""Colours of tracebacks, where the front end has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["PLAIN", "Colors", "sgr"]
+
+Paint = Callable[[str], str]
+
+
+def sgr(code: int) -> Paint:
+    """Colours text by an escape sequence."""
+    return lambda text: f"\x1b[{code}m{text}\x1b[39m" if text else text
+
+
+def _as_it_is(text: str) -> str:
+    return text
+
+
+@dataclass(frozen=True)
+class Colors:
+    """How the parts of a traceback are coloured.
+
+    Attributes:
+        name: The class of an error.
+        place: Where a frame is, and the number of its line.
+        source: A line of code.
+    """
+
+    name: Paint = _as_it_is
+    place: Paint = _as_it_is
+    source: Paint = _as_it_is
+
+
+PLAIN = Colors()
+"""None."""
