@@ -269,7 +269,8 @@ class RunError(DistsessionError, RuntimeError):
         return BaseExceptionGroup(str(self), list(self.by_rank.values()))
 
     def _render_traceback_(self) -> list[str]:
-        return (self._details or str(self)).splitlines()
+        notes: list[str] = getattr(self, "__notes__", [])
+        return [*(self._details or str(self)).splitlines(), *(["", *notes] if notes else [])]
 
     def __str__(self) -> str:
         return str(self.args[0])

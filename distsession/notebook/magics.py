@@ -17,11 +17,13 @@ from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
 from distsession.kernel import outcome
-from distsession.notebook import hints
+from distsession.notebook import other_magics
+from distsession.notebook.automagic import SessionChecker
 from distsession.notebook.autopx import AUTO_FLAG, AutoPx
 from distsession.notebook.cell import make_output
 from distsession.notebook.colors import shell_colors
 from distsession.notebook.completion import RankCompleter
+from distsession.notebook.hints import NameHints
 from distsession.notebook.panel import make_panel
 from distsession.notebook.running_cell import cell_number, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput, add_arguments
@@ -121,7 +123,39 @@ class Magics:
         parsers = {"%%distributed": _cell_parser, "%session": _session_parser}
         self.auto = AutoPx(shell)
         self.completer = RankCompleter(shell, parsers, lambda: self.auto.is_on)
+        self.hints = NameHints(shell)
+        self._checker = SessionChecker(shell)
         self._started: Session | None = None  # by %session start
+        self._line: tuple[int, Session, Table] | None = None
+        """What is shown of a session that the magic gives, and in which cell."""
+
+    def register(self) -> None:
+        """Hook into the shell."""
+        self.auto.register()
+        self.completer.register()
+        self.hints.register()
+        self._shell.prefilter_manager.register_checker(self._checker)
+        formatter = self._shell.display_formatter.mimebundle_formatter
+        formatter.for_type(Session, self._bundle_of_session)
+
+    def unregister(self) -> None:
+        """Take the hooks away."""
+        self.auto.unregister()
+        self.completer.unregister()
+        self.hints.unregister()
+        self._shell.prefilter_manager.unregister_checker(self._checker)
+        self._shell.display_formatter.mimebundle_formatter.pop(Session, None)
+
+    def _with_line(self, session: Session, text: str) -> Session:
+        """A session that the magic gives, of which the cell shows a line."""
+        self._line = cell_number(self._shell), session, _text_table(text)
+        return session
+
+    def _bundle_of_session(self, session: Session) -> dict[str, Any]:
+        line, self._line = self._line, None
+        if line is not None and line[:2] == (cell_number(self._shell), session):
+            return line[2].bundle()
+        return session._repr_mimebundle_()
 
     # --- %session ---------------------------------------------------------------------------------
 
@@ -135,28 +169,29 @@ class Magics:
         result: Any = getattr(self, f"_{command}")(arguments)
         return result
 
-    def _start(self, arguments: argparse.Namespace) -> Table:
+    def _start(self, arguments: argparse.Namespace) -> Session:
         given = {k: v for k, v in vars(arguments).items() if k != "command" and v is not None}
         wanted = session_options.resolve_options(given)
         old = self._started
         if old is not None and old.is_open:
             if old.options == wanted:
-                return _text_table(
-                    f"{old.status()}. It was running already; %session restart renews it."
+                return self._with_line(
+                    old, f"{old.status()}. It was running already; %session restart renews it."
                 )
             raise SessionStateError(
                 f"{old.status()}. Close it first with %session close, or start a second one "
                 "beside it with Session(...)."
             )
         self._started = Session(**given)
-        return _text_table(self._started.status())
+        return self._with_line(self._started, self._started.status())
 
-    def _status(self, _: argparse.Namespace) -> Table:
+    def _status(self, _: argparse.Namespace) -> Session | Table:
         try:
-            mark = " Plain cells go to the ranks: %session auto is on." if self.auto.is_on else ""
-            return _text_table(current_session().status() + ("." + mark if mark else ""))
+            session = current_session()
         except SessionStateError as error:
             return _text_table(str(error))
+        mark = ". Plain cells go to the ranks: %session auto is on." if self.auto.is_on else ""
+        return self._with_line(session, f"{session.status()}{mark}")
 
     def _config(self, _: argparse.Namespace) -> Table:
         return current_session().show_config()
@@ -344,19 +379,20 @@ def register(shell: Any) -> None:
             if name == "px" and name in present[kind]:
                 continue
             shell.register_magic_function(getattr(magics, name), kind, name)
-    magics.auto.register()
-    magics.completer.register()
-    hints.register(shell)
+    magics.register()
+    other_magics.register(shell)
 
 
 def unregister(shell: Any) -> None:
     """Take the magics away again."""
-    hints.unregister(shell)
+    other_magics.unregister(shell)
     present = shell.magics_manager.magics
+    owners: dict[int, Magics] = {}
     for name, kinds in _NAMES:
         for kind in kinds:
             magics = getattr(present[kind].get(name), "__self__", None)
             if isinstance(magics, Magics):
-                magics.auto.unregister()
-                magics.completer.unregister()
+                owners[id(magics)] = magics
                 del present[kind][name]
+    for magics in owners.values():
+        magics.unregister()

@@ -218,7 +218,8 @@ class _Findings:
         wait = _agree(first, "waits", "wait")
         texts[0] = f"{_name(first)} {wait} in {describe_operation(operation)}"
         other = "the other" if len(sides) == 2 else "another of them"
-        return f"{', '.join(texts)}: each waits for {other}"
+        sides_text = ",\n".join(texts)
+        return f"{sides_text}: each waits for {other}"
 
     def why_circle(self) -> str:
         is_any = any(is_from_any(self.blocked[rank]) for rank in self.stuck)

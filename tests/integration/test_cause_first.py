@@ -39,7 +39,8 @@ def check_one_line(error: RunError, cause: int, name: str, suffered: set[int]) -
     assert "at In[7] line " in shown[0]
     about = [line for line in shown if " waited in " in line or " later" in line]
     assert len(about) == 1
-    assert shown.index(about[0]) == len(shown) - 1
+    after = shown[shown.index(about[0]) + 1 :]
+    assert after in ([], ["The process group is connected anew, and all variables are kept."])
     assert "CollectiveError" not in "\n".join(shown)
     assert str(error).count("CollectiveError") == 0
 
@@ -152,7 +153,7 @@ def test_a_death_leads_though_others_come_late(start) -> None:
     assert "rank 3" in shown[0]
     assert "SIGKILL" in shown[0]
     assert len([line for line in shown if "CollectiveError" in line]) == 0
-    assert re.match(r"Ranks? 0\S* waited in barrier #1 at In\[7\] line 4 and w", shown[-1])
+    assert re.match(r"Ranks? 0\S* waited in barrier #1 at In\[7\] line 4 and w", shown[-2])
     assert len([line for line in shown if "waited in" in line or "later" in line]) == 1
 
 
@@ -160,9 +161,11 @@ def test_a_part_of_the_ranks_is_told_whom_it_waited_for(session: Session) -> Non
     others = session[2:4].submit(_fail_later)
     with pytest.raises((RunError, errors.CollectiveHangError)) as caught:
         session[0:2].execute("time.sleep(0.3 * rank)\ndist.barrier()", label="In[7]", timeout=60)
-    first = caught.value._render_traceback_()[0]
+    first, second = caught.value._render_traceback_()[:2]
     assert "barrier #1 at In[7] line 2" in first
-    assert re.search(r" for ranks? (2|3|2-3), which", first)  # one may fail before the other
+    assert re.search(
+        r"for ranks? (2|3|2-3), which", f"{first} {second}"
+    )  # one may fail before the other
     with pytest.raises(RunError, match="ZeroDivisionError on ranks 2-3"):
         others.result()
 

@@ -167,3 +167,74 @@ def test_a_hang_is_told_in_three_lines(notebook: Notebook) -> None:
         "The waiting ranks were freed. The process group is connected anew, and all variables are "
         "kept.",
     ]
+
+
+# --- the variable that the documentation speaks of ------------------------------------------------
+
+
+def test_session_is_a_variable_once_somebody_says_so(notebook: Notebook) -> None:
+    notebook.run("del session")
+    for code in ("session", "session[0].run(f)", "session.pull('x')", "x = 1\nsession"):
+        shown = notebook.run(code)
+        assert shown.ename == "NameError", code
+        assert shown.error.endswith(
+            "The session that is running has no variable yet. Type: session = %session"
+        )
+        assert not shown.data
+    assert "idle (2 ranks, gloo)" in notebook.run("session status").result  # IPython's automagic
+    assert "idle (2 ranks, gloo)" in notebook.run("%session").result
+    assert notebook.run("session = %session").data == []
+    assert notebook.run("type(session).__name__, session.world_size").result == "('Session', 2)"
+    assert "ranks per node" in notebook.run("session").data[0]["text/plain"]  # the panel
+
+
+def test_the_magic_gives_the_session_that_it_starts(notebook: Notebook) -> None:
+    notebook.run("first = session\nsession = %session start 1 --launcher inline")
+    assert notebook.run("session.world_size, session is first").result == "(1, False)"
+    shown = notebook.run("%session start 1 --launcher inline")
+    assert "It was running already" in shown.result
+    assert notebook.run("_ is session").result == "True"
+    notebook.run("session.close()\nsession = first")
+    assert "idle (2 ranks" in notebook.run("%session").result
+
+
+# --- a name that is on the other side -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        (
+            "there + 1",
+            "there is on ranks 0-1, not in the notebook. Type: there = %distributed there",
+        ),
+        ("one", "one is on rank 1, not in the notebook. Type: one = %distributed one"),
+        ("step()", "step is on ranks 0-1, not in the notebook. Begin the cell with: %%distributed"),
+        ("dist.barrier()", "dist is on ranks 0-1, not in the notebook. Begin the cell with: "),
+        ("%distributed here", "Begin the cell with: %%distributed --push here"),
+        ("%%distributed\nhere", "here is in the notebook, not on the ranks. Begin the cell with: "),
+        ("session.execute('osp')", "not on the ranks. Type there: import posixpath as osp"),
+        ("session.evaluate('json')", "not on the ranks. Type there: import json"),
+        ("%%distributed\nsession.pull('x')", "a cell that uses it begins without %%distributed"),
+    ],
+)
+def test_a_missing_name_is_looked_up_on_the_other_side(
+    notebook: Notebook, code: str, hint: str
+) -> None:
+    notebook.run("%%distributed\nthere = 1\ndef step(): pass\nif rank: one = 2")
+    notebook.run("here = 1\nimport json, os.path as osp")
+    assert hint in notebook.run(code).error.splitlines()[-1]
+
+
+def test_no_hint_where_there_is_nothing_to_tell(notebook: Notebook) -> None:
+    for code in ("nowhere", "%distributed nowhere", "%%distributed\nraise NameError('odd')"):
+        shown = notebook.run(code)
+        assert shown.error.splitlines()[-1].startswith("NameError: "), code
+    notebook.run("%%distributed\nthere = 1")
+    shown = notebook.run(
+        "import time\nfuture = session.submit(time.sleep, 60)\n"
+        "while not session.channel.pending(): pass\nthere"
+    )
+    assert shown.error.splitlines()[-1] == "NameError: name 'there' is not defined"
+    notebook.run("%session interrupt")
+    notebook.run("import contextlib\nwith contextlib.suppress(BaseException): future.result()")

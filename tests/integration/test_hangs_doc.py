@@ -133,10 +133,9 @@ def raised(session: Session, code: str, kind: type[BaseException], label: str = 
 
 
 def shown_of(error: BaseException) -> str:
-    if isinstance(error, RunError):
+    if isinstance(error, (errors.DistsessionError, RunInterrupt)):
         return "\n".join(error._render_traceback_())
-    name = "KeyboardInterrupt" if isinstance(error, RunInterrupt) else type(error).__name__
-    return f"{name}: {error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def stopped(session: Session, code: str, *texts: str, label: str = "In[7]") -> str:
@@ -410,7 +409,7 @@ def test_the_line_is_the_users_own_whoever_makes_the_call(two: Session) -> None:
         "library['call'](dist.barrier)",
     ):
         text = raised(two, f"if rank == 0:\n\n    {call}", errors.CollectiveHangError)
-        assert "at In[7] line 3 for rank 1" in text, call
+        assert "at In[7] line 3\nfor rank 1" in text, call
 
 
 def test_operations_are_numbered_in_their_group_and_anew_once_it_is_connected_anew(
