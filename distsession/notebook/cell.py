@@ -17,7 +17,8 @@ from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, state_and_since
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
-from distsession.notebook.output import RankText, Section, Transcript
+from distsession.notebook.lines import Line
+from distsession.notebook.output import HEAD_LINES, TAIL_LINES, RankText, Section, Transcript
 from distsession.notebook.output_html import (
     LiveRow,
     can_embed,
@@ -124,13 +125,13 @@ class CellOutput(Output):
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the last value of a cell, ranks that show the same folded into one."""
         self._finish()
-        section = Section()
+        section = Section(is_value=True)
         separate: dict[int, Bundle] = {}
         for rank, (data, metadata) in shown.items():
             if set(data) == {"text/plain"}:
                 section.notes[rank] = note_of((data, metadata))
-                written = section.texts[rank] = RankText()
-                written.add("stdout", [(line, False) for line in data["text/plain"].split("\n")])
+                written = section.texts[rank] = RankText(HEAD_LINES + TAIL_LINES, 0)
+                written.add([Line(line) for line in data["text/plain"].split("\n")])
             elif can_embed((data, metadata)):
                 section.displays[rank] = Display(rank, 0, data, metadata)
             else:
@@ -227,7 +228,7 @@ class CellOutput(Output):
             report = self._states.get(rank)
             if report is not None:
                 state, since = _state(report, self._places.get(rank, (0, "")))
-            rows.append(LiveRow(rank, state, since, self._transcript.last_line(rank)))
+            rows.append(LiveRow(rank, state, since, self._transcript.live(rank)))
         return rows
 
     def _finish(self) -> None:

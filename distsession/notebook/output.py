@@ -8,12 +8,15 @@ what they displayed stands side by side.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from distsession.notebook.lines import Bar, Lines, parse_bar
+from distsession.notebook.screen import ROWS, Line
 from distsession.protocol.messages import Display
 
 __all__ = ["OutputLine", "RankText", "Section", "Transcript"]
@@ -34,30 +37,77 @@ class OutputLine:
 
 
 class RankText:
-    """Text that one rank wrote: its first and its last lines, and a hash of all of it."""
+    """Text that one rank wrote: its first and its last lines, and a hash of all of it.
 
-    def __init__(self) -> None:
+    The newest lines are kept aside, for they may still be drawn anew; so are older ones that are
+    likely to be, such as a progress bar's. These come after all others.
+
+    Args:
+        head: Lines that are kept from its beginning.
+        tail: Lines that are kept from its end.
+    """
+
+    def __init__(self, head: int = HEAD_LINES, tail: int = TAIL_LINES) -> None:
         self.head: list[OutputLine] = []
-        self.tail: deque[OutputLine] = deque(maxlen=TAIL_LINES)
+        self.tail: deque[OutputLine] = deque(maxlen=tail)
         self.count = 0
+        self._head_lines = head
         self._hashes = {"stdout": hashlib.blake2b(), "stderr": hashlib.blake2b()}
+        self._recent: list[Line] = []
+        self._open: list[Line] = []
 
-    def add(self, stream: str, lines: Sequence[tuple[str, bool]]) -> None:
-        """Take whole lines, each with whether it had been overwritten."""
-        if not lines:
-            return
+    def add(self, lines: Sequence[Line]) -> None:
+        """Take whole lines, of which the newest may still change."""
+        if self._open:  # what is no longer drawn stands where that ended
+            self._recent += [line for line in self._open if not line.is_low]
+            self._open = [line for line in self._open if line.is_low]
+        self._recent += lines
+        newest = self._recent[-ROWS:]
+        if any(line.is_low for line in newest):
+            self._open += [line for line in newest if line.is_low]
+            self._recent[-ROWS:] = [line for line in newest if not line.is_low]
+        if len(self._recent) > ROWS:
+            older, self._recent = self._recent[:-ROWS], self._recent[-ROWS:]
+            self._settle(older)
+
+    def finish(self) -> list[Line]:
+        """No line changes any more, except those that this gives back, which it lets go of."""
+        rest = self._in_order()
+        self._recent, self._open = [], []
+        self._settle([line for line in rest if not line.is_open])
+        return [line for line in rest if line.is_open]
+
+    def finished(self) -> RankText:
+        """All of it as it is now, as a text that does not change."""
+        if not self._recent and not self._open:
+            return self
+        text = RankText(self._head_lines, self.tail.maxlen or 0)
+        text.head, text.tail, text.count = list(self.head), self.tail.copy(), self.count
+        text._hashes = {stream: each.copy() for stream, each in self._hashes.items()}
+        text._settle(self._in_order())
+        return text
+
+    def _in_order(self) -> list[Line]:
+        return sorted([*self._recent, *self._open], key=operator.attrgetter("is_low"))
+
+    def _settle(self, lines: Sequence[Line]) -> None:
+        lines = [line for line in lines if not line.is_gone]
         self.count += len(lines)
+        for stream, run in itertools.groupby(lines, key=operator.attrgetter("stream")):
+            self._settle_stream(stream, list(run))
+
+    def _settle_stream(self, stream: str, lines: Sequence[Line]) -> None:
         bars = {
-            at: bar for at, (text, drawn) in enumerate(lines) if drawn and (bar := parse_bar(text))
+            at: bar for at, line in enumerate(lines) if line.drawn and (bar := parse_bar(line.text))
         }
-        same = [text for text, _ in lines]
+        same = [line.text for line in lines]
         for at, bar in bars.items():  # two ranks that came equally far are alike
             same[at] = f"{bar.label} {bar.count}"
         self._hashes[stream].update("\n".join((*same, "")).encode("utf-8", "surrogatepass"))
-        room = max(0, HEAD_LINES - len(self.head))
-        first = max(room, len(lines) - TAIL_LINES)
+        room = max(0, self._head_lines - len(self.head))
+        first = max(room, len(lines) - (self.tail.maxlen or 0))
         for at in (*range(min(room, len(lines))), *range(first, len(lines))):
-            line = OutputLine(_cut(lines[at][0]), stream, bars.get(at))
+            line = OutputLine(_cut(lines[at].text), stream, bars.get(at))
             (self.head if at < room else self.tail).append(line)
 
     @property
@@ -85,6 +135,7 @@ class Section:
     """The n-th parts of all ranks: text, and then a display.
 
     Attributes:
+        is_value: Its text is that of values, not of what ranks wrote.
         changed: Whether it is other than what was last shown of it.
         handle: Where it is shown.
         notes: What is said of the text of a rank.
@@ -92,6 +143,7 @@ class Section:
 
     texts: dict[int, RankText] = field(default_factory=dict)
     displays: dict[int, Display] = field(default_factory=dict)
+    is_value: bool = False
     changed: bool = True
     handle: Any = None
     notes: dict[int, str] = field(default_factory=dict)
@@ -110,17 +162,23 @@ class Transcript:
     def write(self, rank: int, stream: str, text: str) -> None:
         """Take a piece of text."""
         self._clear_pending(rank)
-        lines = self._lines.setdefault((rank, stream), Lines())
-        self._add(rank, stream, lines.feed(text))
+        lines = self._lines.get((rank, stream))
+        if lines is None:
+            lines = self._lines[rank, stream] = Lines(stream)
+        self._add(rank, lines.feed(text))
 
     def display(self, message: Display) -> None:
-        """Take something displayed; it comes after what the rank has written."""
+        """Take something displayed; it comes after what the rank has written.
+
+        A progress bar that is not at its end goes on below it.
+        """
         self._clear_pending(message.rank)
-        self._finish(message.rank)
+        bars = self._finish(message.rank, keep_bars=True)
         section = self._section(message.rank)
         section.displays[message.rank] = message
         section.changed = True
         self._section_index[message.rank] = self._section_index.get(message.rank, 0) + 1
+        self._add(message.rank, bars)
 
     def clear(self, rank: int, wait: bool) -> None:
         """Drop what a rank has put out: now, or when it next puts something out."""
@@ -133,13 +191,14 @@ class Transcript:
         for rank in {rank for rank, _ in self._lines}:
             self._finish(rank)
 
-    def last_line(self, rank: int) -> str:
-        """The line that a rank writes, or wrote last."""
+    def live(self, rank: int) -> tuple[str, ...]:
+        """The line that a rank writes, or wrote last; or the progress bars that it draws."""
         for stream in ("stderr", "stdout"):
             lines = self._lines.get((rank, stream))
-            if lines is not None and lines.partial.strip():
-                return lines.partial
-        return self._last_lines.get(rank, "")
+            if lines is not None and (shown := lines.live):
+                return tuple(_cut(line) for line in shown)
+        last = self._last_lines.get(rank, "")
+        return (last,) if last else ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -159,23 +218,32 @@ class Transcript:
             self.sections.append(Section())
         return self.sections[at]
 
-    def _add(self, rank: int, stream: str, lines: Sequence[tuple[str, bool]]) -> None:
+    def _add(self, rank: int, lines: Sequence[Line]) -> None:
         if not lines:
+            if (written := self._text(rank)) is not None:
+                written.add(())
             return
         section = self._section(rank)
-        section.texts.setdefault(rank, RankText()).add(stream, lines)
+        section.texts.setdefault(rank, RankText()).add(lines)
         section.changed = True
-        last = next((text for text, _ in reversed(lines) if text.strip()), "")
+        last = next((line.text for line in reversed(lines) if line.text.strip()), "")
         self._last_lines[rank] = _cut(last) or self._last_lines.get(rank, "")
 
-    def _finish(self, rank: int) -> None:
+    def _finish(self, rank: int, *, keep_bars: bool = False) -> list[Line]:
         for stream in ("stdout", "stderr"):
             lines = self._lines.get((rank, stream))
-            if lines is not None:
-                redrawn = lines.redrawn
-                rest = lines.finish()
-                if rest:
-                    self._add(rank, stream, [(rest, redrawn)])
+            if lines is not None and not (keep_bars and lines.has_bar):
+                self._add(rank, lines.finish())
+        written = self._text(rank)
+        if written is None:
+            return []
+        self._section(rank).changed = True
+        return written.finish()
+
+    def _text(self, rank: int) -> RankText | None:
+        """What a rank has written since it last displayed something, if anything."""
+        at = self._section_index.get(rank, 0)
+        return self.sections[at].texts.get(rank) if at < len(self.sections) else None
 
     def _clear_pending(self, rank: int) -> None:
         if rank not in self._pending_clears:

@@ -49,13 +49,13 @@ class LiveRow:
 
     Attributes:
         since: For how long, as text.
-        line: What it wrote last.
+        lines: What it wrote last; several, if it draws several progress bars.
     """
 
     rank: int
     state: str
     since: str = ""
-    line: str = ""
+    lines: tuple[str, ...] = ()
 
 
 # --- while it runs --------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ class LiveRow:
 def live_text(rows: Sequence[LiveRow], notice: str) -> str:
     """A line for each rank, and the notice."""
     lines = [
-        f"{rank_label(ranks)} {state}{': ' if line else ''}{line}"
-        for ranks, (state, _, line) in _fold_rows(rows)
+        f"{rank_label(ranks)} {state}{': ' if shown else ''}{_without_escapes('  '.join(shown))}"
+        for ranks, (state, _, shown) in _fold_rows(rows)
     ]
     return "\n".join([*lines, *([notice] if notice else [])])
 
@@ -88,23 +88,38 @@ def live_html(rows: Sequence[LiveRow], notice: str) -> Html:
     return html.join(parts)
 
 
-def _live_cells(ranks: tuple[int, ...], state: str, since: str, line: str) -> list[str | Cell]:
+def _without_escapes(text: str) -> str:
+    return _ANY_ESCAPE.sub("", text)
+
+
+def _live_cells(
+    ranks: tuple[int, ...], state: str, since: str, lines: tuple[str, ...]
+) -> list[str | Cell]:
     head = f"font-weight:normal;opacity:.8;padding-left:.6em;border-left:{edge(ranks)}"
     return [
         Cell(ranks_text(ranks), head),
         state,
         Cell(since, "text-align:right"),
-        Cell(_live_line(line), "width:100%"),
+        Cell(html.join(_live_lines(lines)), "width:100%"),
     ]
 
 
-def _fold_rows(rows: Sequence[LiveRow]) -> list[tuple[tuple[int, ...], tuple[str, str, str]]]:
+def _live_lines(lines: Sequence[str]) -> list[Html]:
+    drawn = [_live_line(line) for line in lines]
+    return drawn if len(drawn) < 2 else [element("div", line) for line in drawn]
+
+
+_Shown = tuple[str, str, tuple[str, ...]]
+"""State, since when, and lines."""
+
+
+def _fold_rows(rows: Sequence[LiveRow]) -> list[tuple[tuple[int, ...], _Shown]]:
     """Each rank by itself, or, where that is too long, those together that do the same."""
     if len(rows) <= MAX_LIVE_ROWS:
-        return [((row.rank,), (row.state, row.since, row.line)) for row in rows]
+        return [((row.rank,), (row.state, row.since, row.lines)) for row in rows]
     since = {row.rank: row.since for row in rows}
-    alike = fold({row.rank: (row.state, row.line) for row in rows})
-    return [(ranks, (state, since[ranks[0]], line)) for ranks, (state, line) in alike]
+    alike = fold({row.rank: (row.state, row.lines) for row in rows})
+    return [(ranks, (state, since[ranks[0]], lines)) for ranks, (state, lines) in alike]
 
 
 def _live_line(line: str) -> Html:
@@ -129,7 +144,7 @@ def section_text(section: Section, log: Callable[[int], str]) -> str:
     """What the ranks wrote and displayed, those that put out the same together."""
     parts = []
     for block in _blocks(section):
-        lines = [_ANY_ESCAPE.sub("", text) for _, text in block.lines(log, len(section.texts))]
+        lines = [_without_escapes(text) for _, text in block.lines(log, len(section.texts))]
         gap = "\n" if len(lines) > 1 or block.note else " "
         parts.append(rank_label(block.ranks, block.note) + gap + "\n".join(lines))
     for ranks, bundle in fold_bundles(_bundles(section)):
@@ -160,26 +175,33 @@ class _Block:
     ranks: tuple[int, ...]
     written: tuple[RankText, ...]
     note: str = ""
+    is_value: bool = False
 
     @property
     def count(self) -> int:
         return self.written[0].count
 
+    def parts(self, blocks: int) -> tuple[int, int]:
+        """How many lines of its beginning and of its end are shown, if there are so many blocks."""
+        most = max(2, MAX_LINES // max(1, blocks))
+        head, tail = len(self.written[0].head), len(self.written[0].tail)
+        if head + tail > most:
+            head, tail = (most, 0) if self.is_value else (most // 2, most // 2)
+        return head, tail
+
     def lines(self, log: Callable[[int], str], blocks: int) -> Iterator[tuple[str, str]]:
         """Stream and text of each line that is shown."""
-        most = max(2, MAX_LINES // max(1, blocks))
-        first = self.written[0]
-        head, tail = list(range(len(first.head))), list(range(len(first.tail)))
-        if len(head) + len(tail) > most:
-            head, tail = head[: most // 2], tail[-(most // 2) :]
-        left_out = first.count - len(head) - len(tail)
-        for at in head:
+        head, tail = self.parts(blocks)
+        left_out = self.count - head - tail
+        for at in range(head):
             yield from self._line([written.head[at] for written in self.written])
-        if left_out:
+        if left_out and self.is_value:
+            yield "note", f"... {left_out:,} more lines of this value are not kept"
+        elif left_out:
             where = log(self.ranks[0])
             kept = f"; all of them: {where}" if where else ""
             yield "note", f"... {left_out:,} lines are left out here{kept}"
-        for at in tail:
+        for at in range(-tail, 0):
             yield from self._line([written.tail[at] for written in self.written])
 
     def _line(self, lines: Sequence[OutputLine]) -> Iterator[tuple[str, str]]:
@@ -199,24 +221,20 @@ class _Block:
 
 
 def _blocks(section: Section) -> Iterator[_Block]:
-    written = {rank: text for rank, text in section.texts.items() if text}
+    texts = {rank: text.finished() for rank, text in section.texts.items()}
+    written = {rank: text for rank, text in texts.items() if text}
     for ranks, _ in fold({rank: text.key for rank, text in written.items()}):
         note = section.notes.get(ranks[0], "")
-        yield _Block(ranks, tuple(written[rank] for rank in ranks), note)
+        yield _Block(ranks, tuple(written[rank] for rank in ranks), note, section.is_value)
 
 
 def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded: bool) -> Html:
     name = ranks_text(block.ranks)
     lines = list(block.lines(log, blocks))
     note = _lines_html([("note", block.note)]) if block.note else ""
-    body = _lines_html(lines[-UNFOLDED_LINES:])
-    if len(lines) > UNFOLDED_LINES:
-        before = _lines_html(lines[:-UNFOLDED_LINES])
-        body = html.join(
-            (_details(f"{len(lines) - UNFOLDED_LINES:,} lines before these", before), body)
-        )
+    body = _value_html(lines) if block.is_value else _log_html(lines, block, blocks)
     if folded and block.count > 3:
-        last = _ANY_ESCAPE.sub("", lines[-1][1])[:100]
+        last = _without_escapes(lines[-1][1])[:100]
         body = _details(f"{block.count:,} lines, the last: {last}", body)
     return element(
         "div",
@@ -227,6 +245,28 @@ def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded
         style=f"display:flex;gap:.8em;margin:.15em 0;padding-left:.6em;"
         f"border-left:{edge(block.ranks)}",
     )
+
+
+def _log_html(lines: Sequence[tuple[str, str]], block: _Block, blocks: int) -> Html:
+    """What was written: the end of it, and what comes before behind a click."""
+    if len(lines) <= UNFOLDED_LINES:
+        return _lines_html(lines)
+    before, shown = lines[:-UNFOLDED_LINES], lines[-UNFOLDED_LINES:]
+    left_out = block.count - sum(block.parts(blocks))
+    if left_out and before[-1] is not lines[-1]:
+        total = left_out + len(before) - any(kind == "note" for kind, _ in before)
+        summary = f"{total:,} lines before these, {left_out:,} of them only in the log"
+    else:
+        summary = f"{len(before):,} lines before these"
+    return html.join((_details(summary, _lines_html(before)), _lines_html(shown)))
+
+
+def _value_html(lines: Sequence[tuple[str, str]]) -> Html:
+    """A value: the beginning of it, and what comes after behind a click."""
+    if len(lines) <= UNFOLDED_LINES:
+        return _lines_html(lines)
+    shown, rest = lines[:UNFOLDED_LINES], lines[UNFOLDED_LINES:]
+    return html.join((_lines_html(shown), _details(f"{len(rest):,} more lines", _lines_html(rest))))
 
 
 def _details(summary: str, body: Html) -> Html:
@@ -265,10 +305,10 @@ def ansi_html(text: str) -> Html:
 
 
 def _apply(codes: str, styles: dict[str, str]) -> None:
-    numbers = [int(code or 0) for code in codes.split(";")]
-    if numbers[0] in (38, 48):  # one of 256 or more colours; the theme may not go with it
-        return
+    numbers = iter([int(code or 0) for code in codes.split(";")])
     for number in numbers:
+        if number in (38, 48):  # one of 256 or more colours; the theme may not go with it
+            list(itertools.islice(numbers, 3 if next(numbers, 0) == 2 else 1))
         if number == 0:
             styles.clear()
         elif number == 1:

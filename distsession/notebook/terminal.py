@@ -10,14 +10,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, without_times
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
-from distsession.notebook.lines import Lines
+from distsession.notebook.lines import Line, Lines
 from distsession.protocol.messages import Display, RankReport, Text
 
 __all__ = ["TerminalOutput"]
@@ -37,6 +37,7 @@ class TerminalOutput(Output):
 
     def __init__(self) -> None:
         self._lines: dict[tuple[int, str], Lines] = {}
+        self._held: dict[tuple[int, str], list[Line]] = {}
         self._batch: list[str] = []
         self._batch_size = 0
         self._batch_stream = "stdout"
@@ -48,11 +49,14 @@ class TerminalOutput(Output):
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
         if isinstance(message, Text):
-            lines = self._lines.setdefault((message.rank, message.stream), Lines())
-            prefix = f"[{message.rank}] "
-            text = "".join(f"{prefix}{line}\n" for line, _ in lines.feed(message.text))
-            if text:
-                self._write_batched(message.stream, text)
+            place = message.rank, message.stream
+            lines = self._lines.get(place)
+            if lines is None:
+                lines = self._lines[place] = Lines(message.stream)
+            given = [*self._held.pop(place, ()), *lines.feed(message.text)]
+            self._write_lines(message.rank, [*given, *lines.settled()])
+            if held := [line for line in given if line.is_open]:
+                self._held[place] = held
             self._update_live()
         elif isinstance(message, Display):
             self._flush()
@@ -87,6 +91,16 @@ class TerminalOutput(Output):
 
     # --- text -------------------------------------------------------------------------------------
 
+    def _write_lines(self, rank: int, lines: Sequence[Line]) -> None:
+        """Write those that are not about to be drawn anew, unless they stand there already."""
+        parts = []
+        for line in lines:
+            if not line.is_open and line.is_news:
+                line.written = line.text
+                parts.append(f"[{rank}] {line.text}\n")
+        if parts:
+            self._write_batched(lines[0].stream, "".join(parts))
+
     def _write_batched(self, stream: str, text: str) -> None:
         if stream != self._batch_stream:
             self._flush()
@@ -109,18 +123,18 @@ class TerminalOutput(Output):
 
     def _finish_lines(self) -> None:
         for (rank, stream), lines in sorted(self._lines.items()):
-            rest = lines.finish()
-            if rest:
-                self._write_batched(stream, f"[{rank}] {rest}\n")
+            given = self._held.pop((rank, stream), [])
+            recent = lines.recent
+            self._write_lines(rank, [*given, *recent, *lines.finish()])
         self._flush()
         self._live.show({})
 
     def _update_live(self) -> None:
         if self._live.is_due:
             partial = {
-                rank: lines.partial
+                rank: "  ".join(shown)
                 for (rank, _), lines in sorted(self._lines.items())
-                if lines.partial
+                if (shown := lines.live)
             }
             if partial:
                 self._flush()

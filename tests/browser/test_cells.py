@@ -31,6 +31,15 @@ for step in tqdm(range(60), desc="train"):
     time.sleep(0.05 * (1 + rank))
 print("loss", 0.25)"""
 
+NESTED = """\
+%%distributed
+import time
+from tqdm import tqdm
+for epoch in tqdm(range(6), desc="epochs"):
+    for step in tqdm(range(20), desc="steps", leave=False):
+        time.sleep(0.02)
+    tqdm.write(f"loss {epoch}")"""
+
 FIGURES = """\
 %%distributed
 import matplotlib.pyplot as plt
@@ -75,6 +84,20 @@ def test_a_cell_shows_a_bar_for_each_rank_and_then_what_they_said(open_notebook:
     assert text.count("60/60") == 2
     assert text.count("loss 0.25") == 1
     assert bars.count() == 0
+
+
+def test_bars_within_bars_are_drawn_and_bury_nothing(open_notebook: Open) -> None:
+    notebook = open_notebook([START, NESTED])
+    notebook.run(0)
+    notebook.start(1)
+    notebook.output(1).locator("progress").nth(3).wait_for()
+    notebook.screenshot("nested")
+    notebook.wait(1)
+    text = notebook.text(1)
+    assert [f"loss {epoch}" in text for epoch in range(6)] == [True] * 6
+    assert text.count("epochs: 100%") == 2
+    assert text.count("loss") == 6
+    assert "steps" not in text
 
 
 def test_figures_of_the_ranks_stand_side_by_side(open_notebook: Open) -> None:

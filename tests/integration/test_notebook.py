@@ -33,6 +33,32 @@ def test_the_line_magic_gives_results(notebook: Notebook) -> None:
     assert notebook.run("type(x).__name__, x[1]").result == "('RankResults', {'a': 1, 'b': '1'})"
 
 
+def test_bars_within_bars_bury_nothing(notebook: Notebook) -> None:
+    shown = notebook.run(
+        "%%distributed\n"
+        "from tqdm import tqdm\n"
+        "for epoch in tqdm(range(24), desc='epochs'):\n"
+        "    for step in tqdm(range(40), desc='steps', leave=False, mininterval=0):\n"
+        "        pass\n"
+        "    tqdm.write(f'loss {epoch}')"
+    )
+    lines = shown.plain.splitlines()
+    written = lines.index("[ranks 0-1]")
+    assert lines[written + 1 : written + 25] == [f"loss {epoch}" for epoch in range(24)]
+    assert [line.partition("%")[0] for line in lines[written + 25 :]] == [
+        "[0] epochs: 100",
+        "[1] epochs: 100",
+    ]
+
+
+def test_of_a_long_value_the_beginning_is_shown(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed\nprint('printed')\nlist(range(1000, 6000))")
+    folded = shown.data[-1]["text/html"].partition("<details>")[2]
+    assert "[1000," not in folded
+    assert "1029" not in folded
+    assert "1030" in folded
+
+
 def test_diff_says_which_ranks_differ_and_by_how_much(notebook: Notebook) -> None:
     notebook.run("%%distributed\nw = torch.ones(2, 3)\nm = {'w': w + rank / 4, 'same': w}")
     assert notebook.run("%distributed --diff w").result == (

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.notebook.output import HEAD_LINES, MAX_LINE_CHARS, TAIL_LINES, Section, Transcript
+from distsession.notebook.lines import Line
+from distsession.notebook.output import (
+    HEAD_LINES,
+    MAX_LINE_CHARS,
+    TAIL_LINES,
+    RankText,
+    Section,
+    Transcript,
+)
 from distsession.notebook.output_html import (
     MAX_LIVE_ROWS,
     UNFOLDED_LINES,
@@ -194,6 +202,77 @@ def test_a_rank_that_did_not_come_as_far_stands_by_itself() -> None:
     assert "[rank 2] fit:  50%|##" in text(made)
 
 
+def nested(step: int, of: int = 9) -> str:
+    """One update of a bar within a bar, as tqdm writes it."""
+    outer = f"\router: {100 * step // of:3d}%|##  | {step}/{of} [00:01<00:09, 1it/s]"
+    return f"{outer}\n\rinner:  50%|##  | 4/8 [00:00<00:00, 9it/s]\x1b[A"
+
+
+def test_a_bar_within_a_bar_buries_nothing_that_is_printed_meanwhile() -> None:
+    made = Transcript()
+    for step in range(10):
+        made.write(0, "stderr", nested(step))
+        made.write(0, "stdout", "".join(f"step {step} line {n}\n" for n in range(30)))
+    made.finish()
+    written = made.sections[0].texts[0]
+    assert written.count == 300 + 2
+    assert [line.text[:17] for line in written.tail][-2:] == [
+        "outer: 100%|##  |",
+        "inner:  50%|##  |",
+    ]
+    assert all(line.text.startswith("step") for line in written.head)
+
+
+def test_ranks_whose_bars_came_equally_far_are_alike_wherever_their_text_is_cut() -> None:
+    made = Transcript()
+    text = "".join(nested(step) for step in range(10))
+    made.write(0, "stderr", text)
+    for character in text.replace("00:01", "00:07"):
+        made.write(1, "stderr", character)
+    made.finish()
+    assert "[ranks 0-1]" in section_text(made.sections[0], str)
+
+
+def test_bars_that_go_on_stand_below_what_is_displayed_meanwhile() -> None:
+    made = Transcript()
+    for step in range(10):
+        made.write(0, "stderr", nested(step))
+        made.display(image(0, str(step) * 4))
+    made.finish()
+    shown = [text for section in made if (text := section_text(section, str))]
+    assert [text.count("outer") for text in shown] == [0] * 10 + [1]
+    assert "outer: 100%" in shown[-1]
+
+
+def test_a_section_that_is_not_finished_shows_its_lines_too() -> None:
+    made = Transcript()
+    made.write(0, "stdout", "one\ntwo\n")
+    assert section_text(made.sections[0], str) == "[rank 0]\none\ntwo"
+    made.write(0, "stdout", "three\n")
+    assert section_text(made.sections[0], str) == "[rank 0]\none\ntwo\nthree"
+
+
+def test_it_is_said_how_many_lines_are_missing_in_all() -> None:
+    made = transcript((0, "".join(f"line {n}\n" for n in range(25_000))))
+    shown = html(made.sections[0])
+    assert "24,970 lines before these, 24,800 of them only in the log" in shown
+
+
+def test_of_a_long_value_the_beginning_is_shown() -> None:
+    section = Section(is_value=True)
+    section.texts[0] = RankText(HEAD_LINES + TAIL_LINES, 0)
+    section.texts[0].add([Line(f"item {n}") for n in range(1000)])
+    shown = html(section)
+    first, _, folded = shown.partition("<details>")
+    assert "item 29\n" not in folded
+    assert "item 29" in first
+    assert "171 more lines" in folded
+    assert "item 199" in folded
+    assert "800 more lines of this value are not kept" in folded
+    assert "item 200" not in shown
+    assert "/logs/" not in shown
+
+
 # --- HTML -----------------------------------------------------------------------------------------
 
 
@@ -224,6 +303,7 @@ def test_colours_are_kept_and_other_escapes_dropped() -> None:
         ("\x1b[31m\x1b[0mx", "x"),
         ("\x1b[4;7munderlined", "underlined"),
         ("\x1b[48;2;1;2;3mx\x1b]8;;http://a\x1b\\link", "xlink"),
+        ("\x1b[1;38;5;31mb", '<span style="font-weight:bold">b</span>'),
         ("\"a\" & 'b'", "\"a\" &amp; 'b'"),
     ],
 )
@@ -268,7 +348,7 @@ def test_all_blocks_together_have_a_bound() -> None:
 
 def test_the_live_block_has_a_line_for_each_rank() -> None:
     rows = [
-        LiveRow(0, "in barrier #2", "3 s", "<loss> 1"),
+        LiveRow(0, "in barrier #2", "3 s", ("<loss> 1",)),
         LiveRow(1, "running In[2] line 4", "3 s"),
     ]
     assert live_text(rows, "wait") == (
@@ -281,7 +361,7 @@ def test_the_live_block_has_a_line_for_each_rank() -> None:
 
 def test_a_bar_in_the_live_block_is_drawn() -> None:
     line = "fit:  45%|####5     | 45/100 [00:01<00:02, 30.0it/s]"
-    shown = live_html([LiveRow(0, "running", "1 s", line)], "")
+    shown = live_html([LiveRow(0, "running", "1 s", (line,))], "")
     assert '<progress max="100" value="45" aria-label="fit 45 %"' in shown
     assert " 45/100 [00:01&lt;00:02, 30.0it/s]" in shown
 
@@ -290,7 +370,7 @@ def test_a_bar_in_the_live_block_is_drawn() -> None:
     ("ranks", "lines"), [(MAX_LIVE_ROWS, MAX_LIVE_ROWS), (MAX_LIVE_ROWS + 1, 1)]
 )
 def test_few_ranks_have_a_row_each_and_many_share_them(ranks: int, lines: int) -> None:
-    rows = [LiveRow(rank, "running", f"{rank} s", "x") for rank in range(ranks)]
+    rows = [LiveRow(rank, "running", f"{rank} s", ("x",)) for rank in range(ranks)]
     assert live_text(rows, "").count("\n") + 1 == lines
     shown = live_html(rows, "")
     assert shown.count("<tr>") == lines
@@ -303,9 +383,17 @@ def test_an_empty_live_block_is_nothing_and_a_notice_stands_alone() -> None:
     assert "still &lt;waiting&gt;" in live_html([], "still <waiting>")
 
 
+def test_bars_of_one_rank_stand_below_each_other_in_the_live_block() -> None:
+    made = Transcript()
+    made.write(0, "stderr", nested(3))
+    row = LiveRow(0, "running", "1 s", made.live(0))
+    assert live_html([row], "").count("<progress") == 2
+    assert live_text([row], "").startswith("[rank 0] running: outer:  33%|##  | 3/9 [")
+
+
 def test_a_long_line_of_the_live_block_is_cut() -> None:
-    assert "x" * 200 in live_html([LiveRow(0, "running", "", "x" * 500)], "")
-    assert "x" * 201 not in live_html([LiveRow(0, "running", "", "x" * 500)], "")
+    assert "x" * 200 in live_html([LiveRow(0, "running", "", ("x" * 500,))], "")
+    assert "x" * 201 not in live_html([LiveRow(0, "running", "", ("x" * 500,))], "")
 
 
 def test_ranks_that_do_the_same_share_a_row_where_there_are_many() -> None:

@@ -98,6 +98,21 @@ def test_what_each_rank_wrote_can_be_read_back_from_its_marks(
         assert marked == mine.splitlines()
 
 
+def test_a_bar_within_a_bar_is_written_once_below_the_lines_beside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bars = "\router: {}0%\n\rinner: 50%\x1b[A"
+    steps = [f"{bars.format(n)}\r          \rstep {n}\n" for n in range(3)]
+    lines = printed(capsys, *(out(1, step) for step in steps), out(1, bars.format(3))).splitlines()
+    expected = ["[1] step 0", "[1] step 1", "[1] step 2", "[1] outer: 30%", "[1] inner: 50%"]
+    assert lines == expected
+
+
+def test_a_line_that_changes_later_is_written_again(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, out(0, "a 1\nb 1\n"), out(0, "\x1b[2Aa 2\nb 1\n"), out(0, "c\n"))
+    assert text == "[0] a 1\n[0] b 1\n[0] a 2\n[0] c\n"
+
+
 def test_a_display_comes_after_the_lines_before_it(capsys: pytest.CaptureFixture[str]) -> None:
     table = Display(1, 1, {"text/plain": "<table>", "text/html": "<b>"}, {})
     text = printed(capsys, out(0, "before\n"), table, out(0, "after\n"))
