@@ -497,6 +497,7 @@ class Session(RankView):
 
     def _on_background(self, message: Any) -> None:
         output = self.output(is_run=False)
+        output.connect((message.rank,), self._launcher.channel)
         output.write(message)
         output.close()
 

@@ -79,6 +79,13 @@ class Channel(ABC):
         """Whether a rank has requests that it has not answered."""
         return False
 
+    def send_control(self, rank: int, message: Any) -> None:  # noqa: B027
+        """Send a rank something that is no request; to one that has ended, nothing."""
+
+    def process_of(self, rank: int) -> int | None:
+        """The generation for which a rank's process was started; None if it has ended."""
+        return None
+
     @abstractmethod
     def forget(self, pending: PendingRequest) -> None:
         """Nobody waits for this any more; what still comes of it is background output."""

@@ -183,6 +183,12 @@ class SocketChannel(Channel):
             if not self._closed and rank in self._identities and rank not in self._dead:
                 self._route(self._control, self._identities[rank], encode(message))
 
+    def process_of(self, rank: int) -> int | None:
+        identity = self._identities.get(rank)
+        if self._closed or identity is None or rank in self._dead:
+            return None
+        return int(identity.partition(b".")[0])
+
     def request_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         """Ask the control threads of ranks where their main threads are."""
         return self.query(ranks, StackRequest, timeout)

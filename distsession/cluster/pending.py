@@ -12,6 +12,7 @@ from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import (
     ClearOutput,
+    CommMessage,
     Display,
     ErrorInfo,
     InputReply,
@@ -25,7 +26,7 @@ from distsession.ranks import ranks_text
 
 __all__ = ["NOBODY", "OutputBudget", "OutputMessage", "PendingRequest"]
 
-OutputMessage = Text | Display | ClearOutput
+OutputMessage = Text | Display | ClearOutput | CommMessage
 
 NOBODY = "nobody waits for this run in the main thread, so there is nobody to ask."
 
@@ -63,6 +64,8 @@ def _weight(message: OutputMessage) -> int:
         return len(message.text)
     if isinstance(message, Display):
         return sum(len(v) if isinstance(v, (str, bytes)) else 1000 for v in message.data.values())
+    if isinstance(message, CommMessage):
+        return 1000 + sum(map(len, message.buffers))
     return 0
 
 

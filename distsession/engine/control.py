@@ -15,10 +15,12 @@ import zmq
 
 from distsession.protocol.messages import Abort, MalformedMessage, decode
 
-__all__ = ["Control", "Interrupter"]
+__all__ = ["CALLBACK", "Control", "Interrupter"]
 
 log = logging.getLogger(__name__)
 
+CALLBACK = -1
+"""Stands for a request while a widget's callback runs, which a stop of any request ends."""
 INTERRUPT_RETRY_S = 0.3
 """Seconds after which an interrupt that had no effect is repeated, once."""
 ABORT_GRACE_S = 0.06
@@ -68,6 +70,12 @@ class Interrupter:
             self._target = 0
             self._raised = KeyboardInterrupt()
             raise self._raised
+
+    def interrupt_callback(self) -> None:
+        """From another thread: interrupt a widget's callback, if one runs."""
+        if self._running == CALLBACK:
+            self._target = CALLBACK
+            self.interrupt()
 
     def is_swallowed(self, error: BaseException | None) -> bool:
         """Take note of what Python has printed instead of raising; whether it is raised again.
@@ -143,6 +151,8 @@ class Control:
         if not isinstance(message, Abort):
             self._handle_message(message)
             return
+        if message.interrupt or message.refuse:
+            self._interrupter.interrupt_callback()
         blocked = self._is_blocked()
         if message.interrupt:
             self._interrupter.target(message.interrupt)

@@ -28,6 +28,7 @@ from IPython.core.interactiveshell import ExecutionInfo
 from traitlets.config import Config
 
 from distsession.engine.capture import Capture, redirected
+from distsession.engine.comms import Comms
 from distsession.engine.listeners import RequestListener
 from distsession.protocol.messages import ClearOutput, ControllerInfo, Display, Request
 
@@ -48,6 +49,8 @@ class _Publisher(ZMQDisplayPublisher):
     capture: Capture | None = None
     rank = 0
     request = 0
+    is_px = False
+    """Whether a request of ipyparallel's runs."""
 
     def publish(
         self,
@@ -58,7 +61,7 @@ class _Publisher(ZMQDisplayPublisher):
         update: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not self.request or self.capture is None:
+        if self.is_px or self.capture is None:
             if self.pub_socket is not None:
                 super().publish(data, metadata, transient=transient, update=update, **kwargs)
             return
@@ -68,10 +71,14 @@ class _Publisher(ZMQDisplayPublisher):
         )
 
     def clear_output(self, wait: bool = False) -> None:
-        if self.request and self.capture is not None:
+        if not self.is_px and self.capture is not None:
             self.capture.show(ClearOutput(self.rank, self.request, wait))
         elif self.pub_socket is not None:
             super().clear_output(wait)
+
+
+def _is_px() -> bool:
+    return bool(EngineShell.initialized() and EngineShell.instance().display_pub.is_px)
 
 
 class EngineShell(ZMQInteractiveShell):
@@ -81,6 +88,13 @@ class EngineShell(ZMQInteractiveShell):
         raise UsageError(
             "exit and quit would end the rank's process: use session.restart() or session.close()."
         )
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
+        """What a widget's callback has raised; outside of ``%%px`` nobody waits for a message."""
+        if self.display_pub.is_px:
+            super()._showtraceback(etype, evalue, stb)
+        else:
+            sys.stderr.write(self.InteractiveTB.stb2text(stb) + "\n")
 
     def enable_gui(self, gui: Any = None) -> None:
         if gui not in (None, "inline"):
@@ -99,7 +113,7 @@ class ShellFront(RequestListener):
         self._publisher.request = request.id
 
     def end_request(self, request: Request) -> None:
-        """And now to ``%%px``."""
+        """And now to no request."""
         self._publisher.request = 0
 
     def transform(self, source: str) -> str:
@@ -118,7 +132,7 @@ class ShellFront(RequestListener):
         return (data, metadata) if data else None
 
 
-def make_shell(namespace: dict[str, Any], capture: Capture, rank: int) -> ShellFront:
+def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Comms) -> ShellFront:
     """Make the shell whose ``user_ns`` is the rank's namespace."""
     config = Config()
     config.HistoryManager.enabled = False
@@ -137,6 +151,7 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int) -> ShellF
     assert isinstance(publisher, _Publisher)
     publisher.capture = capture
     publisher.rank = rank
+    comms.install(_is_px)
     return ShellFront(shell, publisher)
 
 
@@ -169,6 +184,8 @@ class _Kernel(IPythonParallelKernel):
     @contextlib.contextmanager
     def _px(self) -> Iterator[None]:
         process = os.getpid()
+        publisher = self.shell.display_pub
+        publisher.is_px = True
         try:
             if self.px_streams is None:
                 yield
@@ -181,6 +198,7 @@ class _Kernel(IPythonParallelKernel):
                     for stream in self.px_streams:
                         stream.flush()
         finally:
+            publisher.is_px = False
             if os.getpid() != process:  # a fork that has come to the end of what it was to run
                 os._exit(0)
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -29,8 +29,9 @@ from distsession.engine.capture import Capture
 from distsession.engine.collectives import abort
 from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.comms import Comms
 from distsession.engine.completion import CompletionServer
-from distsession.engine.control import Control, Interrupter
+from distsession.engine.control import CALLBACK, Control, Interrupter
 from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.execute import NOTHING
@@ -56,6 +57,7 @@ from distsession.protocol import serialize, shared_memory
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Abort,
+    CommInput,
     CompletionRequest,
     ControllerInfo,
     DebugRequest,
@@ -178,6 +180,13 @@ class Rank:
         )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
+        self._idle: asyncio.Future[None] | None = None
+        self._comms = Comms(
+            rank,
+            start.generation,
+            self._capture,
+            lambda: self._loop.call_soon_threadsafe(self._end_idle),
+        )
         self._namespace: dict[str, Any] = {}
         self._completion = CompletionServer(self._namespace, rank, self._send)
         self._front: ShellFront
@@ -266,7 +275,7 @@ class Rank:
 
     def _make_namespace(self) -> None:
         place = self._place
-        self._front = make_shell(self._namespace, self._capture, self._rank)
+        self._front = make_shell(self._namespace, self._capture, self._rank, self._comms)
         self._namespace.update(
             rank_names(place.rank, place.local_rank, place.world_size, place.device)
         )
@@ -285,6 +294,7 @@ class Rank:
         self._listeners = (
             self._capture,
             self._front,
+            self._comms,
             self._recorder,
             self._last_line,
             self._stdin,
@@ -334,23 +344,41 @@ class Rank:
             log.warning("dropped a message that is no request: %r", message)
 
     def _receive(self) -> list[Any]:
-        if not self._requests.poll(REQUEST_POLL_MS):
+        while True:
+            self._comms.handle(self._callback)
+            if self._requests.poll(REQUEST_POLL_MS):
+                return self._requests.recv_multipart()
             self._loop.run_until_complete(self._await_request())
-        return self._requests.recv_multipart()
+
+    @contextlib.contextmanager
+    def _callback(self) -> Iterator[None]:
+        """A widget's callback runs within, outside of the event loop."""
+        try:
+            with self._interrupter.user_code(CALLBACK):
+                yield
+        except BaseException as error:
+            self._forks.end_child(error)
+            raise
+        self._forks.end_child()
 
     async def _await_request(self) -> None:
-        """Let the event loop run until a request is there.
+        """Let the event loop run until a request is there, or something for a comm.
 
         zmq's descriptor signals changes, not states, so the state is read before each wait.
         """
-        while not self._has_request():
-            changed: asyncio.Future[None] = self._loop.create_future()
-            self._loop.add_reader(self._requests.FD, _set_once, changed)
+        while not self._has_request() and not self._comms.has_input:
+            self._idle = self._loop.create_future()
+            self._loop.add_reader(self._requests.FD, self._end_idle)
             try:
-                if not self._has_request():
-                    await changed
+                if not self._has_request() and not self._comms.has_input:
+                    await self._idle
             finally:
                 self._loop.remove_reader(self._requests.FD)
+                self._idle = None
+
+    def _end_idle(self) -> None:
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     def _has_request(self) -> bool:
         return bool(int(self._requests.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
@@ -541,6 +569,8 @@ class Rank:
                 self._send(self._stack(message.number))
             case CompletionRequest():
                 self._completion.submit(message)
+            case CommInput():
+                self._comms.put(message)
             case InputReply():
                 self._stdin.put_reply(message)
             case ControllerInfo():
@@ -571,11 +601,6 @@ class Rank:
             log.debug("could not register with ipyparallel's controller", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
             self._send(EngineRegistered(self._rank, self._generation, -1, problem))
-
-
-def _set_once(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _connect(

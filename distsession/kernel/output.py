@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from distsession.cluster.base import Channel
 from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle
 from distsession.protocol.messages import RankReport
@@ -21,6 +22,9 @@ class Output:
 
     is_file: bool = False
     can_ask: bool = False
+
+    def connect(self, ranks: Sequence[int], channel: Channel) -> None:
+        """Called before all else: these ranks put out something, and can be answered so."""
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output."""

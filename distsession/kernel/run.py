@@ -94,6 +94,7 @@ class Run:
         """Wait for all ranks; their values, or one error."""
         pending, output = self._pending, self._output
         is_late = False
+        output.connect(pending.ranks, self._channel)
         try:
             is_late = self._wait()
             results, failed = collect(

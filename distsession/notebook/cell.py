@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distsession.cluster.base import Channel
 from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, state_and_since
+from distsession.display.widgets import Bars, model_of
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
-from distsession.notebook.lines import Line
+from distsession.notebook.lines import MAX_LIVE_BARS, Line
 from distsession.notebook.output import HEAD_LINES, TAIL_LINES, RankText, Section, Transcript
 from distsession.notebook.output_html import (
     LiveRow,
@@ -28,7 +30,7 @@ from distsession.notebook.output_html import (
     section_text,
 )
 from distsession.notebook.terminal import TerminalOutput
-from distsession.protocol.messages import ClearOutput, Display, RankReport, Text
+from distsession.protocol.messages import ClearOutput, CommMessage, Display, RankReport, Text
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import ranks_text
 
@@ -41,6 +43,10 @@ PLACE_AFTER_S = 2.0
 """Seconds after which ranks are asked for the line that they are at, and how often."""
 DISPLAY_PAUSE_FACTOR = 10
 """How many times longer than it takes to show something the pause after it is."""
+
+
+MAX_WIDGET_RANKS = 8
+"""Ranks whose progress bars are shown as widgets; those of more are lines of text."""
 
 
 def make_output(log: Callable[[int], str] | None) -> CellOutput | TerminalOutput:
@@ -59,9 +65,16 @@ def make_output(log: Callable[[int], str] | None) -> CellOutput | TerminalOutput
 class BackgroundOutput(TerminalOutput):
     """Output between runs, in a notebook: text as it comes, and anything else as in a run."""
 
+    _source: tuple[Sequence[int], Channel] | None = None
+
+    def connect(self, ranks: Sequence[int], channel: Channel) -> None:
+        self._source = ranks, channel
+
     def write(self, message: OutputMessage) -> None:
-        if isinstance(message, Display):
+        if isinstance(message, (Display, CommMessage)):
             output = CellOutput(lambda _: "")
+            if self._source is not None:
+                output.connect(*self._source)
             output.write(message)
             output.close()
         else:
@@ -89,12 +102,24 @@ class CellOutput(Output):
         self._states: dict[int, RankReport] = {}
         self._places: dict[int, tuple[int, str]] = {}
         self._notice = ""
+        self._channel: Channel | None = None
+        self._has_widgets = True
+        self._widget_rows: dict[int, Any] = {}
+        self._bars: Bars | None = None
 
     # --- what a run tells -------------------------------------------------------------------------
 
+    def connect(self, ranks: Sequence[int], channel: Channel) -> None:
+        """These ranks put out something, and their widgets can be answered so."""
+        self._channel = channel
+        self._has_widgets = len(ranks) <= MAX_WIDGET_RANKS
+        _close_ended_comms()
+
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
-        if isinstance(message, Text):
+        if isinstance(message, CommMessage):
+            self._relay(message)
+        elif isinstance(message, Text):
             self._transcript.write(message.rank, message.stream, message.text)
         elif isinstance(message, ClearOutput):
             self._transcript.clear(message.rank, message.wait)
@@ -134,7 +159,7 @@ class CellOutput(Output):
                 written.add([Line(line) for line in data["text/plain"].split("\n")])
             elif can_embed((data, metadata)):
                 section.displays[rank] = Display(rank, 0, data, metadata)
-            else:
+            elif not self._show_widget(Display(rank, 0, data, metadata)):
                 separate[rank] = data, metadata
         self._show_section(section)
         for ranks, bundle in fold_bundles(separate):
@@ -161,6 +186,8 @@ class CellOutput(Output):
     def _handle_display(self, message: Display) -> None:
         if message.update:
             _update(message)
+        elif self._show_widget(message):
+            pass
         elif message.display_id or not can_embed((message.data, message.metadata)):
             self._show_displays()
             _display_separately(
@@ -171,6 +198,42 @@ class CellOutput(Output):
             self._transcript.write(message.rank, "stdout", text)
         else:
             self._transcript.display(message)
+
+    # --- widgets ----------------------------------------------------------------------------------
+
+    def _relay(self, message: CommMessage) -> None:
+        from distsession.notebook.comms import relay
+
+        if self._channel is not None:
+            relay.receive(message, self._channel, publish=self._has_widgets)
+
+    def _show_widget(self, message: Display) -> bool:
+        """Show a widget beside those of other ranks, or a bar as a line; False if it is neither."""
+        model_id = model_of(message)
+        if model_id is None or message.display_id:
+            return False
+        from distsession.notebook.comms import WidgetRows, relay
+
+        if relay.models.get(model_id) is None:
+            return False
+        if not self._has_widgets:
+            self._bars = self._bars or Bars(relay.models)
+            if self._bars.show(message):
+                return True
+        self._show_displays()
+        at = self._transcript.position(message.rank)
+        if at not in self._widget_rows:
+            self._widget_rows[at] = WidgetRows()
+        self._widget_rows[at].add(message.rank, model_id, str(message.data.get("text/plain", "")))
+        return True
+
+    def _finish_widgets(self) -> None:
+        for rank, text in () if self._bars is None else self._bars.take_all():
+            self._transcript.add_bar(rank, text)
+        for rows in self._widget_rows.values():
+            rows.finish()
+        self._widget_rows.clear()
+        _close_ended_comms()
 
     def _show_section(self, section: Section) -> None:
         from IPython.display import display
@@ -223,16 +286,19 @@ class CellOutput(Output):
 
     def _live_rows(self) -> list[LiveRow]:
         rows = []
-        for rank in sorted({*self._states, *self._transcript.ranks}):
+        with_bars = set() if self._bars is None else self._bars.ranks
+        for rank in sorted({*self._states, *self._transcript.ranks, *with_bars}):
             state, since = "", ""
             report = self._states.get(rank)
             if report is not None:
                 state, since = _state(report, self._places.get(rank, (0, "")))
-            rows.append(LiveRow(rank, state, since, self._transcript.live(rank)))
+            bars = () if self._bars is None else self._bars.live(rank)[-MAX_LIVE_BARS:]
+            rows.append(LiveRow(rank, state, since, bars or self._transcript.live(rank)))
         return rows
 
     def _finish(self) -> None:
         """Show everything, and have the block say how long it took."""
+        self._finish_widgets()
         self._transcript.finish()
         if self._live is not None:
             seconds = time.monotonic() - self._began
@@ -253,6 +319,13 @@ def _state(report: RankReport, place: tuple[int, str]) -> tuple[str, str]:
     if not report.place and place[0] == report.request:
         report = replace(report, place=place[1])
     return state_and_since(report)
+
+
+def _close_ended_comms() -> None:
+    """Where no widget was ever relayed, there is nothing to close, nor to import for it."""
+    comms = sys.modules.get("distsession.notebook.comms")
+    if comms is not None:
+        comms.relay.close_ended()
 
 
 def _rank_display_id(message: Display) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from distsession.notebook.screen import NARROW, ROWS, Line, Screen
 
-__all__ = ["Bar", "Line", "Lines", "parse_bar"]
+__all__ = ["MAX_LIVE_BARS", "Bar", "Line", "Lines", "parse_bar"]
 
 _BAR = re.compile(
     r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|\s*"

@@ -180,6 +180,14 @@ class Transcript:
         self._section_index[message.rank] = self._section_index.get(message.rank, 0) + 1
         self._add(message.rank, bars)
 
+    def add_bar(self, rank: int, text: str) -> None:
+        """Take the last state of a progress bar that was no text."""
+        self._add(rank, [Line(text, "stderr", drawn=True)])
+
+    def position(self, rank: int) -> int:
+        """How often a rank has displayed something, which is shown in as many parts."""
+        return self._section_index.get(rank, 0)
+
     def clear(self, rank: int, wait: bool) -> None:
         """Drop what a rank has put out: now, or when it next puts something out."""
         self._pending_clears.add(rank)

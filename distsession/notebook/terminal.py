@@ -15,10 +15,11 @@ from typing import Any
 
 from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, without_times
+from distsession.display.widgets import Bars, Models
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
 from distsession.notebook.lines import Line, Lines
-from distsession.protocol.messages import Display, RankReport, Text
+from distsession.protocol.messages import CommMessage, Display, RankReport, Text
 
 __all__ = ["TerminalOutput"]
 
@@ -38,6 +39,8 @@ class TerminalOutput(Output):
     def __init__(self) -> None:
         self._lines: dict[tuple[int, str], Lines] = {}
         self._held: dict[tuple[int, str], list[Line]] = {}
+        self._models = Models()
+        self._bars = Bars(self._models)
         self._batch: list[str] = []
         self._batch_size = 0
         self._batch_stream = "stdout"
@@ -58,7 +61,12 @@ class TerminalOutput(Output):
             if held := [line for line in given if line.is_open]:
                 self._held[place] = held
             self._update_live()
-        elif isinstance(message, Display):
+        elif isinstance(message, CommMessage):
+            self._models.apply(message)
+            for text in self._bars.take_ended(message.rank):
+                self._write_batched("stderr", f"[{message.rank}] {text}\n")
+            self._update_live()
+        elif isinstance(message, Display) and not self._bars.show(message):
             self._flush()
             self._write_batched("stdout", _plain_text([message.rank], message.data) + "\n")
 
@@ -126,6 +134,8 @@ class TerminalOutput(Output):
             given = self._held.pop((rank, stream), [])
             recent = lines.recent
             self._write_lines(rank, [*given, *recent, *lines.finish()])
+        for rank, text in self._bars.take_all():
+            self._write_batched("stderr", f"[{rank}] {text}\n")
         self._flush()
         self._live.show({})
 
@@ -136,6 +146,7 @@ class TerminalOutput(Output):
                 for (rank, _), lines in sorted(self._lines.items())
                 if (shown := lines.live)
             }
+            partial |= {rank: "  ".join(self._bars.live(rank)) for rank in self._bars.ranks}
             if partial:
                 self._flush()
             self._live.show(partial)

@@ -29,6 +29,8 @@ __all__ = [
     "Called",
     "CellRequest",
     "ClearOutput",
+    "CommInput",
+    "CommMessage",
     "CommitRequest",
     "CompletionReply",
     "CompletionRequest",
@@ -531,6 +533,27 @@ class Display(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class CommMessage(_Message):
+    """What a comm of a rank sends to the page: a widget that is made, changes, or is closed.
+
+    Attributes:
+        process: The generation for which the rank's process was started.
+        kind: ``"comm_open"``, ``"comm_msg"`` or ``"comm_close"``.
+        comm_id: Its own and no other's, over all ranks.
+        content: Of the Jupyter message: ``data``, and of an opening the target.
+    """
+
+    rank: int
+    request: int
+    process: int
+    kind: str
+    comm_id: str
+    content: dict[str, Any]
+    metadata: dict[str, Any]
+    buffers: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClearOutput(_Message):
     """The rank called ``clear_output``."""
 
@@ -670,6 +693,21 @@ class CompletionRequest(_Message):
     number: int
     code: str
     inspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CommInput(_Message):
+    """What the page sends to a comm of a rank; handled when the rank is idle.
+
+    Attributes:
+        kind: ``"comm_msg"`` or ``"comm_close"``.
+    """
+
+    kind: str
+    comm_id: str
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    buffers: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.display import render
+from distsession.display.widgets import Bars, Models
 from distsession.engine.script import run_script
 from distsession.errors import (
     DistsessionError,
@@ -26,7 +27,7 @@ from distsession.errors import (
 from distsession.kernel.outcome import collect, run_error
 from distsession.kernel.output import Silent
 from distsession.options import add_arguments
-from distsession.protocol.messages import Text
+from distsession.protocol.messages import CommMessage, Display, Text
 from distsession.session import Session
 
 __all__ = ["add_run_arguments", "exit_code", "run"]
@@ -51,9 +52,17 @@ class PlainOutput(Silent):
         self._notice = ""
         self._begun: dict[tuple[int, str], str] = {}
         self.is_file = not sys.stderr.isatty()
+        self._models = Models()
+        self._bars = Bars(self._models)
 
     def write(self, message: OutputMessage) -> None:
         """Take one piece of output of one rank."""
+        if isinstance(message, Display):
+            self._bars.show(message)
+        elif isinstance(message, CommMessage):
+            self._models.apply(message)
+            for text in self._bars.take_ended(message.rank):
+                sys.stderr.write(f"{text}\n")
         if isinstance(message, Text):
             source = message.rank, message.stream
             text = self._begun.pop(source, "") + message.text

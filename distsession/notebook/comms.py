@@ -1,0 +1,317 @@
+"""Comms of ranks and the page: what a rank's widget sends is published, and answers go back.
+
+Everything that leans on ipywidgets' inside is here.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import comm
+import ipywidgets
+from ipywidgets.widgets import widget as _widget
+from ipywidgets.widgets.widget_string import HTMLStyle
+
+from distsession.cluster.base import Channel
+from distsession.display.widgets import WIDGET_TARGET, Models
+from distsession.protocol.messages import CommInput, CommMessage
+
+__all__ = ["Relay", "WidgetRows", "relay"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Remote:
+    """A comm of a rank, and what stands for it in this process."""
+
+    rank: int
+    process: int
+    channel: Channel
+    comm: Any = None  # once it is published
+    opening: CommMessage | None = None
+
+    @property
+    def place(self) -> tuple[Channel, int, int]:
+        """Where its process is."""
+        return self.channel, self.rank, self.process
+
+
+class _RemoteModel:
+    """A rank's widget among those of this process: a page that is loaded again asks for all."""
+
+    def __init__(self, models: Models, model_id: str):
+        self._models = models
+        self.model_id = model_id
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
+        model = self._models.get(self.model_id)
+        return {} if model is None else dict(model.state)
+
+    def _get_embed_state(self, drop_defaults: bool = False) -> dict[str, Any]:
+        state, paths, buffers = _widget._remove_buffers(self.get_state())
+        embedded = {
+            "model_name": self._model_name,
+            "model_module": self._model_module,
+            "model_module_version": self._model_module_version,
+            "state": state,
+        }
+        if buffers:
+            embedded["buffers"] = [
+                {"encoding": "base64", "path": path, "data": base64.b64encode(buffer).decode()}
+                for path, buffer in zip(paths, buffers, strict=True)
+            ]
+        return embedded
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_model_name", "_model_module", "_model_module_version"):
+            return self.get_state().get(name, "")
+        raise AttributeError(name)
+
+    def close(self) -> None:
+        """It is the rank's to close it."""
+
+
+class _Child(ipywidgets.Widget):
+    """Stands for a rank's widget within a box of this process."""
+
+    def __init__(self, model_id: str):
+        self._remote_id = model_id
+        super().__init__()
+
+    def open(self) -> None:
+        """It is open already."""
+
+    def close(self) -> None:
+        """It is the rank's to close it."""
+
+    @property
+    def model_id(self) -> str:
+        return self._remote_id
+
+
+class Relay:
+    """The comms of all ranks of all sessions of this kernel."""
+
+    def __init__(self) -> None:
+        self.models = Models()
+        self._remotes: dict[str, _Remote] = {}
+        self._processes: dict[tuple[Channel, int, int], set[str]] = {}
+        self._rows: dict[str, WidgetRows] = {}
+        self._lock = threading.RLock()  # a run is waited for by the main thread or by another
+
+    def __len__(self) -> int:
+        return len(self._remotes)
+
+    def receive(self, message: CommMessage, channel: Channel, *, publish: bool = True) -> None:
+        """Take what a comm of a rank has sent.
+
+        Args:
+            message: What it sent.
+            channel: Carries answers to the rank.
+            publish: Tell the page at once. Otherwise it is told when the widget is displayed.
+        """
+        with self._lock:
+            self._receive(message, channel, publish)
+
+    def _receive(self, message: CommMessage, channel: Channel, publish: bool) -> None:
+        remote = self._remotes.get(message.comm_id)
+        if message.kind == "comm_open":
+            remote = self._remotes[message.comm_id] = _Remote(
+                message.rank, message.process, channel, opening=message
+            )
+            self._processes.setdefault(remote.place, set()).add(message.comm_id)
+        elif remote is None:
+            return
+        self.models.apply(message)
+        if message.kind == "comm_open":
+            if publish or message.content.get("target_name") != WIDGET_TARGET:
+                self._open(message.comm_id, remote)
+        elif remote.comm is not None:
+            remote.comm.publish_msg(
+                message.kind,
+                data=message.content.get("data"),
+                metadata=message.metadata,
+                buffers=list(message.buffers),
+            )
+        if message.kind == "comm_close":
+            self._forget(message.comm_id, remote)
+
+    def publish(self, model_id: str) -> None:
+        """Tell the page of a widget, and of what belongs to it, as they are now."""
+        with self._lock:
+            for each in self.models.tree(model_id):
+                remote = self._remotes.get(each)
+                if remote is not None and remote.comm is None:
+                    self._open(each, remote)
+
+    def close_ended(self) -> None:
+        """Forget the comms of processes that have ended. What they show stays as it is."""
+        with self._lock:
+            for place in list(self._processes):
+                channel, rank, process = place
+                if channel.process_of(rank) == process:
+                    continue
+                for comm_id in self._processes.pop(place):
+                    rows = self._rows.pop(comm_id, None)
+                    if rows is not None:
+                        rows.mark_ended(comm_id)
+                    self._forget(comm_id, self._remotes[comm_id])
+
+    def keep_row(self, model_id: str, rows: WidgetRows) -> None:
+        """A widget stands in these rows, until it is closed."""
+        self._rows[model_id] = rows
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _open(self, comm_id: str, remote: _Remote) -> None:
+        opening = remote.opening
+        assert opening is not None
+        remote.opening = None
+        target = opening.content.get("target_name", "comm")
+        made = remote.comm = comm.create_comm(comm_id=comm_id, target_name=target, primary=False)
+        made.on_msg(self._answer(comm_id, "comm_msg"))
+        made.on_close(self._answer(comm_id, "comm_close"))
+        comm.get_comm_manager().register_comm(made)
+        data, buffers = opening.content.get("data") or {}, list(opening.buffers)
+        if self.models.get(comm_id) is not None:
+            _instances()[comm_id] = _RemoteModel(self.models, comm_id)
+            state, paths, buffers = _widget._remove_buffers(_instances()[comm_id].get_state())
+            data = {**data, "state": state, "buffer_paths": paths}
+        made.publish_msg(
+            "comm_open",
+            data=data,
+            metadata=opening.metadata,
+            buffers=buffers,
+            target_name=target,
+            target_module=opening.content.get("target_module"),
+        )
+
+    def _answer(self, comm_id: str, kind: str) -> Callable[[dict[str, Any]], None]:
+        def answer(message: dict[str, Any]) -> None:
+            remote = self._remotes.get(comm_id)
+            if remote is None:
+                return
+            if remote.channel.process_of(remote.rank) != remote.process:
+                self.close_ended()
+                return
+            self._note(comm_id, message)
+            buffers = tuple(bytes(buffer) for buffer in message.get("buffers") or ())
+            data, metadata = message["content"].get("data") or {}, message.get("metadata") or {}
+            remote.channel.send_control(
+                remote.rank, CommInput(kind, comm_id, data, metadata, buffers)
+            )
+            if kind == "comm_close":
+                with self._lock:
+                    self._forget(comm_id, remote)
+
+        return answer
+
+    def _note(self, comm_id: str, message: dict[str, Any]) -> None:
+        """The page has changed a widget: the rank sends nothing back of what it agrees with."""
+        model, data = self.models.get(comm_id), message["content"].get("data") or {}
+        if model is not None and data.get("method") == "update":
+            model.state.update(data.get("state", {}))
+
+    def _forget(self, comm_id: str, remote: _Remote) -> None:
+        self._remotes.pop(comm_id, None)
+        comms = self._processes.get(remote.place)
+        if comms is not None:
+            comms.discard(comm_id)
+            if not comms:
+                del self._processes[remote.place]
+        self.models.pop(comm_id)
+        rows = self._rows.pop(comm_id, None)
+        if remote.comm is not None:
+            remote.comm._closed = True  # or it would tell the page when it is collected
+            _instances().pop(comm_id, None)
+            with contextlib.suppress(KeyError):
+                comm.get_comm_manager().unregister_comm(remote.comm)
+        if rows is not None:
+            rows.remove(comm_id)
+
+
+def _instances() -> Any:
+    return _widget._instances
+
+
+relay = Relay()
+"""That of this kernel."""
+
+
+class WidgetRows:
+    """Widgets of ranks below each other, each beside the name of its rank, in the ranks' order."""
+
+    def __init__(self) -> None:
+        self._layout = ipywidgets.Layout(margin="0", overflow="visible", align_items="center")
+        self._column = ipywidgets.Layout(margin="0", overflow="visible")
+        self._style = HTMLStyle()
+        self._rows: list[tuple[int, str, Any, Any]] = []
+        self._bars: set[str] = set()
+        self._texts: dict[str, str] = {}
+        self._box = ipywidgets.VBox(layout=self._column)
+        self._handle: Any = None
+
+    def add(self, rank: int, model_id: str, text: str) -> None:
+        """Show one more, after those of the same rank."""
+        from IPython.display import display
+
+        relay.publish(model_id)
+        if relay.models.is_bar(model_id):
+            self._bars.add(model_id)
+        relay.keep_row(model_id, self)
+        label = ipywidgets.HTML(_label(rank), layout=self._column, style=self._style)
+        row = ipywidgets.HBox([label, _Child(model_id)], layout=self._layout)
+        self._texts[model_id] = text
+        self._rows.append((rank, model_id, row, label))
+        self._rows.sort(key=lambda row: row[0])
+        self._fill()
+        if self._handle is None:
+            self._handle = display(self._bundle(), raw=True, display_id=True)
+
+    def remove(self, model_id: str) -> None:
+        """It was closed."""
+        kept = [row for row in self._rows if row[1] != model_id]
+        gone = [row for row in self._rows if row[1] == model_id]
+        self._rows = kept
+        self._texts.pop(model_id, None)
+        self._bars.discard(model_id)
+        self._fill()
+        for _, _, row, label in gone:
+            row.close()
+            label.close()
+
+    def mark_ended(self, model_id: str) -> None:
+        """Its rank has ended: nothing answers it any more, which is no news of a bar."""
+        if model_id in self._bars:
+            return
+        for rank, each, _, label in self._rows:
+            if each == model_id:
+                label.value = _label(rank, " (ended)")
+
+    def finish(self) -> None:
+        """Say as text, for who sees no widgets, how far they have come."""
+        if self._handle is not None:
+            self._handle.update(self._bundle(), raw=True)
+
+    def _fill(self) -> None:
+        self._box.children = [row for _, _, row, _ in self._rows]
+
+    def _bundle(self) -> dict[str, Any]:
+        lines = [
+            f"[rank {rank}] {relay.models.text(model_id) or self._texts[model_id]}"
+            for rank, model_id, _, _ in self._rows
+        ]
+        data: dict[str, Any] = dict(self._box._repr_mimebundle_())
+        return {**data, "text/plain": "\n".join(lines)}
+
+
+def _label(rank: int, more: str = "") -> str:
+    style = "opacity:.8;white-space:nowrap;margin-right:.8em"
+    return f'<span style="{style}">rank {rank}{more}</span>'

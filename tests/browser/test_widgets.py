@@ -1,0 +1,103 @@
+"""Widgets that are made on a rank, in JupyterLab."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tests.browser.lab import Notebook
+from tests.browser.test_reopened import reload, save
+
+Open = Callable[..., Notebook]
+
+START = """\
+import distsession
+%load_ext distsession
+session = distsession.Session({})"""
+
+BARS = """\
+%%distributed
+import time
+from tqdm.auto import tqdm
+time.sleep(0.2 * (world_size - rank))  # the last rank comes first
+for step in tqdm(range(30), desc=f"fit {rank}"):
+    time.sleep(0.02)"""
+
+NESTED = """\
+%%distributed
+for epoch in tqdm(range(4), desc="epochs"):
+    for step in tqdm(range(10), desc="steps", leave=False):
+        time.sleep(0.02)"""
+
+SLIDER = """\
+%%distributed
+import ipywidgets
+slider = ipywidgets.IntSlider(value=10 * rank, max=50, description=f"of {rank}")
+seen = []
+slider.observe(lambda change: seen.append(change["new"]), "value")
+slider"""
+
+
+def plain(text: str) -> str:
+    """Text with ordinary spaces; tqdm has others."""
+    return text.replace("\u2007", " ")
+
+
+def test_bars_of_four_ranks_reach_their_end_in_the_ranks_order(open_notebook: Open) -> None:
+    notebook = open_notebook([START.format(4), BARS, NESTED])
+    notebook.run(0)
+    notebook.run(1)
+    shown = notebook.output(1).locator(".jupyter-widgets.widget-vbox")
+    shown.locator("progress, .progress-bar").nth(3).wait_for()
+    text = plain(shown.inner_text())
+    assert re.findall(r"rank (\d)\s+fit (\d): 100%", text) == [(str(r), str(r)) for r in range(4)]
+    assert text.count("30/30") == 4
+    notebook.screenshot("widget-bars")
+    notebook.run(2)
+    text = plain(notebook.output(2).locator(".jupyter-widgets.widget-vbox").inner_text())
+    assert text.count("epochs: 100%") == 4
+    assert "steps" not in text
+    assert "model not found" not in notebook.page.inner_text("body")
+
+
+def test_a_slider_in_the_page_reaches_its_rank(open_notebook: Open) -> None:
+    notebook = open_notebook([START.format(2), SLIDER, "%%distributed\nprint(slider.value, seen)"])
+    notebook.run(0)
+    notebook.run(1)
+    sliders = notebook.output(1).locator(".widget-slider")
+    sliders.nth(1).wait_for()
+    handle = sliders.nth(1).locator(".noUi-handle")
+    handle.focus()
+    for _ in range(3):
+        notebook.page.keyboard.press("ArrowRight")
+    sliders.nth(1).get_by_text("13").wait_for()
+    text = notebook.run(2)
+    assert re.search(r"rank 0\s+0 \[\]", text)
+    assert re.search(r"rank 1\s+13 \[.*13\]", text)
+    notebook.screenshot("widget-slider")
+
+
+def test_a_rank_changes_what_the_page_shows(open_notebook: Open) -> None:
+    notebook = open_notebook(
+        [START.format(2), SLIDER, "%%distributed 1\nslider.value = 44", "session.restart([1])"]
+    )
+    for number in range(3):
+        notebook.run(number)
+    notebook.output(1).locator(".widget-slider").nth(1).get_by_text("44").wait_for()
+    notebook.run(3)
+    notebook.output(1).get_by_text("rank 1 (ended)").wait_for()
+
+
+def test_widgets_are_there_again_when_the_page_is_loaded_again(open_notebook: Open) -> None:
+    notebook = open_notebook([START.format(2), SLIDER, "%%distributed\nprint(slider.value)"])
+    notebook.run(0)
+    notebook.run(1)
+    notebook.output(1).locator(".widget-slider").nth(1).wait_for()
+    save(notebook)
+    reload(notebook)
+    notebook.output(1).locator(".widget-slider").nth(1).wait_for()
+    handle = notebook.output(1).locator(".widget-slider").nth(1).locator(".noUi-handle")
+    handle.focus()
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.output(1).locator(".widget-slider").nth(1).get_by_text("11").wait_for()
+    assert re.search(r"rank 1\s+11", notebook.run(2))
