@@ -127,7 +127,9 @@ class Comms(RequestListener):
             try:
                 with run():
                     _handle(message)
-            except (Exception, KeyboardInterrupt):
+            except KeyboardInterrupt:
+                sys.stderr.write("KeyboardInterrupt: a widget's callback was stopped.\n")
+            except Exception:
                 traceback.print_exc(file=sys.stderr)
 
 

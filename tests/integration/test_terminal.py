@@ -74,6 +74,13 @@ def test_figures_and_html_are_said_in_words(terminal: Terminal) -> None:
     assert written.strip() == "[rank 0] <IPython.core.display.HTML object>"
 
 
+def test_a_widgets_bar_is_a_line_of_text(terminal: Terminal) -> None:
+    cell = ("from tqdm.auto import tqdm", "for _ in tqdm(range(30), desc='fit'): pass")
+    lines = terminal.run("", *cell).replace("\r", "\n").splitlines()
+    ends = [line for line in lines if "| 30/30 [" in line]
+    assert sorted(line[:14] for line in ends) == ["[0] fit: 100%|", "[1] fit: 100%|"]
+
+
 def test_tables_are_text(terminal: Terminal) -> None:
     written = terminal.run("%session config")
     assert re.search(r"backend +gloo", written)

@@ -1,0 +1,209 @@
+"""Widgets made on ranks, in a real kernel, and what becomes of them elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+from .kernel import Notebook
+
+BARS = """\
+%%distributed
+import time
+from tqdm.auto import tqdm
+time.sleep(0.1 * (world_size - rank))
+for step in tqdm(range(10), desc=f"fit {rank}"):
+    time.sleep(0.02)"""
+
+SLIDER = """\
+%%distributed
+import ipywidgets
+slider = ipywidgets.IntSlider(value=rank)
+seen = []
+slider.observe(lambda change: seen.append(change["new"]), "value")
+slider"""
+
+SIZES = """\
+import comm
+from ipywidgets.widgets.widget import _instances
+from distsession.notebook.comms import relay
+len(relay), len(relay.models), len(comm.get_comm_manager().comms), len(_instances)"""
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    notebook = Notebook()
+    shown = notebook.run("%load_ext distsession\nsession = %session start 2\nimport time")
+    assert not shown.error, shown.error
+    notebook.run("from distsession import current_session\nsession = current_session()")
+    yield notebook
+    notebook.close()
+
+
+def move(notebook: Notebook, rank: int, value: int) -> None:
+    """Move the slider of a rank as the page would."""
+    comm_id = re.findall(r"'(\w+)'", notebook.run("%distributed slider.model_id").result)[rank]
+    data = {"method": "update", "state": {"value": value}, "buffer_paths": []}
+    message = notebook.client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
+    notebook.client.shell_channel.send(message)
+
+
+def until(notebook: Notebook, expression: str, expected: str) -> None:
+    deadline = time.monotonic() + 30
+    while (found := notebook.run(f"%distributed {expression}").result) != expected:
+        assert time.monotonic() < deadline, found
+
+
+def test_bars_stand_in_the_order_of_ranks_and_end_as_text_too(notebook: Notebook) -> None:
+    shown = notebook.run(BARS)
+    lines = next(d["text/plain"] for d in shown.data if "widget-view" in str(d)).splitlines()
+    assert [line.partition("|")[0] for line in lines] == [
+        f"[rank {rank}] fit {rank}: 100%" for rank in range(2)
+    ]
+    assert "model not found" not in shown.plain
+
+
+def test_a_slider_reaches_its_rank_and_no_other(notebook: Notebook) -> None:
+    notebook.run(SLIDER)
+    move(notebook, 1, 42)
+    until(notebook, "slider.value, seen", "[rank 0] (0, [])\n[rank 1] (42, [42])")
+
+
+def test_what_comes_while_a_rank_is_busy_waits_for_its_end(notebook: Notebook) -> None:
+    notebook.run(SLIDER)
+    notebook.run("%%distributed\ndef work():\n    time.sleep(1.0)\n    return list(seen)")
+    notebook.run("future = session.submit(lambda: work())")
+    move(notebook, 0, 7)
+    assert notebook.run("list(future.result()[0])").result == "[]"
+    until(notebook, "seen", "[rank 0] [7]\n[rank 1] []")
+
+
+def test_an_error_of_a_callback_is_shown_and_the_rank_goes_on(notebook: Notebook) -> None:
+    notebook.run(SLIDER)
+    notebook.run("%%distributed\nslider.observe(lambda _: 1 / 0, 'value')")
+    move(notebook, 0, 5)
+    until(notebook, "slider.value", "[rank 0] 5\n[rank 1] 1")
+
+
+def test_a_callback_that_hangs_is_ended_by_a_stop(notebook: Notebook, tmp_path: Path) -> None:
+    path = tmp_path / "begun"
+    notebook.run(SLIDER)
+    notebook.run(
+        "%%distributed\n"
+        f"def hang(_):\n    open({str(path)!r}, 'w').close()\n    time.sleep(600)\n"
+        "slider.observe(hang, 'value')"
+    )
+    move(notebook, 0, 5)
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    request = notebook.client.execute("%distributed rank")
+    threading.Timer(0.7, notebook.manager.interrupt_kernel).start()
+    assert "was stopped before it began" in notebook.collect(request).error
+    shown = notebook.run("%distributed slider.value")
+    assert shown.result == "[rank 0] 5\n[rank 1] 1"
+
+
+def test_ten_thousand_comms_of_two_ranks_leave_nothing_in_the_kernel(notebook: Notebook) -> None:
+    notebook.run(SLIDER)
+    before = notebook.run(SIZES).result
+    notebook.run(
+        "%%distributed\n"
+        "import comm\n"
+        "for number in range(5_000):\n"
+        "    made = comm.create_comm(target_name='jupyter.widget', data={'state': {}})\n"
+        "    made.send({'method': 'update', 'state': {'value': number}})\n"
+        "    made.close()"
+    )
+    assert notebook.run(SIZES).result == before
+    few = "[ranks 0-1] True"
+    assert notebook.run("%distributed len(comm.get_comm_manager().comms) < 100").result == few
+
+
+def test_px_shows_its_widgets_beside_ours(notebook: Notebook) -> None:
+    notebook.run("%px pass")
+    theirs = notebook.run("%px ipywidgets.IntSlider(value=3)")
+    assert not theirs.error
+    assert "IntSlider(value=3)" in theirs.plain
+    notebook.run(SLIDER)
+    move(notebook, 0, 33)
+    until(notebook, "slider.value", "[rank 0] 33\n[rank 1] 1")
+
+
+def test_the_comms_of_a_rank_that_is_replaced_are_closed(notebook: Notebook) -> None:
+    notebook.run(SLIDER)
+    notebook.run("from distsession.notebook.comms import relay")
+    ranks = "sorted({remote.rank for remote in relay._remotes.values()})"
+    assert notebook.run(ranks).result == "[0, 1]"
+    notebook.run("session.restart([1])")
+    notebook.run("%distributed rank")
+    assert notebook.run(ranks).result == "[0]"
+
+
+def execute(*cells: str) -> Any:
+    """A notebook that nbclient has executed."""
+    made = new_notebook(cells=[new_code_cell(cell) for cell in cells])
+    NotebookClient(made, timeout=120, kernel_name="python3").execute()
+    return made
+
+
+def test_an_executed_notebook_keeps_the_final_state_of_bars() -> None:
+    made = execute("%load_ext distsession\n%session start 4", BARS, "%session close")
+    nbformat.validate(made)
+    state = made.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    bars = [m["state"] for m in state.values() if m["model_name"] == "FloatProgressModel"]
+    assert [(bar["value"], bar["bar_style"]) for bar in bars] == [(10.0, "success")] * 4
+    boxes = [m["state"] for m in state.values() if m["model_name"] == "VBoxModel"]
+    assert [len(box["children"]) for box in boxes] == [4]
+    for child in boxes[0]["children"]:
+        assert child.removeprefix("IPY_MODEL_") in state
+
+
+def test_bars_of_many_ranks_are_lines_of_text() -> None:
+    made = execute(
+        "%load_ext distsession\n%session start 9",
+        BARS.replace(" {rank}", "")
+        + "\nimport ipywidgets\ndisplay(ipywidgets.IntSlider(value=rank))",
+        "%session close",
+    )
+    outputs = made.cells[1].outputs
+    texts = [output["data"].get("text/plain", "") for output in outputs]
+    assert any("slowest: rank" in text for text in texts)
+    assert any(text.count("IntSlider(value=") == 9 for text in texts)
+    state = made.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    names = [model["model_name"] for model in state.values()]
+    assert names.count("IntSliderModel") == 9
+    assert "FloatProgressModel" not in names
+
+
+def test_a_script_on_ranks_writes_its_bars_as_text(tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from tqdm.auto import tqdm\n"
+        "for epoch in range(2):\n"
+        "    for step in tqdm(range(20), desc=f'epoch {epoch}'):\n"
+        "        pass\n"
+        "    print('done', epoch)\n"
+    )
+    for flags in ([], ["--plain"]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "distsession", "run", "-n", "2", *flags, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        for epoch in range(2):
+            assert ended.stderr.count(f"epoch {epoch}: 100%|") == 2, ended.stderr
