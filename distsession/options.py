@@ -94,6 +94,8 @@ class SessionOptions:
         ipyparallel: When ipyparallel's controller starts and the ranks register with it:
             ``"lazy"`` at the first ``%px`` or ``session.client``; ``"eager"`` behind the start of
             the session, so that the first of these has less to wait for.
+        text_bars: Show progress bars that are widgets as lines of text, for front ends that have
+            no widgets. On more than eight ranks they always are.
     """
 
     ranks: int | None = declare(None, "number of ranks", int)
@@ -115,6 +117,7 @@ class SessionOptions:
         "lazy", "start its controller when it is first used, or at once (eager)", str,
         choices=IPYPARALLEL,
     )  # fmt: skip
+    text_bars: bool = declare(False, "progress bars as text, not as widgets", read_bool)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "nodes", "threads"):
@@ -129,7 +132,8 @@ class SessionOptions:
         self._check("check", lambda v: v in CHECKS, f"one of {', '.join(CHECKS)}")
         self._check("ipyparallel", lambda v: v in IPYPARALLEL, f"one of {', '.join(IPYPARALLEL)}")
         self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")
-        self._check("seed_per_rank", lambda v: isinstance(v, bool), "True or False")
+        for name in ("seed_per_rank", "text_bars"):
+            self._check(name, lambda v: isinstance(v, bool), "True or False")
         self._tuple("devices", lambda v: _is_int(v) and v >= 0, "a list of different GPU numbers")
         self._tuple("preload", lambda v: isinstance(v, str), "a list of module names")
         if self.devices is not None:

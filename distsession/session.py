@@ -490,7 +490,9 @@ class Session(RankView):
             return made
         if output_factory is None:
             return Silent()
-        return output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
+        made = output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
+        made.text_bars = self.options.text_bars
+        return made
 
     def _waiting(self, doing: str) -> ProgressNotice:
         return ProgressNotice(self.output(), doing, lambda: self._launcher.waits_for())

@@ -18,10 +18,12 @@ class Output:
     Attributes:
         is_file: Nobody looks on, so less is told of what is under way.
         can_ask: Somebody can be asked here, by :meth:`ask`.
+        text_bars: Progress bars that are widgets are to be shown as text.
     """
 
     is_file: bool = False
     can_ask: bool = False
+    text_bars: bool = False
 
     def connect(self, ranks: Sequence[int], channel: Channel) -> None:
         """Called before all else: these ranks put out something, and can be answered so."""

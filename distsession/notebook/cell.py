@@ -73,6 +73,7 @@ class BackgroundOutput(TerminalOutput):
     def write(self, message: OutputMessage) -> None:
         if isinstance(message, (Display, CommMessage)):
             output = CellOutput(lambda _: "")
+            output.text_bars = self.text_bars
             if self._source is not None:
                 output.connect(*self._source)
             output.write(message)
@@ -105,6 +106,7 @@ class CellOutput(Output):
         self._channel: Channel | None = None
         self._has_widgets = True
         self._widget_rows: dict[int, Any] = {}
+        self._cleared: set[int] = set()
         self._bars: Bars | None = None
 
     # --- what a run tells -------------------------------------------------------------------------
@@ -112,7 +114,7 @@ class CellOutput(Output):
     def connect(self, ranks: Sequence[int], channel: Channel) -> None:
         """These ranks put out something, and their widgets can be answered so."""
         self._channel = channel
-        self._has_widgets = len(ranks) <= MAX_WIDGET_RANKS
+        self._has_widgets = len(ranks) <= MAX_WIDGET_RANKS and not self.text_bars
         _close_ended_comms()
 
     def write(self, message: OutputMessage) -> None:
@@ -120,9 +122,11 @@ class CellOutput(Output):
         if isinstance(message, CommMessage):
             self._relay(message)
         elif isinstance(message, Text):
+            self._clear_widgets(message.rank)
             self._transcript.write(message.rank, message.stream, message.text)
         elif isinstance(message, ClearOutput):
             self._transcript.clear(message.rank, message.wait)
+            self._clear_widgets(message.rank, message.wait)
         elif isinstance(message, Display):
             self._handle_display(message)
         self._refresh()
@@ -184,6 +188,7 @@ class CellOutput(Output):
     # --- displays ---------------------------------------------------------------------------------
 
     def _handle_display(self, message: Display) -> None:
+        self._clear_widgets(message.rank)
         if message.update:
             _update(message)
         elif self._show_widget(message):
@@ -226,6 +231,17 @@ class CellOutput(Output):
             self._widget_rows[at] = WidgetRows()
         self._widget_rows[at].add(message.rank, model_id, str(message.data.get("text/plain", "")))
         return True
+
+    def _clear_widgets(self, rank: int, wait: bool | None = None) -> None:
+        """Take a rank's widgets away: now, or when it next puts something out."""
+        if wait is None and rank not in self._cleared:
+            return
+        if wait:
+            self._cleared.add(rank)
+            return
+        self._cleared.discard(rank)
+        for rows in self._widget_rows.values():
+            rows.clear(rank)
 
     def _finish_widgets(self) -> None:
         for rank, text in () if self._bars is None else self._bars.take_all():

@@ -168,6 +168,10 @@ class Relay:
         """A widget stands in these rows, until it is closed."""
         self._rows[model_id] = rows
 
+    def forget_row(self, model_id: str) -> None:
+        """It does not stand there any more."""
+        self._rows.pop(model_id, None)
+
     # --- inside -----------------------------------------------------------------------------------
 
     def _open(self, comm_id: str, remote: _Remote) -> None:
@@ -245,6 +249,10 @@ relay = Relay()
 """That of this kernel."""
 
 
+_Row = tuple[int, str, Any, Any]
+"""A rank, the id of its widget, the row that has it, and its label."""
+
+
 class WidgetRows:
     """Widgets of ranks below each other, each beside the name of its rank, in the ranks' order."""
 
@@ -252,7 +260,7 @@ class WidgetRows:
         self._layout = ipywidgets.Layout(margin="0", overflow="visible", align_items="center")
         self._column = ipywidgets.Layout(margin="0", overflow="visible")
         self._style = HTMLStyle()
-        self._rows: list[tuple[int, str, Any, Any]] = []
+        self._rows: list[_Row] = []
         self._bars: set[str] = set()
         self._texts: dict[str, str] = {}
         self._box = ipywidgets.VBox(layout=self._column)
@@ -277,13 +285,21 @@ class WidgetRows:
 
     def remove(self, model_id: str) -> None:
         """It was closed."""
-        kept = [row for row in self._rows if row[1] != model_id]
-        gone = [row for row in self._rows if row[1] == model_id]
-        self._rows = kept
-        self._texts.pop(model_id, None)
-        self._bars.discard(model_id)
+        self._take_away([row for row in self._rows if row[1] == model_id])
+
+    def clear(self, rank: int) -> None:
+        """Take away those of a rank, which may be shown again."""
+        gone = [row for row in self._rows if row[0] == rank]
+        for _, model_id, _, _ in gone:
+            relay.forget_row(model_id)
+        self._take_away(gone)
+
+    def _take_away(self, gone: list[_Row]) -> None:
+        self._rows = [row for row in self._rows if row not in gone]
         self._fill()
-        for _, _, row, label in gone:
+        for _, model_id, row, label in gone:
+            self._texts.pop(model_id, None)
+            self._bars.discard(model_id)
             row.close()
             label.close()
 
@@ -305,7 +321,7 @@ class WidgetRows:
 
     def _bundle(self) -> dict[str, Any]:
         lines = [
-            f"[rank {rank}] {relay.models.text(model_id) or self._texts[model_id]}"
+            f"[rank {rank}] {relay.models.text(model_id) or self._texts.get(model_id, '')}"
             for rank, model_id, _, _ in self._rows
         ]
         data: dict[str, Any] = dict(self._box._repr_mimebundle_())

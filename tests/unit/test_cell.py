@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import IPython.display
 import pytest
 
+from distsession.cluster.base import Channel
+from distsession.display.widgets import WIDGET_VIEW
 from distsession.notebook import cell
 from distsession.notebook.cell import LIVE_AFTER_S, LIVE_INTERVAL_S, PLACE_AFTER_S, CellOutput
-from distsession.protocol.messages import ClearOutput, Display, RankReport, Text
+from distsession.notebook.comms import relay
+from distsession.protocol.messages import ClearOutput, CommMessage, Display, RankReport, Text
 from distsession.protocol.rank_state import Ending, Outcome
 
 
@@ -176,3 +180,85 @@ def test_what_is_cleared_is_not_shown(output: CellOutput, screen: Screen) -> Non
     output.write(text(0, "new\n"))
     output.close()
     assert screen.texts == ["[rank 0] new"]
+
+
+# --- widgets --------------------------------------------------------------------------------------
+
+
+class Link(Channel):
+    """Ranks whose processes all live."""
+
+    def process_of(self, rank: int) -> int | None:
+        return 0
+
+    submit = pending = forget = None  # type: ignore[assignment]
+
+
+def bar(rank: int, value: float = 3) -> list[CommMessage | Display]:
+    """A progress bar that a rank makes and displays."""
+    model_id = f"bar-{rank}"
+    state = {"_model_name": "FloatProgressModel", "max": 10, "value": value}
+    content = {"data": {"state": state}, "target_name": "jupyter.widget"}
+    data = {WIDGET_VIEW: {"model_id": model_id}, "text/plain": "FloatProgress()"}
+    opening = CommMessage(rank, 1, 0, "comm_open", model_id, content, {})
+    return [opening, Display(rank, 1, data, {})]
+
+
+def change(rank: int, kind: str = "comm_msg", **state: float) -> CommMessage:
+    data = {"method": "update", "state": state}
+    return CommMessage(rank, 1, 0, kind, f"bar-{rank}", {"data": data}, {})
+
+
+@pytest.fixture
+def no_bars_stay() -> Iterator[None]:
+    yield
+    for rank in range(12):
+        relay.receive(change(rank, "comm_close"), Link())
+
+
+@pytest.mark.usefixtures("no_bars_stay")
+def test_widgets_stand_in_the_order_of_ranks_wherever_they_come_from(
+    output: CellOutput, screen: Screen
+) -> None:
+    output.connect(range(3), Link())
+    for rank in (2, 0, 1):
+        for message in bar(rank):
+            output.write(message)
+    assert WIDGET_VIEW in screen.shown[0]
+    output.write(change(1, value=10))
+    output.close()
+    lines = screen.texts[0].splitlines()
+    assert [line[:8] for line in lines] == ["[rank 0]", "[rank 1]", "[rank 2]"]
+    assert [line.count("#") for line in lines] == [6, 20, 6]
+    assert len(screen.shown) == 1
+
+
+@pytest.mark.usefixtures("no_bars_stay")
+def test_a_widget_that_is_closed_or_cleared_is_gone(output: CellOutput, screen: Screen) -> None:
+    output.connect(range(3), Link())
+    for message in (*bar(0), *bar(1), *bar(2)):
+        output.write(message)
+    output.write(change(1, "comm_close"))
+    output.write(ClearOutput(2, 1, wait=True))
+    for message in bar(2, 5):
+        output.write(message)
+    output.close()
+    assert [line.count("#") for line in screen.texts[0].splitlines()] == [6, 10]
+
+
+@pytest.mark.usefixtures("no_bars_stay")
+@pytest.mark.parametrize(("ranks", "text_bars"), [(12, False), (2, True)])
+def test_bars_are_lines_where_there_are_many_or_no_widgets(
+    output: CellOutput, screen: Screen, clock: Clock, ranks: int, text_bars: bool
+) -> None:
+    output.text_bars = text_bars
+    output.connect(range(ranks), Link())
+    for rank in range(ranks):
+        for message in bar(rank, 5):
+            output.write(message)
+    clock.now += LIVE_AFTER_S
+    output.write(change(0, value=5))
+    assert f"|{'#' * 10}{' ' * 10}|" in screen.texts[0]
+    output.close()
+    assert not any(WIDGET_VIEW in data for data in screen.shown)
+    assert screen.texts[-1].startswith(f"[ranks 0-{ranks - 1}] |{'#' * 10} ")

@@ -34,6 +34,7 @@ TYPED: dict[str, tuple[str, Any]] = {
     "check": ("detail", "detail"),
     "hang_grace": ("0.5", 0.5),
     "ipyparallel": ("eager", "eager"),
+    "text_bars": ("yes", True),
 }
 
 BAD: dict[str, list[Any]] = {
@@ -51,6 +52,7 @@ BAD: dict[str, list[Any]] = {
     "check": ["on", "", None, True],
     "hang_grace": [-1, float("nan"), float("inf"), "2", None, True],
     "ipyparallel": ["never", "", None, True],
+    "text_bars": [1, "yes", None],
 }
 
 
@@ -98,7 +100,9 @@ def test_the_environment_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) 
 def test_every_option_can_be_typed_on_the_command_line(name: str) -> None:
     text, value = TYPED[name]
     flag = "--" + name.replace("_", "-")
-    typed = {"ranks": [text], "seed_per_rank": [flag]}.get(name, [flag, text])
+    typed = [flag, text]
+    if name in ("ranks", "seed_per_rank", "text_bars"):
+        typed = [text] if name == "ranks" else [flag]
     assert _from_command_line(*typed) == SessionOptions(**{name: value})
 
 
