@@ -62,8 +62,8 @@ class PlainOutput(Silent):
         elif isinstance(message, CommMessage):
             self._models.apply(message)
             for text in self._bars.take_ended(message.rank):
-                sys.stderr.write(f"{text}\n")
-        if isinstance(message, Text):
+                self._put("stderr", f"{text}\n")
+        elif isinstance(message, Text):
             source = message.rank, message.stream
             text = self._begun.pop(source, "") + message.text
             end = max(text.rfind("\n"), text.rfind("\r")) + 1
@@ -76,6 +76,8 @@ class PlainOutput(Silent):
         for (_, stream), text in self._begun.items():
             self._put(stream, f"{text}\n" if len(self._begun) > 1 else text)
         self._begun.clear()
+        for _, text in self._bars.take_all():
+            self._put("stderr", f"{text}\n")
 
     def _put(self, name: str, text: str) -> None:
         stream = sys.stderr if name == "stderr" else sys.stdout
