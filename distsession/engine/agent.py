@@ -188,7 +188,9 @@ class Agent:
             self._link.send(AgentFailed(reason=problem))
             return False
         from distsession.engine import rank  # noqa: F401  IPython
+        from distsession.engine.collectives import torch_private
 
+        torch_private.hide_from_compiler()
         for name in message.preload:
             try:
                 importlib.import_module(name)

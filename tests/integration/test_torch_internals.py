@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -151,3 +153,15 @@ def test_gloo_goes_on_listening_where_members_connect_when_they_first_need_to(
         assert dict(count) == {0: 2, 1: 2}
         lazy._launcher.abort("failed", "so that the group is connected anew")
         lazy.execute("dist.all_reduce(probe)\ndist.all_reduce(probe, group=pair)")
+
+
+def test_code_can_be_hidden_from_the_compiler_without_importing_dynamo() -> None:
+    program = (
+        "import sys, torch\n"
+        "from distsession.engine import rank\n"
+        "from distsession.engine.collectives import group, torch_private\n"
+        "torch_private.hide_from_compiler()\n"
+        "assert group.SwappableGroup.connect._torchdynamo_disable\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -13,10 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d as c10d
 
 from distsession.engine.collectives import abort
@@ -24,6 +26,7 @@ from distsession.engine.collectives import abort
 __all__ = [
     "BACKEND",
     "data_parallel_modules",
+    "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
     "make_native_group",
@@ -90,6 +93,7 @@ def install_group_factory(
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
         return group, store
 
+    _disable_dynamo(helper)
     c10d._new_process_group_helper = helper
     new_group = c10d._new_group_with_tag
     group_signature = inspect.signature(new_group)
@@ -101,9 +105,46 @@ def install_group_factory(
             agree(asked.get("ranks"))
         return new_group(*args, **kwargs)
 
+    _disable_dynamo(checked)
     c10d._new_group_with_tag = checked
     hashed = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
+    _disable_dynamo(c10d._hash_ranks_to_str)
+
+
+def hide_from_compiler() -> None:
+    """Let ``torch.compile`` leave the code of ``engine`` alone, and what that calls.
+
+    Within compiled code, C++ calls our groups, as DistributedDataParallel's reducer does, a
+    ``print`` calls our streams and a signal calls our handler. dynamo would try to compile each
+    frame of theirs: it fails on a group, and what it logs while our stream holds its lock would
+    never be written. ``torch._dynamo.disable`` wraps every function and imports dynamo, which takes
+    as long as a session's start; what it sets in the end can be set without it, for the code as
+    such, so that calls cost what they did.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("distsession.engine."):
+            for member in list(vars(module).values()):
+                if getattr(member, "__module__", "") == name:
+                    _disable_dynamo(member)
+
+
+def _disable_dynamo(member: Any) -> None:
+    """For a function, or all methods of a class."""
+    if isinstance(member, type):
+        for method in list(vars(member).values()):
+            _disable_dynamo(getattr(method, "fget", None) or getattr(method, "__func__", method))
+    elif inspect.isfunction(member):
+        member._torchdynamo_disable = True  # type: ignore[attr-defined]  # who would inline it
+        _skip_frames(inspect.unwrap(member).__code__)
+
+
+def _skip_frames(code: CodeType) -> None:
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    for part in code.co_consts:
+        if isinstance(part, CodeType):  # a function within it
+            _skip_frames(part)
 
 
 def install_rendezvous(meet: Callable[[int, int, int, timedelta], Any]) -> None:
