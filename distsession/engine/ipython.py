@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ipykernel.compiler import XCachingCompiler
@@ -175,6 +176,7 @@ class _Kernel(IPythonParallelKernel):
 
     shell_class = EngineShell  # adopts the one that make_shell made
     px_streams: tuple[Any, Any] | None = None
+    around: Callable[[], AbstractContextManager[None]]
 
     def set_parent(self, ident: Any, parent: Any, channel: str = "shell") -> None:
         super().set_parent(ident, parent, channel)
@@ -192,7 +194,8 @@ class _Kernel(IPythonParallelKernel):
                 return
             with redirected(*self.px_streams):
                 try:
-                    yield
+                    with type(self).around():
+                        yield
                 finally:
                     # The client forgets a request once it is idle, with whatever still comes.
                     for stream in self.px_streams:
@@ -261,7 +264,11 @@ def _check_room() -> None:
 
 
 async def register(
-    info: ControllerInfo, rank: int, namespace: dict[str, Any], report: Callable[[int], None]
+    info: ControllerInfo,
+    rank: int,
+    namespace: dict[str, Any],
+    report: Callable[[int], None],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Become an engine of ipyparallel's controller; the engine's id is the rank where it is free.
 
@@ -270,9 +277,11 @@ async def register(
         rank: The id to ask for. The controller silently gives another if that is taken.
         namespace: The user namespace that ``%%px`` is to share.
         report: Called with the id that the controller gave.
+        around: Makes what code of the user runs within.
     """
     _check_room()
     engine_app.Kernel = _Kernel
+    _Kernel.around = staticmethod(around)
     config = Config()
     config.ProfileDir.location = info.profile_dir
     config.IPEngine.enable_nanny = False

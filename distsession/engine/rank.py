@@ -48,6 +48,7 @@ from distsession.engine.process import (
 )
 from distsession.engine.rendezvous import WITHOUT_GROUP, UserGroups
 from distsession.engine.requests import RequestDispatcher
+from distsession.engine.signals import UserHandlers
 from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
 from distsession.engine.torch_errors import is_from_gloo, is_without_group
@@ -90,6 +91,8 @@ that follows at once is then served without the cost of entering and leaving tha
 
 OUTPUT_SEND_TIMEOUT_MS = 50
 """How long a piece of output waits for a kernel that may be gone, once this process is to end."""
+
+NO_CODE = contextlib.nullcontext()
 
 
 class _Terminated(SystemExit):
@@ -198,6 +201,9 @@ class Rank:
         )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
+        self._handlers = UserHandlers(
+            rank, _Terminated, self._on_terminate, lambda: self._forks.is_child
+        )
         self._forks = Forks(
             {
                 signal.SIGTERM: (self._on_terminate, signal.SIG_DFL),
@@ -214,6 +220,7 @@ class Rank:
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_terminate)
+        self._handlers.install()
         self._forks.install()
         self._last_line.install()
         sys.unraisablehook = self._on_unraisable
@@ -293,6 +300,7 @@ class Rank:
         )
         self._listeners = (
             self._capture,
+            self._handlers,
             self._front,
             self._comms,
             self._recorder,
@@ -398,7 +406,8 @@ class Rank:
         shown = error = reason = None
         try:
             with self._interrupter.user_code(request.id):
-                value, shown = self._dispatcher.perform(request, payload)
+                with self._handlers.user_code() if is_run(request) else NO_CODE:
+                    value, shown = self._dispatcher.perform(request, payload)
                 self._forks.end_child()
                 del payload
                 duration = time.perf_counter() - began
@@ -594,7 +603,9 @@ class Rank:
             self._send(EngineRegistered(self._rank, self._generation, engine_id))
 
         try:
-            await register(info, self._rank, self._namespace, report)
+            await register(
+                info, self._rank, self._namespace, report, around=self._handlers.user_code
+            )
         except _Terminated:
             raise
         except Exception as error:
