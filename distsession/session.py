@@ -14,6 +14,7 @@ from distsession.cluster.base import Channel, Launcher
 from distsession.cluster.interrupts import interrupts_held
 from distsession.display import panel as static_panel
 from distsession.display import render
+from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export import script as export_script
 from distsession.export.history import History
@@ -21,10 +22,12 @@ from distsession.kernel import transfer
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import ProgressNotice
 from distsession.kernel.recovery import Recovery
+from distsession.kernel.replay import replay, replayed_text
 from distsession.kernel.requests import LastRun, Requests
 from distsession.kernel.snapshot import Snapshots
 from distsession.kernel.timeline import bring
 from distsession.options import SessionOptions, option_sources, resolve_options
+from distsession.protocol.cells import cell_name
 from distsession.protocol.diagnosis import diagnose
 from distsession.protocol.messages import DebugRequest
 from distsession.protocol.rank_state import AbortReason
@@ -346,6 +349,40 @@ class Session(RankView):
             The path; None in an inline session.
         """
         return self._launcher.log_path(rank, stream)
+
+    def show_output(self, cell: int | None = None, ranks: RankSelector | None = None) -> Table:
+        """Show again what the ranks put out in a cell: more of it than the notebook keeps.
+
+        Text is read from the log files. Displays are there as long as those that came since take
+        less than 64 MB of memory; what is missing is said. What was typed into an input box is
+        not shown.
+
+        Args:
+            cell: The number of the notebook's cell. Default: the last that has put out something.
+            ranks: Whose. Default: all that it ran on.
+
+        Returns:
+            Of which cell it is and of when, what is missing, and the cell's error.
+
+        Raises:
+            SessionStateError: There is no output of that cell, or not of these ranks.
+        """
+        self.check_open()
+        runs = self.requests.outputs.runs(cell)
+        wanted = self.ranks if ranks is None else select_ranks(ranks, self.world_size)
+        ran = {rank for run in runs for rank in run.ranks}
+        if not ran & set(wanted):
+            raise SessionStateError(
+                f"{cell_name(runs[0].cell)} ran on {ranks_text(sorted(ran))}, not on "
+                f"{ranks_text(wanted)}."
+            )
+        missing = []
+        for run in runs:
+            output = self.output()
+            output.show_more()
+            missing += replay(run, output, [rank for rank in wanted if rank in run.ranks])
+        text = replayed_text(runs, missing)
+        return Table(text, element("pre", text))
 
     def status(self) -> str:
         """One line on how the session is."""

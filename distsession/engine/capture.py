@@ -132,6 +132,7 @@ class Capture(RequestListener):
         self._has_warned = False
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in paths]
         self._sent = [0, 0]
+        self._told = [0, 0]  # less than what was sent, if that ended within a character
         self._marks: deque[_Mark] = deque()
         self._messages = 0
         self._last_stream = 0
@@ -290,14 +291,19 @@ class Capture(RequestListener):
                 data = self._files[index].read(count, self._sent[index])
                 if not data:
                     break  # the file was cut short by someone else
-                self._send_decoded(index, data)
-                self._sent[index] += len(data)
+                end = self._sent[index] + len(data)
+                if self._send_decoded(index, data, self._told[index], end):
+                    self._told[index] = end
+                self._sent[index] = end
                 self._maintain(index)
 
-    def _send_decoded(self, index: int, data: bytes | bytearray) -> None:
+    def _send_decoded(
+        self, index: int, data: bytes | bytearray, begin: int = -1, end: int = -1
+    ) -> bool:
         text = self._decoders[index].decode(data)
         if text:
-            self._send(Text(self._rank, self._request, STREAMS[index], text))
+            self._send(Text(self._rank, self._request, STREAMS[index], text, begin, end))
+        return bool(text)
 
     def _maintain(self, index: int) -> None:
         if not self._files[index].maintain(self._sent[index]):

@@ -19,11 +19,13 @@ class Output:
         is_file: Nobody looks on, so less is told of what is under way.
         can_ask: Somebody can be asked here, by :meth:`ask`.
         text_bars: Progress bars that are widgets are to be shown as text.
+        cell: The number of the notebook's cell that it is of; None where there is none.
     """
 
     is_file: bool = False
     can_ask: bool = False
     text_bars: bool = False
+    cell: int | None = None
 
     def connect(self, ranks: Sequence[int], channel: Channel) -> None:
         """Called before all else: these ranks put out something, and can be answered so."""
@@ -41,6 +43,9 @@ class Output:
 
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the value of a cell's last expression on each rank."""
+
+    def show_more(self) -> None:
+        """Called before all else where output is shown again: as much of it as can be read."""
 
     def notify(self, text: str) -> None:
         """Show a line about the run that replaces the one before; an empty one takes it away."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from distsession.cluster.base import Channel, Launcher, Payload
 from distsession.cluster.pending import PendingRequest
-from distsession.errors import RunError, RunInterrupt, RunTimeoutError
+from distsession.errors import DistsessionError, RunError, RunInterrupt, RunTimeoutError
 from distsession.kernel.outcome import collect, run_error
 from distsession.kernel.output import Output
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.recovery import Recovery
+from distsession.kernel.replay import OutputHistory
 from distsession.kernel.run import Run
 from distsession.protocol.cells import CellNames
 from distsession.protocol.messages import Request
@@ -60,6 +61,7 @@ class Requests:
         self.failed_rank: int | None = None
         """The rank at which the last run that failed did so first."""
         self.names = CellNames()
+        self.outputs = OutputHistory()
         self.goes_on = True
         """Something may run after a failure; otherwise nobody is told what to do then."""
 
@@ -125,6 +127,7 @@ class Requests:
         expression: str = "",
     ) -> RankResults[Any]:
         """Wait for a request; see :class:`~distsession.kernel.run.Run`."""
+        record = self.outputs.begin(output.cell, pending.ranks, self.launcher.log_path)
         run = Run(
             pending,
             recovery=self.recovery,
@@ -136,11 +139,15 @@ class Requests:
             steady=steady,
             goes_on=self.goes_on,
             expression=expression,
+            record=record,
         )
         try:
             return run.finish()
-        except RunError as error:
-            self.failed_rank = error.first_rank
+        except (DistsessionError, RunInterrupt) as error:
+            if isinstance(error, RunError):
+                self.failed_rank = error.first_rank
+            if record is not None:
+                record.fail(error)
             raise
 
     # --- the session's own ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from distsession.cluster.base import Channel
-from distsession.cluster.pending import PendingRequest
+from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.display import render
 from distsession.errors import (
     EngineDiedError,
@@ -32,6 +32,7 @@ from distsession.kernel.recovery import (
     RETURN_TIMEOUT_S,
     Recovery,
 )
+from distsession.kernel.replay import RunRecord
 from distsession.kernel.stdin import NO_PLACE, InputRequests
 from distsession.kernel.watchdog import Watchdog
 from distsession.protocol.messages import RankReport
@@ -58,6 +59,7 @@ class Run:
         steady: A stop comes too late for it and is only told afterwards.
         goes_on: Something may run after it, so it is told what to do and that the group works.
         expression: What is shown of it, as code; empty if that has no name.
+        record: Takes a note of its output, too.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Run:
         steady: bool = False,
         goes_on: bool = True,
         expression: str = "",
+        record: RunRecord | None = None,
     ):
         self._pending = pending
         self._recovery = recovery
@@ -84,6 +87,7 @@ class Run:
         self._steady = steady
         self._goes_on = goes_on
         self._expression = expression
+        self._record = record
         self._watchdog = Watchdog(recovery, pending, output.notify)
         self._input_requests = self._make_input_requests()
         self._stopped_at = 0.0
@@ -104,13 +108,14 @@ class Run:
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
             }
             if shown:
-                output.show(
-                    render.with_notes(
-                        {rank: (data, metadata) for rank, (data, metadata, _) in shown.items()},
-                        {rank: digest for rank, (_, _, digest) in shown.items()},
-                        self._expression,
-                    )
+                bundles = render.with_notes(
+                    {rank: (data, metadata) for rank, (data, metadata, _) in shown.items()},
+                    {rank: digest for rank, (_, _, digest) in shown.items()},
+                    self._expression,
                 )
+                if self._record is not None:
+                    self._record.show(bundles)
+                output.show(bundles)
         finally:
             output.close()
             self._channel.forget(pending)
@@ -132,6 +137,11 @@ class Run:
             raise RunInterrupt("this was stopped when it was done already: the variables are set.")
         return results
 
+    def _write(self, message: OutputMessage) -> None:
+        if self._record is not None:
+            self._record.add(message)
+        self._output.write(message)
+
     def _wait(self) -> bool:
         """Stop, or the end of the time, reaches the ranks before it reaches the caller.
 
@@ -140,14 +150,14 @@ class Run:
         """
         pending = self._pending
         try:
-            pending.wait(self._output.write, self._timeout, self._check, self._input_requests.add)
+            pending.wait(self._write, self._timeout, self._check, self._input_requests.add)
         except _NotBack:
             stuck = self._recovery.explain_stuck(pending)
             raise in_lines(RunInterrupt, _lines(pending.stopped, stuck)) from None
         except KeyboardInterrupt:
             if self._steady:
                 with suppress(RunTimeoutError):
-                    pending.wait(self._output.write, RETURN_TIMEOUT_S)
+                    pending.wait(self._write, RETURN_TIMEOUT_S)
                     return True
             raise in_lines(RunInterrupt, self._stop()) from None
         except RunTimeoutError as error:
@@ -198,7 +208,7 @@ class Run:
             self._recovery.stop(pending)
             if pending.was_begun:
                 with suppress(RunTimeoutError):
-                    pending.wait(self._output.write, RETURN_TIMEOUT_S)
+                    pending.wait(self._write, RETURN_TIMEOUT_S)
         if not pending.was_begun:
             return pending.stopped
         if stuck := self._recovery.explain_stuck(pending) if pending.missing else "":

@@ -29,6 +29,7 @@ from distsession.notebook.output_html import (
     section_html,
     section_text,
 )
+from distsession.notebook.running_cell import cell_number
 from distsession.notebook.terminal import TerminalOutput
 from distsession.protocol.messages import ClearOutput, CommMessage, Display, RankReport, Text
 from distsession.protocol.rank_state import RankState
@@ -39,6 +40,8 @@ __all__ = ["CellOutput", "make_output"]
 LIVE_AFTER_S = 0.5
 """Seconds that a run takes before the block of its ranks is shown."""
 LIVE_INTERVAL_S = 0.2
+MORE_LINES = 20_000
+"""Lines of all ranks together that are shown when output is shown again."""
 PLACE_AFTER_S = 2.0
 """Seconds after which ranks are asked for the line that they are at, and how often."""
 DISPLAY_PAUSE_FACTOR = 10
@@ -57,9 +60,15 @@ def make_output(log: Callable[[int], str] | None) -> CellOutput | TerminalOutput
     """
     # Another thread may be half-way through importing it.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    if get_ipython is None or not hasattr(get_ipython(), "kernel"):
-        return TerminalOutput()
-    return BackgroundOutput() if log is None else CellOutput(log)
+    shell = None if get_ipython is None else get_ipython()
+    made: CellOutput | TerminalOutput
+    if not hasattr(shell, "kernel"):
+        made = TerminalOutput()
+    else:
+        made = BackgroundOutput() if log is None else CellOutput(log)
+    if shell is not None:
+        made.cell = cell_number(shell)
+    return made
 
 
 class BackgroundOutput(TerminalOutput):
@@ -145,6 +154,10 @@ class CellOutput(Output):
                 rank: (report.request, report.place) for rank, report in self._states.items()
             }
         self._refresh()
+
+    def show_more(self) -> None:
+        """Show as much as a page can take."""
+        self._transcript = Transcript(MORE_LINES)
 
     def notify(self, text: str) -> None:
         """Show a line about the run that replaces the one before."""

@@ -27,7 +27,7 @@ from distsession.notebook.hints import NameHints
 from distsession.notebook.panel import make_panel
 from distsession.notebook.running_cell import cell_number, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput, add_arguments
-from distsession.protocol.cells import cell_name
+from distsession.protocol.cells import cell_name, parse_cell
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
@@ -66,6 +66,11 @@ def _session_parser() -> _Parser:
     commands.add_parser("reconnect", help="connect the process group anew; variables stay")
     diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
+    output = commands.add_parser("output", help="show a cell's output again, more of it")
+    output.add_argument(
+        "cell", nargs="*", metavar="In N", help="the cell's number, such as 3; the last by default"
+    )
+    output.add_argument("--rank", metavar="R", help="whose, such as 1 or 0,2-3; all by default")
     debug = commands.add_parser("debug", help="open the debugger where a rank has failed")
     debug.add_argument("rank", nargs="?", type=int, help="the one that failed first by default")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
@@ -208,6 +213,12 @@ class Magics:
 
     def _diagnose(self, arguments: argparse.Namespace) -> Table:
         return current_session().diagnose(stacks=arguments.stacks)
+
+    def _output(self, arguments: argparse.Namespace) -> Table:
+        session = current_session()
+        cell = parse_cell(" ".join(arguments.cell))
+        ranks = parse_ranks(arguments.rank, session.world_size) if arguments.rank else None
+        return session.show_output(cell, ranks)
 
     def _debug(self, arguments: argparse.Namespace) -> None:
         current_session().debug(arguments.rank)

@@ -23,6 +23,8 @@ __all__ = ["OutputLine", "RankText", "Section", "Transcript"]
 
 HEAD_LINES, TAIL_LINES = 100, 100
 """Lines of a rank's text that are kept from its beginning and from its end."""
+MAX_LINES = 3000
+"""Lines of all blocks together that go into the notebook."""
 MAX_LINE_CHARS = 4000
 """Characters of a line that are kept."""
 
@@ -136,6 +138,7 @@ class Section:
 
     Attributes:
         is_value: Its text is that of values, not of what ranks wrote.
+        most: Lines of its text that are shown, of all ranks together.
         changed: Whether it is other than what was last shown of it.
         handle: Where it is shown.
         notes: What is said of the text of a rank.
@@ -144,15 +147,23 @@ class Section:
     texts: dict[int, RankText] = field(default_factory=dict)
     displays: dict[int, Display] = field(default_factory=dict)
     is_value: bool = False
+    most: int = MAX_LINES
     changed: bool = True
     handle: Any = None
     notes: dict[int, str] = field(default_factory=dict)
 
 
 class Transcript:
-    """The output of all ranks in one run."""
+    """The output of all ranks in one run.
 
-    def __init__(self) -> None:
+    Args:
+        most: Lines that are kept of a rank's text and shown of all; by default as many as go into
+            the notebook unasked.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._kept = (HEAD_LINES, TAIL_LINES) if most is None else (most // 2, most // 2)
+        self._most = MAX_LINES if most is None else most
         self.sections: list[Section] = []
         self._section_index: dict[int, int] = {}
         self._lines: dict[tuple[int, str], Lines] = {}
@@ -223,7 +234,7 @@ class Transcript:
     def _section(self, rank: int) -> Section:
         at = self._section_index.setdefault(rank, 0)
         while len(self.sections) <= at:
-            self.sections.append(Section())
+            self.sections.append(Section(most=self._most))
         return self.sections[at]
 
     def _add(self, rank: int, lines: Sequence[Line]) -> None:
@@ -232,7 +243,7 @@ class Transcript:
                 written.add(())
             return
         section = self._section(rank)
-        section.texts.setdefault(rank, RankText()).add(lines)
+        section.texts.setdefault(rank, RankText(*self._kept)).add(lines)
         section.changed = True
         last = next((line.text for line in reversed(lines) if line.text.strip()), "")
         self._last_lines[rank] = _cut(last) or self._last_lines.get(rank, "")

@@ -22,8 +22,6 @@ __all__ = ["LiveRow", "can_embed", "live_html", "live_text", "section_html", "se
 
 UNFOLDED_LINES = 30
 """Lines of a block that are shown unfolded."""
-MAX_LINES = 3000
-"""Lines of all blocks together that go into the notebook."""
 MAX_OPEN_BLOCKS = 8
 """Blocks of more than a few lines that are shown unfolded."""
 MAX_BARS = 4
@@ -174,6 +172,7 @@ class _Block:
 
     ranks: tuple[int, ...]
     written: tuple[RankText, ...]
+    most: int
     note: str = ""
     is_value: bool = False
 
@@ -183,7 +182,7 @@ class _Block:
 
     def parts(self, blocks: int) -> tuple[int, int]:
         """How many lines of its beginning and of its end are shown, if there are so many blocks."""
-        most = max(2, MAX_LINES // max(1, blocks))
+        most = max(2, self.most // max(1, blocks))
         head, tail = len(self.written[0].head), len(self.written[0].tail)
         if head + tail > most:
             head, tail = (most, 0) if self.is_value else (most // 2, most // 2)
@@ -225,7 +224,8 @@ def _blocks(section: Section) -> Iterator[_Block]:
     written = {rank: text for rank, text in texts.items() if text}
     for ranks, _ in fold({rank: text.key for rank, text in written.items()}):
         note = section.notes.get(ranks[0], "")
-        yield _Block(ranks, tuple(written[rank] for rank in ranks), note, section.is_value)
+        together = tuple(written[rank] for rank in ranks)
+        yield _Block(ranks, together, section.most, note, section.is_value)
 
 
 def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded: bool) -> Html:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 
-__all__ = ["CellNames", "cell_name", "is_cell", "name_of_value"]
+from distsession.errors import OptionsError
+
+__all__ = ["CellNames", "cell_name", "is_cell", "name_of_value", "parse_cell"]
 
 _BEGIN = "In["
 
@@ -31,6 +34,20 @@ class CellNames:
         self._count = self._count + 1 if cell == self._cell else 1
         self._cell = cell
         return f"{cell_name(cell)} ({how}{f' {self._count}' if self._count > 1 else ''})"
+
+
+def parse_cell(text: str) -> int | None:
+    """The number in ``3``, ``In 3`` or ``In[3]``; None in an empty text.
+
+    Raises:
+        OptionsError: It is something else.
+    """
+    if not text.strip():
+        return None
+    found = re.fullmatch(r"\s*(?:[iI]n\s*)?\[?\s*(\d+)\s*\]?:?\s*", text)
+    if found is None:
+        raise OptionsError(f"{text!r} names no cell: write 3, In 3 or In[3], as its prompt says.")
+    return int(found[1])
 
 
 def is_cell(filename: str) -> bool:

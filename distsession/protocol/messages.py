@@ -512,12 +512,19 @@ class CompletionReply(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Text(_Message):
-    """Text that a rank wrote while a request ran (request 0: between requests)."""
+    """Text that a rank wrote while a request ran (request 0: between requests).
+
+    Attributes:
+        begin: Where it begins in the log file of its stream; -1 if it found no room there.
+        end: Where it ends.
+    """
 
     rank: int
     request: int
     stream: str
     text: str
+    begin: int = -1
+    end: int = -1
 
 
 @dataclass(frozen=True, slots=True)
