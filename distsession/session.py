@@ -313,10 +313,11 @@ class Session(RankView):
         """
         self.check_open()
         reports = self.recovery.reports(ask=True)
-        sentence = diagnose(reports).sentence
+        verdict = diagnose(reports)
+        culprits = set(verdict.missing) - set(verdict.waiting) or set(verdict.missing)
         return Table(
-            render.diagnosis_text(reports, sentence, stacks=stacks),
-            render.diagnosis_html(reports, sentence, stacks=stacks),
+            render.diagnosis_text(reports, verdict.sentence, stacks, culprits),
+            render.diagnosis_html(reports, verdict.sentence, stacks, culprits),
         )
 
     def timeline(self, *, waits: bool = True) -> Timeline:

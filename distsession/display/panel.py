@@ -15,12 +15,14 @@ from distsession.display.render import table_text
 
 __all__ = [
     "HISTORY_READINGS",
+    "ROWS_CLASS",
     "Gauge",
     "RankRow",
     "Snapshot",
     "answer_html",
     "config_html",
     "ended_rows",
+    "layout_html",
     "rows_html",
     "snapshot_html",
     "snapshot_text",
@@ -91,6 +93,7 @@ class Snapshot:
 _OPTIONS_HEAD = ("option", "value", "from")
 _HEAD = ("rank", "host", "pid", "device", "state", "since")
 _PLACES_HEAD = ("rank", "node rank", "local rank", "threads")
+_LIVE_PLACES_HEAD = ("rank", "host", "pid", "device", *_PLACES_HEAD[1:])
 
 
 def _names(rows: Sequence[RankRow]) -> list[str]:
@@ -110,6 +113,11 @@ def _texts(rows: Sequence[RankRow]) -> tuple[list[str], list[list[str]]]:
 
 def _place(row: RankRow) -> tuple[str, str, str, str]:
     return str(row.rank), str(row.node_rank), str(row.local_rank), str(row.threads)
+
+
+def _live_place(row: RankRow) -> tuple[str, ...]:
+    """What a narrow panel leaves out of its rows, too."""
+    return str(row.rank), row.host, str(row.pid), row.device, *_place(row)[1:]
 
 
 def snapshot_text(snapshot: Snapshot) -> str:
@@ -144,6 +152,26 @@ _MARKS = {
     "ended": ("○", html.DIM),
 }
 _CELL = f"padding:2px 8px;{html.LEFT};white-space:nowrap;border-bottom:1px solid {html.BORDER}"
+ROWS_CLASS = "distsession-ranks"
+"""Of what the rows are in; how wide it is says how they are laid out."""
+_MEDIUM, _NARROW = "820px", "560px"
+"""Below the first, places of ranks and bars are left out, which stand in the configuration and as
+numbers. Below the second, each rank has two lines, the second for its state."""
+_LAYOUT = f"""
+.{ROWS_CLASS}{{container-type:inline-size}}
+@container (max-width:{_MEDIUM}){{
+.{ROWS_CLASS} tr>:nth-child(n+2):nth-child(-n+4){{display:none}}
+.{ROWS_CLASS} td>span[role=img]{{display:none!important}}
+.{ROWS_CLASS} tr>:nth-child(5){{min-width:8em!important}}
+}}
+@container (max-width:{_NARROW}){{
+.{ROWS_CLASS} table,.{ROWS_CLASS} tbody{{display:block}}
+.{ROWS_CLASS} thead{{display:none}}
+.{ROWS_CLASS} tbody tr{{display:flex;flex-wrap:wrap;align-items:center}}
+.{ROWS_CLASS} tbody tr>*{{border-bottom:0!important}}
+.{ROWS_CLASS} tbody tr>:nth-child(5){{order:1;flex-basis:100%}}
+}}
+"""
 _STICKY = f"position:sticky;top:0;background:{html.GROUND};color:{html.TEXT}"
 
 
@@ -152,12 +180,17 @@ def status_html(status: str) -> Html:
     return element("div", element("strong", status), style=html.UI_FONT)
 
 
+def layout_html() -> Html:
+    """How the rows are laid out, which takes more than the styles of elements."""
+    return element("style", Html(_LAYOUT))
+
+
 def config_html(snapshot: Snapshot) -> Html:
     """The configuration, to be opened."""
     tables = (
         ((), snapshot.facts),
         (_OPTIONS_HEAD, snapshot.options),
-        (_PLACES_HEAD, [_place(row) for row in snapshot.rows]),
+        (_LIVE_PLACES_HEAD, [_live_place(row) for row in snapshot.rows]),
     )
     style = f"{html.UI_FONT};border-collapse:collapse"
     drawn = (
@@ -187,12 +220,24 @@ def ended_rows(rows: Sequence[RankRow]) -> list[RankRow]:
     return [replace(row, kind="ended", state="ended", since="", gauges=()) for row in rows]
 
 
-def answer_html(content: str, *, is_error: bool = False) -> Html:
-    """What has come of a button."""
+def answer_html(
+    content: str, *, title: str = "", is_error: bool = False, outdated: str = ""
+) -> Html:
+    """What has come of a button.
+
+    Args:
+        content: That.
+        title: Which button it was, and when.
+        is_error: It failed.
+        outdated: Since when it is true no longer; empty while it is.
+    """
     edge = html.ERROR if is_error else html.BORDER
     style = f"border-left:3px solid {edge};padding-left:8px;max-height:24em;overflow:auto"
     role = "alert" if is_error else "status"
-    return element("div", content, role=role, style=f"{html.UI_FONT};{style}")
+    note = f" The ranks do something else since {outdated}." if outdated else ""
+    head = element("div", element("strong", title), note) if title else ""
+    body = element("div", content, style="opacity:.5") if outdated else content
+    return element("div", head, body, role=role, style=f"{html.UI_FONT};{style}")
 
 
 def _row(row: RankRow, names: Sequence[str]) -> list[str | Cell]:

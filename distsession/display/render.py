@@ -5,11 +5,12 @@ Pure functions from data to strings; nothing here knows IPython.
 
 from __future__ import annotations
 
+import itertools
 import json
 import linecache
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distsession.display import html
@@ -195,25 +196,62 @@ _DIAGNOSIS_HEAD = ("rank", "state", "since")
 
 
 def diagnosis_text(
-    reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
+    reports: Mapping[int, RankReport],
+    verdict_sentence: str,
+    stacks: bool = False,
+    culprits: Collection[int] = (),
 ) -> str:
-    """The verdict, a line for each rank, and the ranks' stacks if they are wanted."""
+    """The verdict, a line for each rank, and the ranks' stacks if they are wanted.
+
+    Args:
+        reports: Of the ranks.
+        verdict_sentence: Who waits for whom.
+        stacks: Whether they are wanted.
+        culprits: Ranks for which others wait; their stacks come first.
+    """
     blocks = [verdict_sentence, table_text(_DIAGNOSIS_HEAD, _report_rows(reports))]
-    blocks += [_labelled(ranks, text) for ranks, text in _stacks(reports) if stacks]
+    for ranks, frames in _stacks(reports, culprits) if stacks else ():
+        text = "\n".join(map(_frame_text, frames)).rstrip()
+        label = _stack_label(ranks, culprits)
+        blocks.append(f"{label}{chr(10) if chr(10) in text else ' '}{text}")
     return "\n\n".join(blocks)
 
 
 def diagnosis_html(
-    reports: Mapping[int, RankReport], verdict_sentence: str, stacks: bool = False
+    reports: Mapping[int, RankReport],
+    verdict_sentence: str,
+    stacks: bool = False,
+    culprits: Collection[int] = (),
 ) -> Html:
-    """The same as :func:`diagnosis_text`, for a notebook."""
+    """The same as :func:`diagnosis_text`, for a notebook; frames of libraries are folded."""
     blocks = [
         element("p", verdict_sentence),
         html.table(_DIAGNOSIS_HEAD, _report_rows(reports)),
     ]
-    for ranks, text in _stacks(reports) if stacks else ():
-        blocks += [element("p", rank_label(ranks)), element("pre", text)]
+    for ranks, frames in _stacks(reports, culprits) if stacks else ():
+        blocks += [element("p", _stack_label(ranks, culprits)), *_frames_html(frames)]
     return html.join(blocks)
+
+
+def _frames_html(frames: Sequence[FrameInfo]) -> Iterator[Html]:
+    for is_library, run in itertools.groupby(frames, _is_library):
+        texts = [_frame_text(frame) for frame in run]
+        block = element("pre", "\n".join(texts).rstrip())
+        if not is_library:
+            yield block
+        else:
+            count = "1 frame" if len(texts) == 1 else f"{len(texts)} frames"
+            yield html.details(f"{count} of libraries", block)
+
+
+def _is_library(frame: FrameInfo) -> bool:
+    return not _is_cell(frame.filename) and _LIBRARY.search(frame.filename) is not None
+
+
+def _stack_label(ranks: Sequence[int], culprits: Collection[int]) -> str:
+    it = "it" if len(ranks) == 1 else "them"
+    waited_for = f" (others wait for {it})" if set(ranks) & set(culprits) else ""
+    return f"{rank_label(ranks)}{waited_for}"
 
 
 def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:
@@ -255,14 +293,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.{0 if seconds >= 10 else 1}f} s" if seconds else ""
 
 
-def _stacks(reports: Mapping[int, RankReport]) -> list[tuple[tuple[int, ...], str]]:
-    """The stacks that were sent; ranks that are at the same point together."""
-    shown = {
-        rank: "\n".join(_frame_text(frame) for frame in report.stack).rstrip()
-        for rank, report in reports.items()
-        if report.stack
-    }
-    return fold(shown)
+def _stacks(
+    reports: Mapping[int, RankReport], culprits: Collection[int]
+) -> list[tuple[tuple[int, ...], tuple[FrameInfo, ...]]]:
+    """The stacks that were sent; ranks that are at the same point together, culprits first."""
+    shown = {rank: tuple(report.stack) for rank, report in reports.items() if report.stack}
+    return sorted(fold(shown), key=lambda group: set(group[0]).isdisjoint(culprits))
 
 
 # --- errors ---------------------------------------------------------------------------------------

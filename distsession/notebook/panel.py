@@ -20,6 +20,7 @@ from distsession.display.html import Html, element, join
 from distsession.display.panel import Snapshot
 from distsession.errors import SessionStateError
 from distsession.kernel.snapshot import Snapshots
+from distsession.notebook.panel_answer import Answer
 from distsession.ranks import ranks_text
 from distsession.session import Session, Table
 
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 UPDATE_INTERVAL_S = 1.0
 """Seconds between two looks."""
 NO_RANK_LABEL = "choose a rank"
+RESTART = "Restart rank"
+AGING = ("Diagnose", "Stacks")
+"""Buttons whose answers are true only as long as the ranks do the same."""
 WIDGET_VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 
 _widgets: dict[Session, PanelWidgets] = {}
@@ -88,8 +92,9 @@ class PanelWidgets:
         self._status = ipywidgets.HTML()
         self._rows = ipywidgets.HTML()
         hidden = element("style", f".{self._static_class}{{display:none}}")
-        self._config = ipywidgets.HTML(join((hidden, panel.config_html(snapshot))))
-        self._answer = ipywidgets.HTML()
+        self._layout = ipywidgets.HTML(join((hidden, panel.layout_html())))
+        self._config = ipywidgets.HTML()
+        self._answer = Answer(lambda action: self._handle_click(RESTART, action))
         self._rank = ipywidgets.Dropdown(
             options=[(NO_RANK_LABEL, -1), *((f"rank {rank}", rank) for rank in session.ranks)],
             value=-1,
@@ -101,31 +106,36 @@ class PanelWidgets:
                 ("Stop", "Interrupt what runs on the ranks"),
                 ("Diagnose", "Who waits for whom"),
                 ("Stacks", "The frames of each rank's main thread"),
-                ("Restart rank", "A fresh process for the rank that is chosen"),
+                (RESTART, "A fresh process for the rank that is chosen"),
             )
         }
+        # The box scrolls, not its content, which is replaced at each change.
+        rows = ipywidgets.Box([self._rows], layout={"max_height": "26em", "overflow": "auto"})
+        rows.add_class(panel.ROWS_CLASS)
         self._widget = ipywidgets.VBox(
             [
                 self._status,
-                # The box scrolls, not its content, which is replaced at each change.
-                ipywidgets.Box([self._rows], layout={"max_height": "26em", "overflow": "auto"}),
-                ipywidgets.HBox([*self._buttons.values(), self._rank]),
-                self._answer,
+                rows,
+                ipywidgets.HBox(
+                    [*self._buttons.values(), self._rank], layout={"flex_flow": "row wrap"}
+                ),
+                self._answer.widget,
                 self._config,
+                self._layout,
             ],
             _view_count=0,  # the front end then counts
         )
         self._widget.observe(self._handle_view_count, "_view_count")
-        self._actions: dict[str, Callable[[], Html]] = {
+        self._actions: dict[str, Callable[[], Html | None]] = {
             "Stop": self._stop,
             "Diagnose": self._diagnose,
             "Stacks": self._stacks,
-            "Restart rank": self._restart,
+            RESTART: self._restart,
         }
         self._running_actions: set[str] = set()
         for name, button in self._buttons.items():
             button.on_click(lambda _, name=name: self._handle_click(name))
-        for widget in (*self._buttons.values(), self._rank, self._widget):
+        for widget in (*self._buttons.values(), self._rank, *self._answer.controls, self._widget):
             _handle_on_subshell(widget)
         self._update(snapshot)
 
@@ -141,7 +151,11 @@ class PanelWidgets:
         display({**bundle, "text/html": table}, raw=True)
 
     def bundle(self) -> dict[str, Any]:
-        """What the front end needs to show the widgets; they are live from here on."""
+        """What the front end needs to show the widgets; they are live from here on.
+
+        What came of a button before belongs to where it was pressed.
+        """
+        self._answer.clear()
         self._was_viewed = False
         self._start_updates()
         bundle: dict[str, Any] = self._widget._repr_mimebundle_()
@@ -195,6 +209,8 @@ class PanelWidgets:
         self._shown = snapshot
         _set_value(self._status, panel.status_html(snapshot.status))
         _set_value(self._rows, panel.rows_html(snapshot.rows))
+        _set_value(self._config, panel.config_html(snapshot))
+        self._answer.check(tuple((row.rank, row.pid, row.kind, row.since) for row in snapshot.rows))
         dead = frozenset(row.rank for row in snapshot.rows if row.kind == "dead")
         if dead - self._dead and self._rank.value not in dead:
             self._rank.value = min(dead - self._dead)
@@ -205,32 +221,35 @@ class PanelWidgets:
         _widgets.pop(self._session, None)
         for control in (*self._buttons.values(), self._rank):
             control.disabled = True
+        self._answer.check("closed")
         _set_value(self._status, panel.status_html(self._session.status()))
         _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
 
     # --- buttons ----------------------------------------------------------------------------------
 
-    def _handle_click(self, name: str) -> None:
+    def _handle_click(self, name: str, action: Callable[[], Html | None] | None = None) -> None:
         """Do what a button says, in a thread of its own: Stop must work beside a slow restart."""
         if name in self._running_actions:
             return
         self._running_actions.add(name)
         threading.Thread(
-            target=self._run_action, args=(name,), name="distsession-button", daemon=True
+            target=self._run_action,
+            args=(name, action or self._actions[name]),
+            name="distsession-button",
+            daemon=True,
         ).start()
 
-    def _run_action(self, name: str) -> None:
-        self._show_answer(element("p", f"{name} ..."))
+    def _run_action(self, name: str, action: Callable[[], Html | None]) -> None:
+        self._answer.show(name, element("p", "..."))
         try:
-            self._show_answer(self._actions[name]())
+            content = action()
+            if content is not None:
+                self._answer.show(name, content, ages=name in AGING)
         except Exception as error:
-            text = f"{name}: {type(error).__name__}: {error}"
-            self._show_answer(element("pre", text), is_error=True)
+            text = f"{type(error).__name__}: {error}"
+            self._answer.show(name, element("pre", text), is_error=True)
         finally:
             self._running_actions.discard(name)
-
-    def _show_answer(self, content: Html, *, is_error: bool = False) -> None:
-        _set_value(self._answer, panel.answer_html(content, is_error=is_error))
 
     def _stop(self) -> Html:
         hit = self._session.interrupt()
@@ -242,10 +261,23 @@ class PanelWidgets:
     def _stacks(self) -> Html:
         return Html(self._session.diagnose(stacks=True).bundle()["text/html"])
 
-    def _restart(self) -> Html:
+    def _restart(self) -> Html | None:
         rank = self._rank.value
         if rank < 0:
             raise SessionStateError("choose a rank first, beside the button.")
+        self._check_others_idle(rank)
+        if rank in self._dead:
+            return self._restart_now(rank)
+        question = (
+            f"Rank {rank} lives. With a fresh process its variables are lost; "
+            f"session.restart([{rank}], restore=[...]) copies some from another rank."
+        )
+        self._answer.ask(
+            RESTART, question, f"Restart rank {rank} all the same", lambda: self._restart_now(rank)
+        )
+        return None
+
+    def _check_others_idle(self, rank: int) -> None:
         # A restart gives the process group up, so whoever uses it must be asked first.
         session = self._session
         busy = [r for r in session.ranks if r != rank and session.channel.is_busy(r)]
@@ -254,7 +286,10 @@ class PanelWidgets:
                 f"{ranks_text(busy)} still run{'s' if len(busy) == 1 else ''} something: press "
                 "Stop first."
             )
-        session.restart([rank])
+
+    def _restart_now(self, rank: int) -> Html:
+        self._check_others_idle(rank)
+        self._session.restart([rank])
         self._rank.value = -1
         return element("p", f"Rank {rank} has a fresh process, without variables.")
 

@@ -116,3 +116,61 @@ def test_nobody_looks_when_the_output_is_gone(open_notebook: Open) -> None:
     notebook.run(1)
     notebook.page.wait_for_timeout(2500)
     assert notebook.run(2).strip().endswith("0")
+
+
+def test_it_is_docked_beside_the_notebook_and_live_there(open_notebook: Open) -> None:
+    notebook = open_notebook([START, "session", HANG, "session.close()"])
+    notebook.run(0)
+    notebook.run(1)
+    expect(row(notebook, 0)).to_contain_text("idle", timeout=30e3)
+    row(notebook, 0).click(button="right")
+    notebook.page.get_by_text("Create New View for Cell Output").click()
+    docked = notebook.page.locator(".jp-LinkedOutputView")
+    table = docked.get_by_role("table", name="Ranks of the session")
+    expect(table).to_be_visible(timeout=30e3)
+    notebook.start(2)
+    expect(table).to_contain_text("waiting in barrier", timeout=30e3)
+    docked.get_by_role("button", name="Diagnose", exact=True).click()
+    expect(docked.get_by_text(re.compile("for rank 1, which runs"))).to_be_visible(timeout=30e3)
+    notebook.screenshot("panel-docked")
+    docked.get_by_role("button", name="Stop", exact=True).click()
+    notebook.wait(2)
+    expect(docked.get_by_text(re.compile("what ran is interrupted"))).to_be_visible(timeout=30e3)
+    notebook.run(3)
+    expect(table).to_contain_text("ended", timeout=30e3)
+
+
+def test_a_narrow_panel_keeps_memory_and_history(open_notebook: Open) -> None:
+    notebook = open_notebook([START, "session"])
+    notebook.run(0)
+    notebook.run(1)
+    shown = notebook.output(1)
+    history = row(notebook, 1).get_by_role("img", name=re.compile("use of late"))
+    memory = row(notebook, 1).get_by_text(re.compile(r"\d (MiB|GiB)"))
+    expect(history).to_be_visible(timeout=30e3)
+    for width in (1300, 900, 720, 560):
+        notebook.page.set_viewport_size({"width": width, "height": 1000})
+        right = shown.evaluate("element => element.getBoundingClientRect().right")
+        for part in (history, memory):
+            box = part.bounding_box()
+            assert box is not None
+            assert box["x"] + box["width"] <= right, (width, box, right)
+        notebook.screenshot(f"panel-{width}", shown)
+
+
+def test_an_answer_is_closed_and_not_inherited(open_notebook: Open) -> None:
+    notebook = open_notebook([START, "session", "session"])
+    notebook.run(0)
+    notebook.run(1)
+    expect(row(notebook, 0)).to_contain_text("idle", timeout=30e3)
+    answer = notebook.output(1).get_by_text(re.compile(r"Diagnose, \d\d:\d\d:\d\d"))
+    press(notebook, "Diagnose")
+    expect(answer).to_be_visible(timeout=30e3)
+    press(notebook, "Close")
+    expect(answer).to_have_count(0)
+    expect(notebook.output(1).get_by_role("button", name="Close")).to_be_hidden()
+    press(notebook, "Diagnose")
+    expect(answer).to_be_visible(timeout=30e3)
+    notebook.run(2)
+    expect(notebook.output(2).get_by_role("button", name="Diagnose", exact=True)).to_be_visible()
+    expect(notebook.page.get_by_text(re.compile(r"Diagnose, \d\d:"))).to_have_count(0)

@@ -94,6 +94,15 @@ class FrontEnd:
         ]
         return found[-1]
 
+    def rank_choice(self) -> str:
+        """The number of the list beside the buttons."""
+        found = [
+            number
+            for number, model in self.models.items()
+            if "choose a rank" in model.get("_options_labels", ())
+        ]
+        return found[-1]
+
     def send(self, comm: str, data: dict[str, Any], subshell: str | None = None) -> str:
         message = self.client.session.msg("comm_msg", {"comm_id": comm, "data": data})
         if subshell is not None:
@@ -212,7 +221,7 @@ def test_stop_and_diagnose_work_while_a_cell_runs(front: FrontEnd) -> None:
 def test_a_rank_is_not_restarted_beside_one_that_runs(front: FrontEnd) -> None:
     request = front.start(HANG)
     front.wait(lambda: "waiting in barrier" in front.values())
-    choice = front.model("DropdownModel")
+    choice = front.rank_choice()
     front.set(choice, index=1)
     front.press("Restart rank")
     front.wait(lambda: "rank 1 still runs something" in front.values())
@@ -226,7 +235,7 @@ def test_a_dead_rank_is_shown_chosen_and_replaced_by_the_button(front: FrontEnd)
     front.run("%%distributed 0\nkept = 7")
     front.run("os.kill(session.infos[1].pid, 9)")
     front.wait(lambda: "dead (was killed by SIGKILL" in front.values())
-    choice = front.model("DropdownModel")
+    choice = front.rank_choice()
     front.wait(lambda: front.models[choice]["index"] == 2)
     front.press("Restart rank")
     front.wait(lambda: "Rank 1 has a fresh process" in front.values())
@@ -235,6 +244,21 @@ def test_a_dead_rank_is_shown_chosen_and_replaced_by_the_button(front: FrontEnd)
     front.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)")
     front.run("%distributed t.item() + (0 if rank else kept)")
     assert front.shown[-1]["text/plain"] == "[rank 0] 9.0\n[rank 1] 2.0"
+
+
+def test_a_rank_that_lives_is_replaced_once_that_is_confirmed(front: FrontEnd) -> None:
+    front.run("%%distributed\nkept = 7")
+    choice = front.rank_choice()
+    front.set(choice, index=2)
+    front.press("Restart rank")
+    front.wait(lambda: "its variables are lost" in front.values())
+    front.run("session[1].pull('kept')[1]")
+    assert front.shown[-1]["text/plain"] == "7"
+    front.press("Restart rank 1 all the same")
+    front.wait(lambda: "Rank 1 has a fresh process" in front.values())
+    front.run("%%distributed --out known\n'kept' in globals()")
+    front.run("dict(known)")
+    assert front.shown[-1]["text/plain"] == "{0: True, 1: False}"
 
 
 def panels(front: FrontEnd) -> str:

@@ -16,6 +16,7 @@ from distsession.display.panel import (
     answer_html,
     config_html,
     ended_rows,
+    layout_html,
     rows_html,
     snapshot_html,
     snapshot_text,
@@ -125,6 +126,21 @@ def test_lines_of_a_closed_session_say_so() -> None:
     page = rows_html(ended_rows(SNAPSHOT.rows))
     assert page.count("ended") == 3
     assert "97 %" not in page.replace("now 97 %, at most 97 %", "")
+
+
+def test_what_a_narrow_panel_leaves_out_stands_in_its_configuration() -> None:
+    page = config_html(SNAPSHOT)
+    for fact in ("beta &amp; co", "12", "cuda:0 (B)"):
+        assert f">{fact}</td>" in page
+    assert Elements(layout_html()).count == {"style": 1}
+
+
+def test_an_answer_says_since_when_it_is_true_no_longer() -> None:
+    page = answer_html("<p>done", title="Diagnose, 12:00", outdated="12:03")
+    assert "<strong>Diagnose, 12:00</strong> The ranks do something else since 12:03." in page
+    assert "opacity" in page
+    assert "&lt;p&gt;done" in page
+    assert "opacity" not in answer_html("x", title="Diagnose, 12:00")
 
 
 def test_an_answer_is_read_out_and_an_error_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -77,10 +78,14 @@ def widgets(session: Session) -> PanelWidgets:
 def click(widgets: PanelWidgets, name: str) -> str:
     """Press a button, and wait for what comes of it."""
     widgets._buttons[name].click()
+    return answer(widgets)
+
+
+def answer(widgets: PanelWidgets) -> str:
     for thread in threading.enumerate():
         if thread.name == "distsession-button":
             thread.join(10)
-    return str(widgets._answer.value)
+    return str(widgets._answer.html.value)
 
 
 def test_the_widgets_show_the_status_and_the_ranks(widgets: PanelWidgets) -> None:
@@ -116,14 +121,87 @@ def test_a_restart_needs_a_rank_and_that_the_others_are_idle(
     widgets: PanelWidgets, session: Session
 ) -> None:
     assert "choose a rank first" in click(widgets, "Restart rank")
-    assert 'role="alert"' in widgets._answer.value
+    assert 'role="alert"' in answer(widgets)
     widgets._rank.value = 1
     session.channel.busy = frozenset({1, 2})
     assert "rank 2 still runs something: press Stop first." in click(widgets, "Restart rank")
+    assert session.restarted == []
+
+
+def test_a_restart_of_a_rank_that_lives_is_asked_about_once(
+    widgets: PanelWidgets, session: Session
+) -> None:
+    widgets._rank.value = 1
     session.channel.busy = frozenset({1})
-    assert "Rank 1 has a fresh process" in click(widgets, "Restart rank")
+    confirm = widgets._answer._confirm
+    assert confirm.layout.display == "none"
+    assert "its variables are lost" in click(widgets, "Restart rank")
+    assert (session.restarted, confirm.layout.display) == ([], "")
+    assert confirm.description == "Restart rank 1 all the same"
+    widgets._rank.value = 2  # what is confirmed is what was asked
+    confirm.click()
+    confirm.click()
+    assert "Rank 1 has a fresh process" in answer(widgets)
     assert session.restarted == [1]
     assert widgets._rank.value == -1
+    assert confirm.layout.display == "none"
+
+
+def test_a_question_that_is_closed_or_overtaken_is_not_confirmed_later(
+    widgets: PanelWidgets, session: Session
+) -> None:
+    for overtake in (widgets._answer._close.click, lambda: click(widgets, "Diagnose")):
+        widgets._rank.value = 1
+        click(widgets, "Restart rank")
+        overtake()
+        assert widgets._answer._confirm.layout.display == "none"
+        widgets._answer._confirm.click()
+        answer(widgets)
+    assert session.restarted == []
+
+
+def test_a_dead_rank_is_replaced_without_a_question(
+    widgets: PanelWidgets, session: Session
+) -> None:
+    widgets._update(snapshot("idle", "idle", "dead"))
+    assert "Rank 2 has a fresh process" in click(widgets, "Restart rank")
+
+
+@pytest.mark.parametrize("name", ["Diagnose", "Stacks"])
+def test_an_answer_has_its_time_and_is_greyed_out_when_the_ranks_do_something_else(
+    widgets: PanelWidgets, name: str
+) -> None:
+    assert re.search(rf"<strong>{name}, \d\d:\d\d:\d\d</strong>", click(widgets, name))
+    for _ in range(2):
+        widgets._update(snapshot("idle", "idle", "idle"))
+        assert "opacity" not in answer(widgets)
+    widgets._update(snapshot("idle", "running", "idle"))
+    greyed = answer(widgets)
+    assert re.search(r"do something else since \d\d:", greyed)
+    assert "opacity" in greyed
+    widgets._update(snapshot("idle", "running", "running"))
+    assert answer(widgets) == greyed
+    assert "opacity" not in click(widgets, name)
+
+
+def test_what_stop_has_done_is_true_for_ever(widgets: PanelWidgets) -> None:
+    said = click(widgets, "Stop")
+    for kind in ("idle", "running"):
+        widgets._update(snapshot("idle", kind, "idle"))
+    assert answer(widgets) == said
+
+
+def test_an_answer_can_be_closed_and_is_not_inherited(widgets: PanelWidgets) -> None:
+    close = widgets._answer._close
+    assert close.layout.display == "none"
+    click(widgets, "Diagnose")
+    assert close.layout.display == ""
+    close.click()
+    assert (answer(widgets), close.layout.display) == ("", "none")
+    click(widgets, "Diagnose")
+    widgets._start_updates = lambda: None  # type: ignore[method-assign]
+    widgets.bundle()
+    assert answer(widgets) == ""
 
 
 def test_a_rank_that_has_died_is_chosen_once(widgets: PanelWidgets) -> None:

@@ -217,6 +217,31 @@ def test_a_diagnosis_in_a_notebook_says_the_same_and_escapes_it(
     assert "<pre>" not in render.diagnosis_html(deep, "a < b.")
 
 
+def test_who_is_waited_for_comes_first(deep: dict[int, RankReport]) -> None:
+    text = render.diagnosis_text(deep, "x.", stacks=True, culprits={1})
+    assert text.index("[rank 1] (others wait for it)\n/lib") < text.index("[ranks 0,2]\nCell In[3]")
+    page = render.diagnosis_html(deep, "x.", stacks=True, culprits={1})
+    assert page.index("[rank 1] (others wait for it)") < page.index("[ranks 0,2]<")
+
+
+def test_frames_of_libraries_are_folded_in_a_notebook(deep: dict[int, RankReport]) -> None:
+    inside = [
+        FrameInfo(f"/env/lib/python3.12/{name}.py", 8, "call") for name in ("site-packages/a", "b")
+    ]
+    deep = {0: RankReport(0, "running", stack=(CELL, *inside, CELL, inside[0]))}
+    page = render.diagnosis_html(deep, "x.", stacks=True)
+    parts = re.findall(r"<summary[^>]*>(.*?)</summary>|<pre>(\S+)", page)
+    assert parts == [
+        ("", "Cell"),
+        ("2 frames of libraries", ""),
+        ("", "/env/lib/python3.12/site-packages/a.py,"),
+        ("", "Cell"),
+        ("1 frame of libraries", ""),
+        ("", "/env/lib/python3.12/site-packages/a.py,"),
+    ]
+    assert "in call" in render.diagnosis_text(deep, "x.", stacks=True)
+
+
 @pytest.mark.parametrize("show", [render.diagnosis_text, render.diagnosis_html])
 def test_a_diagnosis_without_ranks_is_its_verdict(show: Callable[..., str]) -> None:
     assert "no rank has reported." in show({}, "no rank has reported.", stacks=True)
