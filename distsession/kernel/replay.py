@@ -255,7 +255,7 @@ def _messages(
     else:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
-            for data in read_log(piece.path, piece.begin, piece.end):
+            for _, data in read_log(piece.path, piece.begin, piece.end):
                 yield Text(rank, 0, piece.stream, decoder.decode(data))
         except MissingText as error:
             miss(str(error), rank)

@@ -18,7 +18,16 @@ from distsession.notebook.lines import parse_bar
 from distsession.notebook.output import OutputLine, RankText, Section
 from distsession.ranks import format_ranks, ranks_text
 
-__all__ = ["LiveRow", "can_embed", "live_html", "live_text", "section_html", "section_text"]
+__all__ = [
+    "LiveRow",
+    "ansi_html",
+    "can_embed",
+    "live_html",
+    "live_text",
+    "section_html",
+    "section_text",
+    "without_escapes",
+]
 
 UNFOLDED_LINES = 30
 """Lines of a block that are shown unfolded."""
@@ -285,6 +294,11 @@ def _lines_html(lines: Sequence[tuple[str, str]]) -> Html:
         style = _LINE_STYLES.get(kind)
         parts.append(element("span", text, style=style) if style else text)
     return element("pre", Html("\n".join(parts)), style=html.PRE)
+
+
+def without_escapes(text: str) -> str:
+    """Text without its escape sequences."""
+    return _ANY_ESCAPE.sub("", text)
 
 
 def ansi_html(text: str) -> Html:

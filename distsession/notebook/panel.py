@@ -21,6 +21,7 @@ from distsession.display.panel import Snapshot
 from distsession.errors import SessionStateError
 from distsession.kernel.snapshot import Snapshots
 from distsession.notebook.panel_answer import Answer
+from distsession.notebook.panel_log import LogView
 from distsession.ranks import ranks_text
 from distsession.session import Session, Table
 
@@ -100,12 +101,14 @@ class PanelWidgets:
             value=-1,
             layout={"width": "auto"},
         )
+        self._log = LogView(session.ranks, session.log_path)
         self._buttons = {
             name: ipywidgets.Button(description=name, tooltip=tip, layout={"width": "auto"})
             for name, tip in (
                 ("Stop", "Interrupt what runs on the ranks"),
                 ("Diagnose", "Who waits for whom"),
                 ("Stacks", "The frames of each rank's main thread"),
+                ("Log", "What a rank has written, with a search"),
                 (RESTART, "A fresh process for the rank that is chosen"),
             )
         }
@@ -120,6 +123,7 @@ class PanelWidgets:
                     [*self._buttons.values(), self._rank], layout={"flex_flow": "row wrap"}
                 ),
                 self._answer.widget,
+                self._log.widget,
                 self._config,
                 self._layout,
             ],
@@ -130,12 +134,14 @@ class PanelWidgets:
             "Stop": self._stop,
             "Diagnose": self._diagnose,
             "Stacks": self._stacks,
+            "Log": self._open_log,
             RESTART: self._restart,
         }
         self._running_actions: set[str] = set()
         for name, button in self._buttons.items():
             button.on_click(lambda _, name=name: self._handle_click(name))
-        for widget in (*self._buttons.values(), self._rank, *self._answer.controls, self._widget):
+        own = (*self._buttons.values(), self._rank, self._widget)
+        for widget in (*own, *self._answer.controls, *self._log.controls):
             _handle_on_subshell(widget)
         self._update(snapshot)
 
@@ -215,12 +221,14 @@ class PanelWidgets:
         if dead - self._dead and self._rank.value not in dead:
             self._rank.value = min(dead - self._dead)
         self._dead = dead
+        self._log.refresh()
 
     def _show_closed(self) -> None:
         """Show that the session is closed."""
         _widgets.pop(self._session, None)
         for control in (*self._buttons.values(), self._rank):
             control.disabled = True
+        self._log.disable()
         self._answer.check("closed")
         _set_value(self._status, panel.status_html(self._session.status()))
         _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
@@ -240,7 +248,8 @@ class PanelWidgets:
         ).start()
 
     def _run_action(self, name: str, action: Callable[[], Html | None]) -> None:
-        self._answer.show(name, element("p", "..."))
+        if name != "Log":
+            self._answer.show(name, element("p", "..."))
         try:
             content = action()
             if content is not None:
@@ -254,6 +263,9 @@ class PanelWidgets:
     def _stop(self) -> Html:
         hit = self._session.interrupt()
         return element("p", f"Stop: {'what ran is interrupted' if hit else 'nothing was running'}.")
+
+    def _open_log(self) -> None:
+        self._log.open(self._rank.value if self._rank.value >= 0 else None)
 
     def _diagnose(self) -> Html:
         return Html(self._session.diagnose().bundle()["text/html"])

@@ -174,3 +174,25 @@ def test_an_answer_is_closed_and_not_inherited(open_notebook: Open) -> None:
     notebook.run(2)
     expect(notebook.output(2).get_by_role("button", name="Diagnose", exact=True)).to_be_visible()
     expect(notebook.page.get_by_text(re.compile(r"Diagnose, \d\d:"))).to_have_count(0)
+
+
+def test_a_log_is_followed_and_searched(open_notebook: Open) -> None:
+    write = "%%distributed 1\nfor n in range(3000): print('step', n, 'nan' if n == 1234 else 'ok')"
+    notebook = open_notebook([START, "session", write])
+    notebook.run(0)
+    notebook.run(1)
+    expect(row(notebook, 1)).to_contain_text("idle", timeout=30e3)
+    panel = notebook.output(1)
+    panel.get_by_role("combobox").first.select_option("rank 1")
+    press(notebook, "Log")
+    log = panel.get_by_role("log", name="Log of rank 1, stdout")
+    notebook.run(2)
+    expect(log).to_contain_text("step 2999 ok", timeout=30e3)
+    expect(log.get_by_text("step 2999 ok")).to_be_in_viewport()
+    panel.get_by_placeholder("Find").fill("NaN".lower())
+    panel.get_by_placeholder("Find").press("Enter")
+    expect(log.locator("mark")).to_have_text("nan", timeout=30e3)
+    expect(log).to_contain_text("step 1234 nan")
+    notebook.screenshot("panel-log", panel)
+    press(notebook, "Close log")
+    expect(log).to_be_hidden()

@@ -218,6 +218,20 @@ def test_stop_and_diagnose_work_while_a_cell_runs(front: FrontEnd) -> None:
     front.wait(lambda: "nothing was running" in front.values())
 
 
+def test_the_log_is_shown_and_searched_while_a_cell_runs(front: FrontEnd) -> None:
+    request = front.start("%%distributed\nprint('said by', rank)\n" + HANG.partition("\n")[2])
+    front.press("Log")
+    front.wait(lambda: "said by 0" in front.values())
+    front.set(front.model("DropdownModel", _options_labels=["rank 0", "rank 1"]), index=1)
+    front.wait(lambda: "said by 1" in front.values())
+    front.set(front.model("TextModel"), value="by")
+    front.wait(lambda: "<mark>by</mark> 1" in front.values())
+    front.press("Close log")
+    assert request not in front.idle
+    front.press("Stop")
+    front.wait(lambda: request in front.idle)
+
+
 def test_a_rank_is_not_restarted_beside_one_that_runs(front: FrontEnd) -> None:
     request = front.start(HANG)
     front.wait(lambda: "waiting in barrier" in front.values())

@@ -43,6 +43,9 @@ class Session:
         self.held = threading.Event()
         self.held.set()
 
+    def log_path(self, rank: int, stream: str) -> None:
+        return None
+
     def status(self) -> str:
         return "closed"
 

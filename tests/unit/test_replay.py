@@ -186,7 +186,7 @@ def test_what_was_given_back_to_the_disk_is_left_out_and_said(tmp_path: Path) ->
     pieces: list[bytes] = []
     reading = read_log(str(path), 0, path.stat().st_size)
     with pytest.raises(MissingText, match="65,536 bytes"):
-        pieces.extend(reading)
+        pieces.extend(data for _, data in reading)
     assert b"".join(pieces) == b"x" * (1 << 16) + b"the end\n"
 
 
