@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -97,8 +98,8 @@ def auto_dataloader(
     - ``num_workers`` is that of all ranks of a host; each gets a part of it, rounded up.
     - Without a ``sampler`` there is a ``DistributedSampler``, which shuffles unless
       ``shuffle=False``. Another sampler is wrapped in :class:`DistributedProxySampler`; one that
-      is distributed already, and a ``batch_sampler``, are used as they are. An iterable dataset
-      has to give each rank its own samples.
+      is distributed already, and a ``batch_sampler``, are used as they are; a warning says what
+      of them does not fit. An iterable dataset has to give each rank its own samples.
 
     ``pin_memory`` is on where :func:`device` is a GPU, and workers persist.
 
@@ -118,7 +119,11 @@ def auto_dataloader(
         local = rank_info.get_nproc_per_node()
         if kwargs.get("num_workers", 0) >= local:
             kwargs["num_workers"] = -(-kwargs["num_workers"] // local)
-        if kwargs.get("batch_sampler") is None and not isinstance(dataset, IterableDataset):
+        if kwargs.get("batch_sampler") is not None:
+            warnings.warn(
+                "batch_sampler= is used as it is: it has to draw this rank's share.", stacklevel=2
+            )
+        elif not isinstance(dataset, IterableDataset):
             kwargs["sampler"] = _sampler(dataset, kwargs, exact)
     kwargs.setdefault("pin_memory", rank_info.device().type == "cuda")
     kwargs.setdefault("persistent_workers", kwargs.get("num_workers", 0) > 0)
@@ -142,13 +147,12 @@ def _sampler(dataset: Dataset[Any], kwargs: dict[str, Any], exact: bool) -> Any:
         shuffle = bool(kwargs.pop("shuffle", not exact))
         return get_sampler(dataset, shuffle=shuffle, exact=exact)
     if isinstance(sampler, DistributedSampler | ExactSampler):
-        here = (rank_info.get_rank(), rank_info.get_world_size())
-        if (sampler.rank, sampler.num_replicas) != here:
-            _log.warning(
-                "the sampler is that of rank %d of %d, and this is rank %d of %d",
-                sampler.rank,
-                sampler.num_replicas,
-                *here,
+        rank, world_size = rank_info.get_rank(), rank_info.get_world_size()
+        if (sampler.rank, sampler.num_replicas) != (rank, world_size):
+            warnings.warn(
+                f"the sampler is that of rank={sampler.rank} of num_replicas="
+                f"{sampler.num_replicas}, and this is rank {rank} of {world_size}.",
+                stacklevel=3,
             )
         return sampler
     return DistributedProxySampler(sampler)

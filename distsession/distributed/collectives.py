@@ -42,7 +42,7 @@ def all_gather(tensor: Any, group: Any = None, *, as_list: bool = False) -> Any:
         tensor: A dense tensor of any dtype. All have the same dtype and the same shape but for the
             first dimension. Or a number, a string, or any object.
         group: A process group, or a list of ranks. Default: the world. A process that is no
-            member gets its own value alone.
+            member gets its very value back, or with ``as_list`` a list of it alone.
         as_list: Give a list of the tensors, one for each rank, which may then differ in shape and
             dtype.
 
@@ -54,12 +54,14 @@ def all_gather(tensor: Any, group: Any = None, *, as_list: bool = False) -> Any:
         does), or a list of the one value.
 
     Raises:
+        OptionsError: ``group`` is neither a group nor a list of ranks.
         CollectiveMismatchError: Some have tensors and others not, or tensors that do not fit.
-        CollectiveError: A rank's object cannot be pickled. Both are raised on every rank.
+        CollectiveError: A rank's object cannot be pickled. These two are raised on every rank.
     """
     view = group_view(resolve_group(group))
     if view is None:
-        return tensor if isinstance(tensor, torch.Tensor) and not as_list else [tensor]
+        itself = isinstance(tensor, torch.Tensor) or dist.is_initialized()
+        return tensor if itself and not as_list else [tensor]
     header, payload = pack(tensor, Call.ALL_GATHER)
     headers = exchange_headers(view, header)
     joined = _are_joined(view, headers, as_list)
@@ -82,7 +84,7 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, as_list: bool = True
         the others. Outside autograd.
 
     Raises:
-        OptionsError: ``dst`` is not in the group.
+        OptionsError: ``group`` is neither a group nor a list of ranks; or ``dst`` is not in it.
         CollectiveMismatchError: As for :func:`all_gather`; or ranks name different ``dst``.
         CollectiveError: As for :func:`all_gather`.
     """
@@ -131,6 +133,8 @@ def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = Fa
     """
     view = group_view(resolve_group(group))
     if view is None:
+        if tensor is None and not dist.is_initialized():
+            raise _nothing_to_send(0)
         return tensor
     root = view.position_of(src, "src")
     here = view.position == root
@@ -140,7 +144,7 @@ def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = Fa
     headers = exchange_headers(view, header)
     sent = headers[root]
     if sent.kind is Kind.NOTHING:
-        raise OptionsError(f"broadcast: rank {src} has None, which says nothing to the others.")
+        raise _nothing_to_send(src)
     unlike = [
         header for header in headers if header.kind is Kind.TENSOR and _form(header) != _form(sent)
     ]
@@ -201,6 +205,10 @@ def synchronize(device: torch.device | int | None = None) -> None:
 
 
 # --- parts --------------------------------------------------------------------------------------
+
+
+def _nothing_to_send(src: int) -> OptionsError:
+    return OptionsError(f"broadcast: rank {src} has None, which says nothing to the others.")
 
 
 def _form(header: Header) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -176,7 +177,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     """This process's place, as its launcher has written it into the environment.
 
     torchrun's variables count before those of Slurm, Open MPI and PMI, since torchrun may itself
-    have been started by one of them.
+    have been started by one of them. Where only one of ``RANK`` and ``WORLD_SIZE`` is set, and
+    another launcher has said both, a warning names what is ignored.
 
     Args:
         environ: The variables. Default: this process's.
@@ -189,15 +191,32 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
             names them.
     """
     given = os.environ if environ is None else environ
+    partial: list[_Family] = []
     for family in _FAMILIES:
         if any(given.get(name) for name in family.detected_by):
-            return _read(family, given)
+            if _first(family.rank, given) and _first(family.world_size, given):
+                if partial:
+                    _warn_of(partial, family, given)
+                return _read(family, given)
+            partial.append(family)
+    if partial:
+        return _read(partial[0], given)
     if given.get("LOCAL_RANK"):
         raise OptionsError(
             f"LOCAL_RANK={given['LOCAL_RANK']} is set, but RANK and WORLD_SIZE are not: set all "
             "three, or start the script with torchrun."
         )
     return None
+
+
+def _warn_of(partial: list[_Family], taken: _Family, given: Mapping[str, str]) -> None:
+    names = [name for family in partial for name in (*family.rank, *family.world_size)]
+    found = ", ".join(f"{name}={given[name]}" for name in names if given.get(name))
+    warnings.warn(
+        f"{found} is ignored, since it is not all of a rank's place: {taken.source}'s variables "
+        "are taken.",
+        stacklevel=3,
+    )
 
 
 def _read(family: _Family, given: Mapping[str, str]) -> RankEnvironment:

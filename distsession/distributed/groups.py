@@ -20,22 +20,22 @@ _of_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.
 """For each world the groups made for lists of ranks."""
 
 
-def new_group(ranks: Sequence[int], **options: Any) -> Any:
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     """A process group of some of the ranks. Every rank of the world has to call it, in step.
 
     Args:
-        ranks: Its members, by their ranks in the world.
+        ranks: Its members, by their ranks in the world. Default: all.
         **options: More for ``torch.distributed.new_group``: ``timeout``, ``backend``, ...
 
     Returns:
         The group, for ``group=``. On a rank that is no member a mark with which every function
         here gives back what it is given. Without a process group the list itself, which works as
-        a group of one.
+        a group of one, even if it is empty.
 
     Raises:
-        OptionsError: ``ranks`` is not a list of different ranks of the world.
+        OptionsError: ``ranks`` is not a list of different ranks of the world, or is empty.
     """
-    chosen = _checked(ranks)
+    chosen = list(range(rank_info.get_world_size())) if ranks is None else _checked(ranks)
     if not rank_info.is_initialized():
         return chosen
     return dist.new_group(chosen, **options)
@@ -46,10 +46,17 @@ def resolve_group(group: Any) -> Any:
 
     The group of a list is made at its first use, in which every rank of the world has to take
     part, and kept as long as the world is.
+
+    Raises:
+        OptionsError: It is neither.
     """
-    if not isinstance(group, list | tuple | range) or not rank_info.is_initialized():
+    if group is None or _is_group(group):
         return group
-    ranks = tuple(_checked(group))
+    if not isinstance(group, list | tuple | range):
+        raise OptionsError(f"group={group!r} is neither a process group nor a list of ranks.")
+    ranks = tuple(_checked(group, "group"))
+    if not rank_info.is_initialized():
+        return None
     made = _of_ranks.setdefault(dist.group.WORLD, {})
     if ranks not in made:
         made[ranks] = dist.new_group(list(ranks))
@@ -150,17 +157,26 @@ def _own_group(size: int, options: dict[str, Any]) -> Any:
     return own
 
 
-def _checked(ranks: Sequence[int]) -> list[int]:
+def _is_group(value: Any) -> bool:
+    if not rank_info.is_available():
+        return False
+    if isinstance(value, int):
+        return value == dist.GroupMember.NON_GROUP_MEMBER
+    return isinstance(value, dist.ProcessGroup)
+
+
+def _checked(ranks: Sequence[int], name: str = "ranks") -> list[int]:
     world_size = rank_info.get_world_size()
     if not isinstance(ranks, list | tuple | range) or not all(map(_is_whole, ranks)):
-        raise OptionsError(f"ranks={ranks!r} is not a list of ranks.")
+        raise OptionsError(f"{name}={ranks!r} is not a list of ranks.")
     chosen = list(ranks)
     bad = [rank for rank in chosen if not 0 <= rank < world_size]
     # Code that names ranks of a cluster job has to run in one process, too.
-    if rank_info.is_initialized() and bad:
-        raise OptionsError(f"ranks={chosen}: the world has ranks 0 to {world_size - 1} only.")
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise OptionsError(f"ranks={chosen}: a group has one rank at least, and none twice.")
+    grouped = rank_info.is_initialized()
+    if grouped and bad:
+        raise OptionsError(f"{name}={chosen}: the world has ranks 0 to {world_size - 1} only.")
+    if (grouped and not chosen) or len(set(chosen)) < len(chosen):
+        raise OptionsError(f"{name}={chosen}: a group has one rank at least, and none twice.")
     return chosen
 
 

@@ -59,9 +59,11 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> _OneRankOnly:
         The guard. A function decorated with it returns its value on that rank, None on the others.
 
     Raises:
+        OptionsError: ``rank`` is no number: the decorator was used without parentheses.
         CollectiveError: With ``with_barrier``, on the other ranks: the body has raised. On its own
             rank its exception passes.
     """
+    _check_rank(rank, "one_rank_only")
     return _OneRankOnly(rank, with_barrier)
 
 
@@ -108,15 +110,22 @@ def one_rank_first(rank: int = 0, local: bool = False) -> _OneRankFirst:
         The guard.
 
     Raises:
-        OptionsError: There is no such rank.
+        OptionsError: There is no such rank; or ``rank`` is no number, since the decorator was used
+            without parentheses.
         CollectiveError: On the other ranks: the first one has raised. They do not run the body.
     """
+    _check_rank(rank, "one_rank_first")
     return _OneRankFirst(rank, local)
 
 
 def run_local_rank_zero_first() -> _OneRankFirst:
     """The same as ``one_rank_first(0, local=True)``, by the name that composer has for it."""
     return _OneRankFirst(0, local=True)
+
+
+def _check_rank(rank: Any, guard: str) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise OptionsError(f"rank={rank!r} is not a rank: use it as @{guard}().")
 
 
 def _report(error: BaseException | None, guard: str) -> None:

@@ -25,7 +25,6 @@ __all__ = [
     "exchange_headers",
     "exchange_numbers",
     "group_view",
-    "is_alone",
     "mismatch",
     "padded",
 ]
@@ -70,21 +69,26 @@ class GroupView:
 _views: weakref.WeakKeyDictionary[Any, GroupView] = weakref.WeakKeyDictionary()
 
 
-def is_alone(group: Any = None) -> bool:
+def _is_alone(group: Any = None) -> bool:
     """Whether there is nobody to meet: no process group, or not in this group."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
-    return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
+    return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def group_view(group: Any = None) -> GroupView | None:
     """The group, or the world for None; None where this process has nobody to meet."""
-    if is_alone(group):
+    if _is_alone(group):
         return None
     found = dist.group.WORLD if group is None else group
     view = _views.get(found)
     if view is None:
-        position = dist.get_rank(found)
+        try:
+            position = dist.get_rank(found)
+        except (RuntimeError, ValueError) as error:
+            raise OptionsError(
+                f"group={found!r} is no group of this world: it was destroyed, or made in another."
+            ) from error
         if position < 0:
             return None
         ranks = tuple(dist.get_process_group_ranks(found))

@@ -19,7 +19,16 @@ import torch.distributed as dist
 from distsession.distributed import rank_info
 from distsession.distributed.environ import RankEnvironment, read_environment, torchrun_variables
 from distsession.distributed.ports import release_port
-from distsession.distributed.validate import check_backend, check_place, check_present
+from distsession.distributed.validate import (
+    as_limit,
+    as_place,
+    check_backend,
+    check_options,
+    check_place,
+    check_present,
+    known_backend,
+    split_url,
+)
 from distsession.errors import OptionsError, ProcessGroupError
 
 __all__ = ["finalize", "initialize", "initialize_cpu", "process_group"]
@@ -37,7 +46,7 @@ _count = 0
 def initialize(
     backend: str | None = None,
     *,
-    init_method: str = "env://",
+    init_method: str | None = None,
     store: dist.Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -54,11 +63,12 @@ def initialize(
     Args:
         backend: ``"gloo"``, ``"nccl"`` or any other that torch knows. Default: ``"nccl"`` where
             there is a GPU, otherwise ``"gloo"``.
-        init_method: Where to meet: ``env://`` (at ``MASTER_ADDR`` and ``MASTER_PORT``, or where
-            the launcher's variables say), ``tcp://HOST:PORT``, or ``file://PATH``.
+        init_method: Where to meet: ``env://`` (the default: at ``MASTER_ADDR`` and
+            ``MASTER_PORT``, or where the launcher's variables say), ``tcp://HOST:PORT``, or
+            ``file://PATH``. ``?rank=0&world_size=2`` at its end says the same as the arguments.
         store: To meet through this store instead.
-        rank: Of this process.
-        world_size: Number of processes.
+        rank: Of this process. -1 is the same as None.
+        world_size: Number of processes. -1 is the same as None.
         timeout: Seconds (or a ``timedelta``) that a collective, and this, may take.
         **options: More for ``torch.distributed.init_process_group``.
 
@@ -68,6 +78,11 @@ def initialize(
     """
     if not dist.is_available():
         raise ProcessGroupError("this torch was built without torch.distributed.")
+    backend = known_backend(backend)
+    check_options(options)
+    limit = as_limit(timeout)
+    rank, world_size = as_place(rank, "rank"), as_place(world_size, "world_size")
+    url, rank, world_size = split_url(init_method, store, rank, world_size)
     if dist.is_initialized():
         check_present(backend, rank, world_size)
         _begun.append(None)
@@ -75,26 +90,25 @@ def initialize(
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     check_backend(chosen)
     found = read_environment() if rank is None or world_size is None else None
-    mine, size = check_place(rank, world_size, found, init_method, store)
-    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-    local_rank = found.local_rank if found is not None else _local_rank()
+    mine, size = check_place(rank, world_size, found, url, store)
+    local_rank = _local_rank(found)
     if "nccl" in chosen and local_rank is not None:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     saved: dict[str, str | None] = {}
     if found is not None and found.source != "torchrun":
         saved = _set_torchrun_variables(found)
     try:
-        _init_group(chosen, init_method, store, mine, size, limit, found, options)
+        _init_group(chosen, url, store, mine, size, limit, found, options)
     except BaseException as error:
         _restore(saved)
         if isinstance(error, OptionsError) or not isinstance(error, RuntimeError | ValueError):
             raise
         raise ProcessGroupError(
             f"rank {mine} of {size} could not join the process group ({chosen}, "
-            f"{'a given store' if store is not None else init_method}): {error}"
+            f"{'a given store' if store is not None else url}): {error}"
         ) from error
-    release_port(init_method)
-    rank_info.sync()
+    release_port(url.partition("?")[0])
+    rank_info.forget_hosts()
     _begun.append(saved)
     if size > 1:
         rank_info.get_local_rank()  # now, while every rank is here to say on which host it is
@@ -116,7 +130,7 @@ def finalize(*, force: bool = False) -> None:
         saved = [] if entry is None else [entry]
     if (saved or force) and rank_info.is_initialized():
         dist.destroy_process_group()
-        rank_info.sync()
+        rank_info.forget_hosts()
     for variables in saved:
         _restore(variables)
 
@@ -126,6 +140,7 @@ def initialize_cpu(
     world_size: int = 1,
     init_method: str | None = None,
     *,
+    dist_url: str | None = None,
     timeout: float | timedelta | None = 60.0,
 ) -> None:
     """A gloo group for tests, of this process alone or of processes that the test has started.
@@ -136,12 +151,16 @@ def initialize_cpu(
         rank: Of this process.
         world_size: Number of processes.
         init_method: Where they meet, such as what :func:`get_available_local_url` gives.
+        dist_url: The same, by the name that flame has for it.
         timeout: Seconds (or a ``timedelta``) that a collective, and this, may take.
 
     Raises:
-        OptionsError: Several processes, and no ``init_method``.
+        OptionsError: Several processes, and no ``init_method``; or this is given by both names.
         ProcessGroupError: As for :func:`initialize`.
     """
+    if init_method is not None and dist_url is not None:
+        raise OptionsError("init_method= and dist_url= are two names for one thing: give one.")
+    init_method = dist_url if init_method is None else init_method
     if init_method is None:
         if world_size != 1:
             raise OptionsError(
@@ -207,7 +226,10 @@ def process_group(backend: Any = None, **options: Any) -> Any:
 # --- the parts of initialize --------------------------------------------------------------------
 
 
-def _local_rank() -> int | None:
+def _local_rank(found: RankEnvironment | None) -> int | None:
+    given = rank_info.given_local_rank()
+    if given is not None or found is not None:
+        return given if found is None or given is not None else found.local_rank
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text.isdecimal() else None
 
@@ -223,7 +245,7 @@ def _init_group(
     options: dict[str, Any],
 ) -> None:
     global _count
-    if store is None and init_method == "env://":
+    if store is None and init_method.startswith("env:"):
         if size == 1:
             store = dist.HashStore()
         elif found is not None and found.source != "torchrun":

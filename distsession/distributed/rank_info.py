@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -74,41 +75,50 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def get_rank(group: dist.ProcessGroup | None = None) -> int:
+def get_rank(group: Any = None) -> int:
     """This process's rank in the world, or in a group.
 
     Without a process group it is 0, whatever the environment says: use
     :func:`get_global_rank` or :func:`read_environment` for what a launcher has said.
 
     Args:
-        group: A group of some of the ranks. Default: the world.
+        group: A process group, or a list of ranks. Default: the world.
 
     Returns:
         The rank; -1 for a process that is no member of ``group``.
+
+    Raises:
+        OptionsError: ``group`` is neither.
     """
-    return dist.get_rank(group) if is_initialized() else 0
+    return _of_group(dist.get_rank, group) if is_initialized() else 0
 
 
-def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+def get_world_size(group: Any = None) -> int:
     """Number of ranks in the world, or in a group; 1 without a process group.
 
     Args:
-        group: A group of some of the ranks. Default: the world.
+        group: A process group, or a list of ranks. Default: the world.
+
+    Returns:
+        The number; -1 for a process that is no member of ``group``.
+
+    Raises:
+        OptionsError: ``group`` is neither.
     """
-    return dist.get_world_size(group) if is_initialized() else 1
+    return _of_group(dist.get_world_size, group) if is_initialized() else 1
 
 
-def get_global_rank(group: dist.ProcessGroup | None = None) -> int:
+def get_global_rank(group: Any = None) -> int:
     """Like :func:`get_rank`, but before there is a group it says what the launcher has said.
 
     Args:
-        group: A group of some of the ranks. Default: the world.
+        group: A process group, or a list of ranks. Default: the world.
 
     Raises:
-        OptionsError: The launcher's variables are wrong.
+        OptionsError: The launcher's variables are wrong; or ``group`` is neither.
     """
     if is_initialized():
-        return dist.get_rank(group)
+        return get_rank(group)
     found = read_environment()
     return 0 if found is None else found.rank
 
@@ -116,8 +126,8 @@ def get_global_rank(group: dist.ProcessGroup | None = None) -> int:
 def get_local_rank() -> int:
     """This process's rank among those on its host; 0 without a process group.
 
-    It comes from :func:`set_local_rank`, from the launcher's variables where they are about this
-    group, or from the hosts of all ranks, which they tell each other through the store.
+    It comes from :func:`set_local_rank`, or else from the launcher's variables where they are about
+    this group, or from the hosts of all ranks, which they tell each other through the store.
 
     Raises:
         OptionsError: The launcher's variables are wrong.
@@ -149,7 +159,9 @@ def get_node_rank() -> int:
 
 
 def set_local_rank(index: int) -> None:
-    """Say which local rank this is, where no launcher says it. It holds until :func:`sync`.
+    """Say which local rank this is, before or after the process group is made.
+
+    It holds until :func:`sync`, whatever a launcher says.
 
     Args:
         index: The local rank, from 0.
@@ -172,8 +184,20 @@ def sync(temporary: bool = False) -> None:
     Args:
         temporary: Accepted since ignite has it; nothing depends on it.
     """
-    global _hint, _known
-    _hint = _known = None
+    global _hint
+    _hint = None
+    forget_hosts()
+
+
+def forget_hosts() -> None:
+    """Forget what was found out, but for what :func:`set_local_rank` has said."""
+    global _known
+    _known = None
+
+
+def given_local_rank() -> int | None:
+    """What :func:`set_local_rank` has said, if anything."""
+    return _hint
 
 
 def hostname() -> str:
@@ -246,6 +270,22 @@ def show_config() -> str:
     else:
         sys.stderr.write(text + "\n")
     return text
+
+
+def _of_group(ask: Callable[[Any], int], group: Any) -> int:
+    """What torch says of a group, or would say of the group of a list of ranks."""
+    if isinstance(group, list | tuple | range):
+        # No group is made for it: this has to be possible on one rank alone.
+        members, own = sorted(group), dist.get_rank()
+        if own not in members:
+            return -1
+        return members.index(own) if ask is dist.get_rank else len(members)
+    try:
+        return ask(group)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise OptionsError(
+            f"group={group!r} is neither a process group of this world nor a list of ranks."
+        ) from error
 
 
 def _node() -> _Node:

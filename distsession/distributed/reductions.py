@@ -15,7 +15,6 @@ from distsession.distributed.handshake import (
     GroupView,
     exchange_headers,
     group_view,
-    is_alone,
     mismatch,
 )
 from distsession.distributed.header import Call, Kind, pack, plain_number, unpack
@@ -88,23 +87,20 @@ def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool =
         ``torch.distributed.nn.functional``.
 
     Raises:
-        OptionsError: The operation is not known, or the backend cannot do it with this dtype.
-            It is raised before anything is sent.
+        OptionsError: The operation is not known, or the backend cannot do it with this dtype; or
+            ``group`` is neither a group nor a list of ranks. It is raised before anything is sent.
         TypeError: Neither tensor, number nor container of these.
         CollectiveMismatchError: Ranks have numbers with different operations, or containers of
             different structure.
     """
     name = operation_name(op)
+    view = group_view(resolve_group(group))
     if isinstance(tensor, torch.Tensor):
-        if is_alone(group):
-            plan(name, tensor.dtype, "gloo")
-            return Pending([], lambda: tensor) if async_op else tensor
-        view = group_view(resolve_group(group))
         if view is None:
+            plan(name, tensor.dtype, "gloo")
             return Pending([], lambda: tensor) if async_op else tensor
         work, finish = _reduce_tensor(tensor, name, view, None, async_op)
         return Pending([work], finish) if async_op else finish()
-    view = None if is_alone(group) else group_view(resolve_group(group))
     works, finish = _reduce_others(tensor, name, view, None, async_op)
     return Pending(works, finish) if async_op else finish()
 
@@ -128,7 +124,7 @@ def reduce(tensor: Any, dst: int = 0, op: Any = "sum", group: Any = None) -> Any
         CollectiveMismatchError: As for :func:`all_reduce`; or ranks name different ``dst``.
     """
     name = operation_name(op)
-    view = None if is_alone(group) else group_view(resolve_group(group))
+    view = group_view(resolve_group(group))
     if view is None:
         return all_reduce(tensor, op, group) if not dist.is_initialized() else None
     root = view.position_of(dst, "dst")

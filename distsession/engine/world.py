@@ -12,7 +12,7 @@ from typing import Any
 
 from distsession.distributed.environ import RankEnvironment, torchrun_variables
 
-__all__ = ["leave_group", "run_in_world"]
+__all__ = ["leave_group", "run_in_world", "with_local_rank"]
 
 
 def leave_group() -> None:
@@ -21,6 +21,11 @@ def leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def with_local_rank(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with this rank's place on its host before its other arguments."""
+    return function(int(os.environ["LOCAL_RANK"]), *args, **kwargs)
 
 
 def run_in_world(

@@ -7,10 +7,11 @@ start their share of the ranks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from distsession.engine.world import run_in_world
+from distsession.engine.world import run_in_world, with_local_rank
 from distsession.errors import CollectiveError, OptionsError
 from distsession.results import RankResults
 from distsession.scripts.launch_options import LaunchOptions
@@ -35,8 +36,9 @@ def launch(
     Other options of a session come from the ``DISTSESSION_*`` variables.
 
     Args:
-        function: What to call; lambdas and closures work, too.
-        *args: Its positional arguments, the same on each rank.
+        function: What to call; lambdas and closures work, too. If its first parameter is named
+            ``local_rank`` and has no default, it gets each rank's local rank there.
+        *args: Its other positional arguments, the same on each rank.
         nproc_per_node: Number of ranks. Default: one per visible GPU, or 2 where there is none.
         nnodes: Number of hosts: 1. For more, start the script on each, with
             :func:`start_training`.
@@ -63,7 +65,22 @@ def launch(
             "least 1."
         )
     with Session(nproc_per_node, backend=backend) as session:
+        if _takes_local_rank(function, kwargs):
+            return session.run(with_local_rank, function, *args, **kwargs)
         return session.run(function, *args, **kwargs)
+
+
+def _takes_local_rank(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it is made for launchers that give the local rank first, as ignite and flame do."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins do not tell
+        return False
+    first = next(iter(parameters.values()), None)
+    if first is None or first.name != "local_rank" or "local_rank" in kwargs:
+        return False
+    places = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return first.kind in places and first.default is first.empty
 
 
 def _is_count(value: object) -> bool:
@@ -83,9 +100,10 @@ def start_training(
     ``options.url``. Hangs across hosts are not diagnosed; Ctrl-C ends this host's ranks.
 
     Args:
-        function: What to call.
+        function: What to call. If its first parameter is named ``local_rank`` and has no default,
+            it gets each rank's local rank there.
         options: How. Default: from the environment.
-        *args: Its positional arguments.
+        *args: Its other positional arguments.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -98,15 +116,19 @@ def start_training(
         CollectiveError: It failed on another host.
     """
     options = LaunchOptions.from_environment() if options is None else options
+    call: Callable[..., Any] = function
+    takes_local_rank = _takes_local_rank(function, kwargs)
     if not options.distributed:
-        return RankResults({0: function(*args, **kwargs)})
+        return RankResults({0: function(*((0,) if takes_local_rank else ()), *args, **kwargs)})
+    if takes_local_rank:
+        call, args = with_local_rank, (function, *args)
     with Session(options.processes, backend=options.backend) as session:
         if options.world_size in (None, session.world_size):
-            return session.run(function, *args, **kwargs)
+            return session.run(call, *args, **kwargs)
         assert options.world_size is not None
         results = session.run(
             run_in_world,
-            (function, args, kwargs),
+            (call, args, kwargs),
             url=options.url,
             host=options.host,
             port=options.port,

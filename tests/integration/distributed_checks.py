@@ -32,6 +32,7 @@ from distsession.errors import (
     OptionsError,
     ProcessGroupError,
 )
+from tests.integration import distributed_sources
 
 LIMIT = float(os.environ.get("CHECKS_LIMIT", "80"))
 """Seconds after which a rank that hangs says where, and ends."""
@@ -485,7 +486,7 @@ def check_new_group() -> None:
         assert dd.scatter([7] * len(members), n - 1, group) == 7
         assert dd.all_to_all([rank] * len(members), group) == sorted(members)
     else:
-        assert dd.all_gather(rank, group) == [rank]
+        assert dd.all_gather(rank, group) == rank
     dd.barrier(group)
     with raises(OptionsError, "none twice"):
         dd.new_group([0, 0])
@@ -503,7 +504,7 @@ def check_a_list_of_ranks_is_a_group() -> None:
             equal(
                 dd.all_reduce(torch.tensor(rank), group=half), sum(half) if rank in half else rank
             )
-            assert dd.all_gather(rank, group=half) == (half if rank in half else [rank])
+            assert dd.all_gather(rank, group=half) == (half if rank in half else rank)
     assert dd.all_reduce(rank, group=[0]) == rank
     dd.barrier()
 
@@ -681,6 +682,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     for name, value in list(globals().items())
     if name.startswith("check_")
 }
+CHECKS |= distributed_sources.CHECKS
 
 
 def main(folder: str) -> None:

@@ -56,12 +56,30 @@ def test_a_function_runs_on_all_ranks_and_gives_their_results():
         distsession.current_session()
 
 
+def placed(local_rank: int, start: float, *, more: float = 0.0) -> tuple[int, float]:
+    return local_rank, total(start, more=more)
+
+
 def test_lambdas_and_closures_run():
     factor = 10
 
     results = launch(lambda: factor * dist.get_rank(), nproc_per_node=2)
 
     assert dict(results) == {0: 0, 1: 10}
+
+
+def test_a_first_parameter_gets_the_local_rank_by_its_name():
+    results = launch(placed, 1.0, nproc_per_node=2, more=0.5)
+    here = start_training(
+        lambda local_rank, x: (local_rank, x), LaunchOptions(distributed=False), 1
+    )
+    default = start_training(lambda local_rank=7: local_rank, LaunchOptions(distributed=False))
+    given = start_training(
+        lambda local_rank: local_rank, LaunchOptions(distributed=False), local_rank=8
+    )
+
+    assert dict(results) == {0: (0, 4.0), 1: (1, 4.0)}
+    assert [dict(each) for each in (here, default, given)] == [{0: (0, 1)}, {0: 7}, {0: 8}]
 
 
 def test_an_error_comes_through_and_nothing_stays():
@@ -80,7 +98,7 @@ def test_an_option_that_cannot_work_is_named(options):
 def test_training_starts_as_the_options_say():
     options = LaunchOptions(processes=2, backend="gloo")
 
-    assert dict(start_training(total, options, 1.0, more=1.0)) == {0: 5.0, 1: 5.0}
+    assert dict(start_training(placed, options, 1.0, more=1.0)) == {0: (0, 5.0), 1: (1, 5.0)}
 
 
 def test_training_takes_its_options_from_the_environment(monkeypatch):
@@ -93,6 +111,12 @@ def test_training_without_distribution_runs_here():
     results = start_training(os.getpid, LaunchOptions(distributed=False))
 
     assert dict(results) == {0: os.getpid()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_training_with_nccl_needs_a_gpu():
+    with pytest.raises(OptionsError, match=r"nccl.*needs a GPU"):
+        start_training(total, LaunchOptions(processes=2, backend="nccl"), 1.0)
 
 
 def test_the_ranks_of_two_hosts_form_one_group(tmp_path, port):

@@ -147,6 +147,16 @@ def test_wrong_and_partial_variables_are_named(given: dict[str, str], words: str
         read_environment(given)
 
 
+@pytest.mark.parametrize("given", [{"RANK": "1"}, {"WORLD_SIZE": "2"}])
+def test_part_of_a_place_is_ignored_where_another_launcher_says_all(given: dict[str, str]) -> None:
+    [(name, value)] = given.items()
+    with pytest.warns(UserWarning, match=f"{name}={value} is ignored.*Slurm") as told:
+        found = read_environment({**given, **SLURM})
+    assert told[0].filename == __file__
+    assert found is not None
+    assert (found.source, found.rank, found.world_size) == ("Slurm", 5, 6)
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [

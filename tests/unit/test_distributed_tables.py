@@ -1,4 +1,8 @@
-"""The tables of docs/distributed.md name what there is."""
+"""The tables of docs/distributed.md name what there is, and each difference has a test.
+
+A check of ``tests/integration/distributed_sources.py`` says which sentences it shows. Who edits a
+table edits what shows the sentence; one that is shown by another test is named here, with it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,104 @@ import pytest
 
 import distsession
 import distsession.distributed as dd
+from tests.integration.distributed_sources import SHOWN
+from tests.sentences import sentences
 
-PAGE = (Path(__file__).parents[2] / "docs/distributed.md").read_text()
+TESTS = Path(__file__).parents[1]
+PAGE = (TESTS.parent / "docs/distributed.md").read_text()
 SOURCES = ("ignite", "composer", "DI-engine", "flame", "torch")
+
+HERE = "unit/test_distributed_tables.py::"
+HOSTS = "unit/test_distributed_hosts.py::"
+LAUNCHING = "integration/test_launching.py::"
+OPTIONS = "unit/test_launch_options.py::"
+NOT_THERE = f"{HERE}test_what_there_is_not_is_not_there"
+LOCAL_RANK = f"{LAUNCHING}test_a_first_parameter_gets_the_local_rank_by_its_name"
+
+SHOWN_ELSEWHERE = {
+    ("ignite", "", "`import distsession.distributed as idist`, and go on."): (
+        f"{HERE}test_a_name_of_ours_can_be_imported"
+    ),
+    ("ignite", "get_nnodes", "Hosts may have different numbers of ranks."): (
+        f"{HOSTS}test_hosts_may_have_different_numbers_of_ranks"
+    ),
+    ("ignite", "get_node_rank", "Hosts may have different numbers of ranks."): (
+        f"{HOSTS}test_hosts_may_have_different_numbers_of_ranks"
+    ),
+    ("ignite", "spawn", "Starts ranks, runs a function, gives each rank's value, ends them."): (
+        f"{LAUNCHING}test_a_function_runs_on_all_ranks_and_gives_their_results"
+    ),
+    ("ignite", "spawn", "Gives the local rank only to a first parameter named `local_rank`."): (
+        LOCAL_RANK
+    ),
+    ("ignite", "spawn", "Not importable from `distsession.distributed`."): (
+        f"{HERE}test_every_public_name_of_the_package_is_there"
+    ),
+    ("ignite", "Parallel", "For one host: `start_training` is for more."): (
+        f"{OPTIONS}test_several_hosts_are_refused_by_launch"
+    ),
+    ("ignite", "has_xla_support, has_hvd_support", "Neither XLA nor Horovod."): NOT_THERE,
+    ("ignite", "registered_computation_models", "Neither XLA nor Horovod."): NOT_THERE,
+    ("composer", "get_node_signal_file_name, write_signal_file", "Not needed."): NOT_THERE,
+    (
+        "flame",
+        "DistOptions, get_dist_options",
+        "From arguments, the environment or a file.",
+    ): f"{OPTIONS}test_flags_are_read_and_win_over_the_environment",
+    (
+        "flame",
+        "DistOptions, get_dist_options",
+        "`first_rank`, `backend`, `host`, `port`, `processes` and `rank_of` for `rank_start`, "
+        "`dist_backend`, `dist_host`, `dist_port`, `nprocs` and `get_rank`.",
+    ): f"{OPTIONS}test_ranks_follow_from_the_first",
+    ("flame", "DistOptions, get_dist_options", "Starts ranks unless told not to."): (
+        f"{OPTIONS}test_the_defaults"
+    ),
+    (
+        "flame",
+        "DistOptions, get_dist_options",
+        "The port is 29500, not any that is free.",
+    ): f"{OPTIONS}test_the_defaults",
+    (
+        "flame",
+        "DistOptions, get_dist_options",
+        "Refuses words of the command line that it does not know.",
+    ): f"{OPTIONS}test_words_that_are_not_known_are_refused",
+    (
+        "flame",
+        "start_distributed_training, start_training",
+        "Takes the function's arguments as they are, and gives its values.",
+    ): f"{LAUNCHING}test_training_starts_as_the_options_say",
+    (
+        "flame",
+        "start_distributed_training, start_training",
+        "Gives the local rank only to a first parameter named `local_rank`.",
+    ): LOCAL_RANK,
+    (
+        "flame",
+        "start_distributed_training, start_training",
+        "NCCL without a GPU is an error.",
+    ): f"{LAUNCHING}test_training_with_nccl_needs_a_gpu",
+}
+
+
+def section(source: str) -> str:
+    return PAGE.partition(f"## Coming from {source}\n")[2].partition("\n## ")[0]
 
 
 def rows(source: str) -> list[list[str]]:
-    section = PAGE.partition(f"## Coming from {source}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    lines = [line for line in section(source).splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def told(source: str) -> set[tuple[str, str, str]]:
+    """Every sentence about a source, with the name that it is about."""
+    around = [line for line in section(source).splitlines() if not line.startswith("|")]
+    found = {(source, "", sentence) for sentence in sentences("\n".join(around))}
+    for theirs, _, differs in rows(source):
+        name = theirs.replace("`", "")
+        found |= {(source, name, sentence) for sentence in sentences(differs)}
+    return found
 
 
 ROWS = [(source, *row) for source in SOURCES for row in rows(source)]
@@ -40,6 +133,27 @@ def test_a_name_of_ours_can_be_imported(source: str, theirs: str, ours: str, dif
     home = distsession if name[1] else dd
     assert name[2] in home.__all__
     assert callable(getattr(home, name[2]))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_difference_is_shown_by_a_test(source: str) -> None:
+    shown = {key for key in (*SHOWN, *SHOWN_ELSEWHERE) if key[0] == source}
+    page = told(source)
+    assert not page - shown, "the page says this, and no test shows it"
+    assert not shown - page, "a test shows this, and the page says it no more"
+
+
+@pytest.mark.parametrize("test", sorted(set(SHOWN_ELSEWHERE.values())))
+def test_a_test_that_shows_a_difference_is_there(test: str) -> None:
+    path, _, name = test.partition("::")
+    assert f"\ndef {name}(" in (TESTS / path).read_text()
+
+
+@pytest.mark.parametrize(("source", "theirs"), [(row[0], row[1]) for row in ROWS if row[2] == "-"])
+def test_what_there_is_not_is_not_there(source: str, theirs: str) -> None:
+    for name in theirs.replace("`", "").split(", "):
+        assert not hasattr(dd, name)
+        assert not hasattr(distsession, name)
 
 
 def test_every_public_name_of_the_package_is_there() -> None:

@@ -156,6 +156,12 @@ def test_flags_go_into_a_parser_of_the_users_own():
     assert "rank of this host's first process" in parser.format_help()
 
 
+def test_words_that_are_not_known_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        LaunchOptions.from_arguments(["--dist-backend", "gloo"])
+    assert "--dist-backend" in capsys.readouterr().err
+
+
 def test_several_hosts_are_refused_by_launch():
     with pytest.raises(OptionsError, match="nnodes=2 is not possible"):
         launch(print, nnodes=2)

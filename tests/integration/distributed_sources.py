@@ -1,0 +1,941 @@
+"""Where the helpers differ from the libraries that they stand for, seen on ranks.
+
+Each check is marked with what it shows: sentences of the tables in docs/distributed.md. That none
+is left out is seen in ``tests/unit/test_distributed_tables.py``. They run as those of
+``distributed_checks.py`` do, in step, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import distsession.distributed as dd
+from distsession.distributed.ports import release_port
+from distsession.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    OptionsError,
+    ProcessGroupError,
+)
+
+SHOWN: dict[tuple[str, str, str], str] = {}
+"""For a source, its name and a sentence about it: the check that shows it."""
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_")
+
+
+def shows(source: str, name: str, *told: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Mark a check with the sentences that it shows about a source's name."""
+
+    def mark(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS[check.__name__.removeprefix("check_")] = check
+        for sentence in told:
+            SHOWN[source, name, sentence] = check.__name__
+        return check
+
+    return mark
+
+
+@contextmanager
+def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
+    """The body raises this, and the message has these words."""
+    with pytest.raises(kind) as caught:
+        yield
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Nothing in the body warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextmanager
+def variables(**given: object) -> Iterator[None]:
+    """No launcher's variables but these."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
+    clean.update({name: str(value) for name, value in given.items()})
+    with patch.dict(os.environ, clean, clear=True):
+        yield
+
+
+def here() -> tuple[int, int]:
+    return dd.get_rank(), dd.get_world_size()
+
+
+def parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+SLURM = {
+    "SLURM_JOB_ID": 4711,
+    "SLURM_PROCID": 1,
+    "SLURM_LOCALID": 1,
+    "SLURM_NTASKS": 2,
+    "SLURM_NODEID": 0,
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_JOB_NODELIST": "localhost",
+}
+
+
+# --- where am I ---------------------------------------------------------------------------------
+
+
+@shows("ignite", "available_backends", "`ucc`, too.", "No XLA, no Horovod.")
+def check_backends_are_torchs() -> None:
+    with patch.object(dist, "is_ucc_available", lambda: True):
+        assert "ucc" in dd.available_backends()
+    assert set(dd.available_backends()) <= {"gloo", "nccl", "mpi", "ucc"}
+
+
+@shows(
+    "ignite",
+    "device",
+    "With gloo the CPU, even beside a GPU.",
+    "Not MPS.",
+    "No warning about the current GPU.",
+)
+def check_the_device_is_that_of_the_backend() -> None:
+    cpu, grouped = torch.device("cpu"), dist.is_initialized()
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        assert dd.device() == (cpu if grouped else torch.device("cuda"))
+    with (
+        patch.object(torch.cuda, "is_available", lambda: False),
+        patch.object(torch.backends.mps, "is_available", lambda: True),
+    ):
+        assert dd.device() == cpu
+    if grouped:
+        dd.set_local_rank(3)
+        with (
+            patch.object(dist, "get_backend", lambda *_: "nccl"),
+            patch.object(torch.cuda, "current_device", lambda: 0),
+            silent(),
+        ):
+            assert dd.device() == torch.device("cuda", 0)
+        dd.sync()
+
+
+@shows("ignite", "model_name", "`serial` or `native-dist`.")
+def check_model_names() -> None:
+    assert dd.model_name() == ("native-dist" if dist.is_initialized() else "serial")
+
+
+@shows("ignite", "get_rank", "Takes a group or a list of ranks, too.")
+@shows("ignite", "get_world_size", "Takes a group or a list of ranks, too.")
+@shows("torch", "get_rank", "0 without a group.", "Takes a list of ranks, too.")
+@shows("torch", "get_world_size", "1 without a group.", "Takes a list of ranks, too.")
+@shows("composer", "get_world_size", "1 without a group.")
+def check_rank_and_size_of_a_group() -> None:
+    rank, n = here()
+    if not dist.is_initialized():
+        assert (dd.get_rank([3, 4]), dd.get_world_size([3, 4])) == (0, 1)
+        return
+    group = dd.new_group([n - 1])
+    for some in (group, [n - 1]):
+        own = (0, 1) if rank == n - 1 else (-1, -1)
+        assert (dd.get_rank(some), dd.get_world_size(some)) == own
+    if rank == 0:  # nobody else takes part
+        assert (dd.get_rank([1, 0]), dd.get_world_size((1, 0))) == (0, 2)
+        for ask in (dd.get_rank, dd.get_world_size, dd.get_global_rank):
+            with raises(OptionsError, "'abc'"):
+                ask("abc")
+    dd.barrier()
+
+
+@shows("ignite", "get_local_rank", "`set_local_rank` counts before `LOCAL_RANK`.")
+@shows("ignite", "get_nproc_per_node", "Not counted from local ranks.")
+@shows("ignite", "sync", "Takes `set_local_rank` back.")
+def check_a_local_rank_that_was_said_counts_first() -> None:
+    rank, n = here()
+    if not dist.is_initialized():
+        return
+    dd.set_local_rank(7)
+    assert (dd.get_local_rank(), dd.get_nproc_per_node()) == (7, n)
+    dd.sync()
+    assert dd.get_local_rank() == rank
+
+
+@shows(
+    "ignite",
+    "set_local_rank",
+    "Also for `initialize`.",
+    "Refuses what is no whole number from 0.",
+)
+def check_a_local_rank_that_was_said_holds_when_a_group_begins() -> None:
+    grouped = dist.is_initialized()
+    dd.set_local_rank(3)
+    with dd.process_group("gloo"):
+        assert dd.get_local_rank() == 3
+    dd.initialize("gloo")
+    assert dd.get_local_rank() == 3
+    dd.finalize()
+    assert dd.get_local_rank() == (3 if grouped else 0)
+    dd.sync()
+    for wrong in (None, "1", -1, 0.5, True):
+        with raises(OptionsError, "whole number from 0"):
+            dd.set_local_rank(wrong)  # type: ignore[arg-type]
+
+
+@shows(
+    "ignite",
+    "get_local_rank",
+    "Where nothing says it, hosts are told through the store, not in a collective and without "
+    "a warning.",
+)
+@shows("composer", "get_local_rank", "In a group no variable is needed.")
+@shows("composer", "get_local_world_size", "In a group no variable is needed.")
+@shows("composer", "get_node_rank", "In a group no variable is needed.")
+def check_places_without_variables() -> None:
+    rank, n = here()
+    dd.barrier()
+    with variables():
+        dd.sync()
+        if rank == n - 1:  # in no step with the others, for they do something else meanwhile
+            time.sleep(0.05)
+        with silent():
+            assert (dd.get_local_rank(), dd.get_local_world_size()) == (rank, n)
+            assert (dd.get_node_rank(), dd.get_nnodes()) == (0, 1)
+    dd.sync()
+
+
+@shows("composer", "get_global_rank", "The group's, whatever `RANK` says.")
+@shows("composer", "get_world_size", "The group's, whatever `WORLD_SIZE` says.")
+@shows("composer", "get_local_rank", "0 without a group; see `read_environment`.")
+@shows("composer", "get_local_world_size", "1 without a group.")
+@shows("composer", "get_node_rank", "0 without a group.")
+def check_variables_do_not_count_against_the_group() -> None:
+    rank, n = here()
+    with variables(RANK=8, WORLD_SIZE=9, LOCAL_RANK=2, LOCAL_WORLD_SIZE=3, NODE_RANK=2):
+        dd.sync()
+        assert here() == (rank, n)
+        assert dd.get_global_rank() == (rank if dist.is_initialized() else 8)
+        if not dist.is_initialized():
+            assert (dd.get_local_rank(), dd.get_local_world_size(), dd.get_node_rank()) == (0, 1, 0)
+            place = dd.read_environment()
+            assert place is not None
+            assert (place.local_rank, place.local_world_size, place.node_rank) == (2, 3, 2)
+    dd.sync()
+
+
+@shows(
+    "composer",
+    "",
+    "Without a process group composer raises where `WORLD_SIZE` is more than 1.",
+    "Here this is a world of one.",
+)
+def check_without_a_group_this_is_a_world_of_one() -> None:
+    if dist.is_initialized():
+        return
+    with variables(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2):
+        x = torch.ones(2)
+        assert dd.all_reduce(x) is x
+        assert dd.broadcast(x) is x
+        assert dd.all_gather(1) == dd.all_gather_object(1) == [1]
+        assert dd.barrier() is None
+        items = [1]
+        dd.broadcast_object_list(items)
+        assert items == [1]
+        with dd.run_local_rank_zero_first():
+            pass
+
+
+@shows(
+    "ignite",
+    "show_config",
+    "Returns the text, too.",
+    "One record of another logger, with other words.",
+)
+def check_what_show_config_shows() -> None:
+    import logging
+
+    records: list[logging.LogRecord] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logger, listener = logging.getLogger("distsession.distributed"), Listener()
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        text = dd.show_config()
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+    assert [record.getMessage() for record in records] == [text]
+    assert f"num processes per node: {dd.get_nproc_per_node()}" in text
+
+
+@shows("ignite", "sync", "Seldom needed: groups are followed without it.")
+def check_groups_are_followed() -> None:
+    if dist.is_initialized():
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert (dd.is_initialized(), dd.backend()) == (True, "gloo")
+    finally:
+        dist.destroy_process_group()
+    assert (dd.is_initialized(), dd.backend()) == (False, None)
+
+
+@shows("torch", "get_backend", "None without a group.", "Of the world only.")
+def check_the_backend() -> None:
+    assert dd.backend() == ("gloo" if dist.is_initialized() else None)
+    assert parameters(dd.backend) == set()
+
+
+@shows("ignite", "has_native_dist_support", "A function.")
+def check_is_available_is_a_function() -> None:
+    assert dd.is_available() is True
+
+
+@shows(
+    "DI-engine",
+    "get_link, is_fake_link",
+    "There is no linklink: a fake one stands for no process group.",
+)
+def check_is_initialized_is_the_other_way_round() -> None:
+    assert dd.is_initialized() is dist.is_initialized()
+
+
+# --- begin and end ------------------------------------------------------------------------------
+
+
+@shows("ignite", "initialize", "The backend can be left out.", "Joins a group that is there.")
+@shows("torch", "init_process_group", "Joins a group that is there.", "Takes seconds, too.")
+@shows("torch", "init_process_group", "Without a backend it is gloo or NCCL, not both.")
+@shows("DI-engine", "dist_init", "Returns nothing.")
+@shows("DI-engine", "dist_finalize", "Harmless where nothing was begun.")
+@shows("torch", "destroy_process_group", "Harmless where nothing was begun.")
+@shows("torch", "destroy_process_group", "Ends only what `initialize` began.", "Takes no group.")
+@shows("ignite", "finalize", "Ends only what `initialize` began, or anything with `force=True`.")
+def check_initialize_and_finalize() -> None:
+    grouped, n = dist.is_initialized(), dd.get_world_size()
+    if not grouped:
+        dd.finalize()
+    for limit in (30, 30.5, timedelta(seconds=30)):
+        assert dd.initialize(timeout=limit) is None
+        assert (dd.backend(), dd.get_world_size()) == ("gloo", n)
+        dd.finalize()
+        assert dist.is_initialized() is grouped
+    assert parameters(dd.finalize) == {"force"}
+    if not grouped:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dd.initialize("gloo")
+        dd.finalize()
+        assert dist.is_initialized()
+        dd.finalize(force=True)
+        assert not dist.is_initialized()
+
+
+@shows(
+    "ignite",
+    "initialize",
+    "Takes `tcp://`, and `rank` and `world_size` without an `init_method`.",
+    "Neither `LOCAL_RANK` nor, alone, an address is needed.",
+    "Sets no variables but in place of Slurm's and MPI's.",
+)
+@shows("composer", "initialize_dist", "No variables are set for a world of one.")
+@shows("torch", "init_process_group", "A store needs no rank.")
+@shows("flame", "init_cpu_process_group", "No warning; alone it needs no address.")
+def check_a_group_of_one_begins_in_every_way() -> None:
+    if dist.is_initialized():
+        return
+    url = dd.get_available_local_url()
+    ways: list[dict[str, Any]] = [
+        {},
+        {"init_method": None},
+        {"init_method": "env://"},
+        {"init_method": "env://?rank=0&world_size=1"},
+        {"rank": -1, "world_size": -1},
+        {"rank": 0, "world_size": 1},
+        {"store": dist.HashStore()},
+        {"store": dist.HashStore(), "rank": 0, "world_size": 1},
+        {"init_method": url, "rank": 0, "world_size": 1},
+        {"init_method": f"{url}?rank=0&world_size=1"},
+        {"init_method": f"{url}?use_libuv=0&rank=0&world_size=1"},
+    ]
+    for way in ways:
+        with variables(), dd.process_group("GLOO", **way):
+            assert (here(), dd.backend()) == ((0, 1), "gloo")
+            assert not [name for name in os.environ if name.startswith(LAUNCHERS)]
+    with variables(RANK=0, WORLD_SIZE=1), dd.process_group("gloo"):
+        assert here() == (0, 1)
+    with variables(**{**SLURM, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 1}):
+        os.environ["SLURM_STEP_TASKS_PER_NODE"] = "1"
+        with dd.process_group("gloo"):
+            assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("0", "0")
+        assert "RANK" not in os.environ
+    url = dd.get_available_local_url()
+    calls: list[dict[str, Any]] = [{}, {"init_method": url}, {"dist_url": url}]
+    for call in calls:
+        with silent():
+            dd.initialize_cpu(**call)
+        assert (here(), dd.backend()) == ((0, 1), "gloo")
+        dd.finalize()
+    with raises(OptionsError, "dist_url="):
+        dd.initialize_cpu(0, 1, url, dist_url=url)
+
+
+@shows(
+    "ignite",
+    "initialize",
+    "No GPU for NCCL, and variables that are missing, are a `ValueError`.",
+)
+@shows(
+    "torch",
+    "init_process_group",
+    "Takes all but the backend by name.",
+    "Knows no other addresses than `env://`, `tcp://` and `file://`.",
+    "Arguments that cannot work are a `ValueError`.",
+)
+@shows("composer", "MissingEnvironmentError", "`OptionsError` names the variables.")
+@shows("DI-engine", "dist_init", "Has no `method` and no number of a GPU.")
+def check_arguments_that_cannot_work_are_named() -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "'abc'": {"backend": "abc"},
+        "'cpu:abc'": {"backend": "cpu:abc"},
+        "backend=5": {"backend": 5},
+        "'slurm'": {"backend": "slurm"},
+        "device_number=": {"device_number": 0},
+        "method=": {"method": "slurm"},
+        "rank='0'": {"rank": "0", "world_size": 1},
+        "world_size=True": {"rank": 0, "world_size": True},
+        "timeout='30'": {"timeout": "30"},
+        "timeout=0": {"timeout": 0},
+        "timeout=nan": {"timeout": float("nan")},
+        "timeout=-1": {"timeout": -1},
+        "one of them": {"store": dist.HashStore(), "init_method": "env://"},
+        "rank='x'": {"init_method": "tcp://127.0.0.1:1?rank=x&world_size=1"},
+        "rank= both": {"init_method": "tcp://127.0.0.1:1?rank=0&world_size=1", "rank": 0},
+    }
+    for url in ("http://x", "tcp://", "tcp://127.0.0.1", "tcp://:1", "tcp://h:99999", "", 5):
+        wrong[f"init_method={url!r}"] = {"init_method": url, "rank": 0, "world_size": 1}
+    for word, options in wrong.items():
+        with raises(OptionsError, word):
+            dd.initialize(**options)
+    with pytest.raises(TypeError):
+        dd.initialize("gloo", "env://")  # type: ignore[misc]
+    if not dist.is_initialized():
+        with variables():
+            with raises(OptionsError, "rank=", "world_size="):
+                dd.initialize("gloo", rank=0)
+            with raises(OptionsError, "rank=2"):
+                dd.initialize("gloo", rank=2, world_size=2)
+            no_gpu = patch.object(torch.cuda, "is_available", lambda: False)
+            with no_gpu, raises(OptionsError, "nccl"):
+                dd.initialize("NCCL")
+        with variables(RANK=0), raises(OptionsError, "WORLD_SIZE"):
+            dd.initialize("gloo")
+
+
+@shows("composer", "initialize_dist", "Takes a backend, not a device.")
+@shows("composer", "initialize_dist", "The limit of time is torch's.")
+def check_a_device_is_no_backend() -> None:
+    with raises(OptionsError, "'cpu'"):
+        dd.initialize("cpu")
+    assert inspect.signature(dd.initialize).parameters["timeout"].default is None
+    if dist.is_initialized():
+        with raises(ProcessGroupError, "nccl"):
+            dd.initialize("nccl")
+
+
+@shows(
+    "ignite",
+    "",
+    "Under Slurm `RANK` and `WORLD_SIZE` together count before Slurm's own variables, whatever "
+    "these are, and arguments before both.",
+    "Ranks meet at another port than ignite's.",
+    "A shell of `salloc` is no rank.",
+)
+@shows("torch", "init_process_group", "Finds Slurm's and MPI's variables; alone it makes a group "
+       "of one; can be repeated.")  # fmt: skip
+def check_slurms_variables_and_others() -> None:
+    with variables(**SLURM):
+        place = dd.read_environment()
+        assert place is not None
+        assert (place.source, place.rank, place.world_size) == ("Slurm", 1, 2)
+        assert place.port not in (None, 15000 + 4711)
+    with variables(**SLURM, RANK=0, WORLD_SIZE=8):
+        place = dd.read_environment()
+        assert place is not None
+        assert (place.source, place.rank, place.world_size) == ("torchrun", 0, 8)
+    for name in ("RANK", "WORLD_SIZE"):
+        with variables(**SLURM, **{name: 1}):
+            with pytest.warns(UserWarning, match=f"{name}=1 is ignored.*Slurm"):
+                place = dd.read_environment()
+            assert place is not None
+            assert place.source == "Slurm"
+    with variables(SLURM_JOB_ID=1, SLURM_NTASKS=2, SLURM_JOB_NODELIST="a"):
+        assert dd.read_environment() is None
+    if not dist.is_initialized():
+        with variables(**SLURM), dd.process_group("gloo", rank=0, world_size=1,
+                                                  store=dist.HashStore()):  # fmt: skip
+            assert here() == (0, 1)
+        for _ in range(2):
+            with variables(), dd.process_group("gloo"):
+                assert here() == (0, 1)
+
+
+@shows("ignite", "Parallel", "In a script that a launcher starts: `process_group`.")
+@shows("DI-engine", "dist_mode", "Returns the function's value; ends when it raises.")
+def check_a_decorated_function() -> None:
+    grouped = dist.is_initialized()
+
+    @dd.process_group
+    def work(x: int) -> float:
+        assert dist.is_initialized()
+        return 1 / x
+
+    assert work(1) == 1.0
+    with pytest.raises(ZeroDivisionError):
+        work(0)
+    assert dist.is_initialized() is grouped
+
+
+@shows("flame", "get_available_local_dist_url", "The port stays free until it is used.")
+def check_an_address_stays_free() -> None:
+    import socket
+
+    url = dd.get_available_local_url()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+    release_port(url)
+
+
+# --- reductions ---------------------------------------------------------------------------------
+
+
+@shows(
+    "ignite",
+    "all_reduce",
+    "Names in either case; `avg`, `xor`, `async_op`, containers.",
+    "Whole numbers of any size.",
+    "Refuses texts alone, too.",
+)
+@shows("composer", "all_reduce", "Returns the tensor, too; `op` for `reduce_operation`.")
+@shows("composer", "all_reduce", "An unknown operation is a `ValueError`.")
+@shows("DI-engine", "allreduce", "An unknown operation is a `ValueError`.")
+@shows(
+    "DI-engine",
+    "allreduce",
+    'Its `"sum"` divides by the world size: that is `"avg"` here.',
+)
+@shows(
+    "DI-engine",
+    "allreduce_async",
+    '`"avg"` and `async_op=True`; there is something to wait for.',
+)
+@shows("torch", "all_reduce", "Returns the value; a handle's `wait()` does, too.")
+@shows("torch", "all_reduce", "Such a handle has `wait` and `is_completed` only.")
+@shows("torch", "all_reduce", "Takes numbers and containers, and names of operations.")
+def check_ways_to_reduce() -> None:
+    rank, n = here()
+    for op in ("sum", "SUM", "Sum", dist.ReduceOp.SUM):
+        x = torch.tensor([1.0])
+        assert dd.all_reduce(x, op=op) is x
+        assert x.item() == n
+    assert dd.all_reduce(torch.tensor([1.0]), "avg").item() == 1.0
+    assert dd.all_reduce(5, "BXOR") == (5 if n % 2 else 0)
+    assert dd.all_reduce(2**80) == n * 2**80
+    assert dd.all_reduce({"a": [rank, torch.ones(1)]})["a"][0] == n * (n - 1) // 2
+    pending = dd.all_reduce(torch.tensor([2.0]), "avg", async_op=True)
+    assert pending.wait().item() == 2.0
+    assert pending.is_completed()
+    public = {name for name in dir(pending) if not name.startswith("_")}
+    assert public == {"wait", "is_completed"}
+    with raises(TypeError, "str"):
+        dd.all_reduce("abc")
+    with raises(OptionsError, "'abc'"):
+        dd.all_reduce(torch.ones(1), "abc")
+    with raises(OptionsError, "'ABC'"):
+        dd.all_reduce(10, op="ABC")
+
+
+@shows(
+    "torch",
+    "all_reduce",
+    "Refuses sparse tensors, sums of bools and averages of whole numbers.",
+    "What cannot be done with a dtype is a `ValueError`.",
+)
+def check_what_is_not_reduced() -> None:
+    with raises(OptionsError, "bool"):
+        dd.all_reduce(torch.tensor([True]))
+    with raises(OptionsError, "avg"):
+        dd.all_reduce(torch.tensor([1]), dist.ReduceOp.AVG)
+    with raises(OptionsError, "float32"):
+        dd.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
+    with raises(OptionsError, "complex64"):
+        dd.all_reduce(torch.ones(1, dtype=torch.complex64), dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        with raises(TypeError, "sparse"):
+            dd.all_reduce(torch.ones(2).to_sparse())
+
+
+@shows("torch", "reduce", "None, and nothing changed, elsewhere.")
+@shows("torch", "reduce", "The root is 0 if none is named; no `async_op`.")
+def check_reduce_to_the_first() -> None:
+    rank, n = here()
+    x = torch.tensor([1.0])
+    assert (dd.reduce(x) is x) == (rank == 0)
+    assert x.item() == (n if rank == 0 else 1)
+    assert parameters(dd.reduce) == {"tensor", "dst", "op", "group"}
+
+
+# --- moving values ------------------------------------------------------------------------------
+
+
+@shows("ignite", "all_gather", "Ragged first dimensions; `as_list`.")
+@shows(
+    "ignite",
+    "all_gather_tensors_with_shapes",
+    "With `as_list=True`; shapes need not be known.",
+)
+@shows("composer", "all_gather", "Concatenates; a list with `as_list=True`.")
+@shows("torch", "all_gather", "Returns; no list to fill.")
+@shows("torch", "all_gather", "Concatenates; a list with `as_list=True`.", "No `async_op`.")
+def check_gathering_tensors() -> None:
+    rank, n = here()
+    assert dd.all_gather(torch.full((rank + 1, 2), rank)).shape == (n * (n + 1) // 2, 2)
+    parts = dd.all_gather(torch.full((rank + 1, rank + 2, rank + 3), rank), as_list=True)
+    assert [list(part.shape) for part in parts] == [[r + 1, r + 2, r + 3] for r in range(n)]
+    assert parameters(dd.all_gather) == {"tensor", "group", "as_list"}
+
+
+@shows("composer", "all_gather_object", "Who is no member gets a list of the own object.")
+@shows("torch", "all_gather_object", "Returns; no list to fill.")
+def check_who_is_no_member_keeps_what_it_has() -> None:
+    rank, n = here()
+    if n == 1:
+        return
+    for group in (dd.new_group([0]), [0]):
+        thing = {"rank": rank}
+        x = torch.tensor([rank])
+        with silent():
+            got = dd.all_gather(thing, group)
+            tensors = dd.all_gather(x, group)
+            assert dd.all_gather(x, group, as_list=True)[0].equal(x)
+            assert dd.all_gather_object(thing, group) == [thing]
+            assert dd.all_gather(rank, group) == ([0] if rank == 0 else rank)
+            assert dd.all_reduce(x, group=group) is x
+            assert dd.broadcast(thing, 0, group) == thing
+            assert dd.gather(rank, 0, group) == ([0] if rank == 0 else None)
+            assert dd.scatter([rank], 0, group) == (0 if rank == 0 else None)
+        assert (got is thing) == (rank != 0)
+        assert rank or got == [thing]
+        assert (tensors is x) == (rank != 0)
+
+
+def check_what_is_no_group_is_named() -> None:
+    x = torch.ones(1)
+    calls: list[Callable[[Any], Any]] = [
+        lambda group: dd.all_reduce(x, group=group),
+        lambda group: dd.all_reduce(1, group=group),
+        lambda group: dd.reduce(x, group=group),
+        lambda group: dd.all_gather(x, group),
+        lambda group: dd.all_gather({}, group),
+        lambda group: dd.all_gather_object({}, group),
+        lambda group: dd.gather(x, group=group),
+        lambda group: dd.broadcast(x, group=group),
+        lambda group: dd.broadcast_object_list([1], group=group),
+        lambda group: dd.scatter([x], group=group),
+        lambda group: dd.all_to_all([x], group),
+        lambda group: dd.barrier(group),
+    ]
+    for call in calls:
+        for wrong in ("abc", 5, ["a"], {0}, True):
+            with raises(OptionsError, repr(wrong)):
+                call(wrong)
+        if dist.is_initialized():
+            with raises(OptionsError, "[99]"):
+                call([99])
+            with raises(OptionsError, "one rank at least"):
+                call([])
+            with raises(OptionsError, "no group of this world"):
+                call(destroyed())
+
+
+CHECKS["what_is_no_group_is_named"] = check_what_is_no_group_is_named
+
+
+def destroyed() -> Any:
+    """A group that this world does not know."""
+    return dist.ProcessGroup(0, 1)
+
+
+@shows("ignite", "broadcast", "None for receivers without `safe_mode`, too; any object.")
+@shows("ignite", "broadcast", "Floats keep all their digits.")
+@shows("ignite", "broadcast", "`safe_mode` comes after `group`.")
+@shows("composer", "broadcast", "`src` has a default; returns the tensor, too.")
+@shows("DI-engine", "broadcast", "`src` for `rank`.", "Alone it gives the value back.")
+@shows("torch", "broadcast", "Receivers need not know the shape.")
+@shows("torch", "broadcast", "The root is 0 if none is named; no `async_op`.")
+def check_broadcasting() -> None:
+    rank, _n = here()
+    x = torch.ones(2)
+    assert dd.broadcast(x) is x
+    assert dd.broadcast([0, 1, 2]) == [0, 1, 2]
+    path = Path("a", "b")
+    for value in (0.1, "abc", path, 10):
+        assert dd.broadcast(value if rank == 0 else None) == value
+        got = dd.broadcast(value if rank == 0 else 1.2, safe_mode=True)
+        assert (got, type(got)) == (value, type(value))
+    assert dd.broadcast(torch.ones(2, 3) if rank == 0 else None).shape == (2, 3)
+    assert list(inspect.signature(dd.broadcast).parameters) == ["tensor", "src", "group",
+                                                               "safe_mode"]  # fmt: skip
+    with raises(OptionsError, "group=True"):
+        dd.broadcast(x, 0, True)
+    with raises(OptionsError, "None"):
+        dd.broadcast(None)
+    with raises(OptionsError, "None"):
+        dd.broadcast(None, safe_mode=True)
+
+
+@shows("composer", "broadcast_object_list", "Lists that differ in length are an error.")
+@shows(
+    "torch",
+    "broadcast_object_list",
+    "The root is 0 if none is named; no `device`.",
+    "Takes lists only, all of one length.",
+)
+def check_lists_of_objects() -> None:
+    rank, n = here()
+    items = [rank]
+    dd.broadcast_object_list(items)
+    assert items == [0]
+    assert parameters(dd.broadcast_object_list) == {"object_list", "src", "group"}
+    with raises(OptionsError, "tuple"):
+        dd.broadcast_object_list((1, 2))  # type: ignore[arg-type]
+    if n > 1:
+        with raises(CollectiveMismatchError, "length"):
+            dd.broadcast_object_list([0] * (rank + 1))
+
+
+@shows("torch", "gather", "Returns; shapes may differ.", "No `async_op`.")
+@shows("torch", "scatter", "Returns; shapes may differ.", "No `async_op`.")
+@shows("torch", "all_to_all", "Returns; with gloo, too.", "No `async_op`.")
+def check_other_ways_of_moving() -> None:
+    rank, n = here()
+    got = dd.gather(torch.ones(rank + 1))
+    assert (got is None) == (rank != 0)
+    assert rank or [part.numel() for part in got] == [r + 1 for r in range(n)]
+    parts = [torch.ones(r + 1) for r in range(n)]
+    assert dd.scatter(parts if rank == 0 else None).numel() == rank + 1
+    assert dd.all_to_all([rank] * n) == list(range(n))
+    for function in (dd.gather, dd.scatter, dd.all_to_all):
+        assert "async_op" not in parameters(function)
+    if dist.is_initialized():  # called as torch's are
+        with raises(OptionsError, "dst="):
+            dd.gather(torch.ones(1), [torch.ones(1)] * n)
+        with raises(OptionsError, "group="):
+            dd.all_to_all([torch.ones(1)] * n, [torch.ones(1)] * n)
+
+
+@shows("ignite", "barrier", "Takes a group and `async_op`, too.")
+@shows("torch", "barrier", "Nothing without a group.")
+def check_barriers() -> None:
+    assert dd.barrier([0]) is None
+    work = dd.barrier(async_op=True)
+    assert (work is None) != dist.is_initialized()
+    if work is not None:
+        work.wait()
+
+
+@shows("DI-engine", "synchronize", "Nothing without a GPU.")
+def check_synchronize_without_a_gpu() -> None:
+    with patch.object(torch.cuda, "is_available", lambda: False):
+        assert dd.synchronize() is None
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+@shows("ignite", "new_group", "All ranks if none are named.", "Takes tuples and ranges, too.")
+@shows("torch", "new_group", "Without a process group the list itself.")
+@shows("torch", "new_group", "What is no list of ranks is a `ValueError`.")
+def check_new_groups() -> None:
+    rank, n = here()
+    for ranks in (None, tuple(range(n)), range(n)):
+        assert dd.all_gather(rank, dd.new_group(ranks)) == list(range(n))
+    if not dist.is_initialized():
+        assert (dd.new_group([]), dd.new_group([2, 1])) == ([], [2, 1])
+        x = torch.ones(1)
+        assert dd.all_reduce(x, group=dd.new_group([])) is x
+    else:
+        with raises(OptionsError, "one rank at least"):
+            dd.new_group([])
+        with raises(OptionsError, "[0, 99]"):
+            dd.new_group([0, 99])
+    for wrong in ("01", 1, ["a", "b"], [0.0], [True]):
+        with raises(OptionsError, repr(wrong)):
+            dd.new_group(wrong)  # type: ignore[arg-type]
+
+
+@shows("DI-engine", "get_group", "An error with the sizes, not an assertion.")
+@shows("DI-engine", "simple_group_split", "Knows rank and world size by itself.")
+def check_equal_groups() -> None:
+    rank, n = here()
+    assert dd.all_gather(rank, dd.get_group(None)) == list(range(n))
+    assert dd.all_gather(rank, dd.split_group(n)) == [rank]
+    with raises(OptionsError, f"{n} ranks", "7"):
+        dd.get_group(7)
+
+
+@shows("torch", "init_device_mesh", "Dimensions by name; one may be -1.")
+@shows("torch", "init_device_mesh", "Chooses the type of device.")
+@shows("torch", "init_device_mesh", "Needs a process group, all of which it covers.")
+def check_meshes() -> None:
+    n = dd.get_world_size()
+    if not dist.is_initialized():
+        with raises(ProcessGroupError, "initialize"):
+            dd.device_mesh(data=1)
+        return
+    mesh = dd.device_mesh(data=1, model=-1)
+    assert (mesh.mesh_dim_names, mesh.device_type, mesh.size()) == (("data", "model"), "cpu", n)
+    if n > 1:
+        with raises(OptionsError, f"{n} ranks"):
+            dd.device_mesh(data=1)
+
+
+# --- guards -------------------------------------------------------------------------------------
+
+
+@shows("ignite", "one_rank_only", "Also a context manager; tells of errors.")
+@shows("ignite", "one_rank_first", "Also a decorator; tells of errors.")
+@shows("composer", "run_local_rank_zero_first", "Others are told when it raises.")
+def check_guards_tell_of_errors() -> None:
+    rank = dd.get_rank()
+    guards: list[Any] = [
+        dd.one_rank_only(with_barrier=True),
+        dd.one_rank_first(),
+        dd.run_local_rank_zero_first(),
+    ]
+    for guard in guards:
+
+        @guard
+        def fails() -> None:
+            raise LookupError("gone")
+
+        def fails_within(guard: Any = guard) -> None:
+            with guard as mine:
+                if mine is not False:
+                    raise LookupError("gone")
+
+        for attempt in (fails, fails_within):
+            with raises(CollectiveError if rank else LookupError, "gone"):
+                attempt()
+    for factory in (dd.one_rank_only, dd.one_rank_first):
+        with raises(OptionsError, f"@{factory.__name__}()"):
+            factory(check_guards_tell_of_errors)  # type: ignore[arg-type]
+
+
+@shows(
+    "composer",
+    "local_rank_zero_download_and_wait",
+    "With `local=True`; needs a process group, and no file.",
+)
+@shows("composer", "busy_wait_for_local_rank_zero", "With `local=True`; no file either.")
+@shows("composer", "busy_wait_for_local_rank_zero", "The others begin when it is done.")
+def check_the_first_of_each_host_goes_ahead() -> None:
+    rank, n = here()
+    with dd.one_rank_first(local=True):
+        before = time.monotonic()
+        if rank == 0:
+            time.sleep(0.02)
+        after = time.monotonic()
+    begun, ended = dd.all_gather(before), dd.all_gather(after)
+    assert all(begun[r] >= ended[0] for r in range(1, n))
+
+
+# --- data and model -----------------------------------------------------------------------------
+
+
+@shows("composer", "get_sampler", "`exact=True`.")
+@shows("ignite", "auto_dataloader", "`exact=True`; workers persist.")
+@shows("ignite", "auto_dataloader", "One warning for a sampler of another place.")
+def check_loaders_warn() -> None:
+    rank, n = here()
+    data = torch.arange(12)
+    assert len(dd.get_sampler(data, exact=True)) == len(range(rank, 12, n))
+    assert dd.auto_dataloader(data, exact=True, num_workers=2).persistent_workers
+    batches = BatchSampler(SequentialSampler(data), 3, drop_last=False)
+    with silent():
+        own = DistributedSampler(data, num_replicas=n, rank=rank)
+        assert n == 1 or dd.auto_dataloader(data, sampler=own).sampler is own
+    if n == 1:
+        with silent():
+            dd.auto_dataloader(data, batch_sampler=batches)
+        return
+    with pytest.warns(UserWarning, match="batch_sampler") as told:
+        dd.auto_dataloader(data, batch_sampler=batches)
+    assert told[0].filename == __file__
+    for place in ((n, (rank + 1) % n), (n + 1, rank), (n + 1, rank + 1)):
+        other = DistributedSampler(data, num_replicas=place[0], rank=place[1])
+        words = f"rank={place[1]} of num_replicas={place[0]}.*rank {rank} of {n}"
+        with pytest.warns(UserWarning, match=words) as told:
+            assert dd.auto_dataloader(data, sampler=other).sampler is other
+        assert [str(warning.filename) for warning in told] == [__file__]
+
+
+@shows("ignite", "DistributedProxySampler", "Puts torch's generator back.", "Has a seed.")
+@shows("ignite", "DistributedProxySampler", "Needs no process group.")
+@shows("ignite", "DistributedProxySampler", "Repeats its first samples where some are missing.")
+def check_proxy_samplers() -> None:
+    data = list(range(5))
+    shares = [dd.DistributedProxySampler(RandomSampler(data), 2, r, seed=1) for r in range(2)]
+    state = torch.get_rng_state()
+    first, second = (list(share) for share in shares)
+    assert torch.equal(state, torch.get_rng_state())
+    assert second[-1] == first[0]
+    assert sorted([*first, *second[:-1]]) == data
+    assert len(dd.DistributedProxySampler(SequentialSampler(data))) == -(-5 // dd.get_world_size())
+    wrong: tuple[tuple[Any, str], ...] = (
+        (None, "NoneType"),
+        (Sampler(), "length"),
+        (DistributedSampler(data, 2, 0), "already"),
+    )
+    for sampler, word in wrong:
+        with raises(TypeError, word):
+            dd.DistributedProxySampler(sampler, 2, 0)
+
+
+@shows("ignite", "auto_model", '`strategy="fsdp"`; never `DataParallel`.')
+@shows("ignite", "auto_model", "Refuses `device_ids` everywhere.")
+def check_models() -> None:
+    n = dd.get_world_size()
+    with raises(OptionsError, "device_ids"):
+        dd.auto_model(torch.nn.Linear(1, 1), device_ids=[0])
+    if n == 1:
+        model = torch.nn.Linear(1, 1)
+        with patch.object(torch.cuda, "device_count", lambda: 2):
+            assert dd.auto_model(model) is model
+        return
+    wrapped = dd.auto_model(torch.nn.Linear(1, 1), find_unused_parameters=True)
+    assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    assert wrapped.find_unused_parameters
+    sharded = dd.auto_model(torch.nn.Linear(4, 4), strategy="fsdp")
+    assert not isinstance(sharded, torch.nn.parallel.DistributedDataParallel)
+    norm = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with raises(ValueError, "SyncBatchNorm"):
+        dd.auto_model(norm, sync_bn=True)
