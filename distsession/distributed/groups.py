@@ -127,6 +127,9 @@ def device_mesh(dims: Mapping[str, int] | None = None, /, **sizes: int) -> Devic
     shape = {**(dims or {}), **sizes}
     if not shape:
         raise OptionsError("device_mesh() needs its dimensions: device_mesh(data=2, model=2).")
+    text = ", ".join(f"{name}={size!r}" for name, size in shape.items())
+    if not all(map(_is_whole, shape.values())):
+        raise OptionsError(f"device_mesh({text}): sizes are whole numbers.")
     world_size = rank_info.get_world_size()
     known = 1
     for size in shape.values():
@@ -136,7 +139,6 @@ def device_mesh(dims: Mapping[str, int] | None = None, /, **sizes: int) -> Devic
         shape[free[0]] = world_size // known
         known = world_size
     if len(free) > 1 or known != world_size or any(size < 1 for size in shape.values()):
-        text = ", ".join(f"{name}={size}" for name, size in shape.items())
         raise OptionsError(f"device_mesh({text}) does not cover a world of {world_size} ranks.")
     if not rank_info.is_initialized():
         raise ProcessGroupError("a mesh needs a process group: call initialize() first.")

@@ -218,6 +218,12 @@ def check_places_without_variables() -> None:
     dd.sync()
 
 
+@shows(
+    "all of them",
+    "",
+    "Without a process group this is rank 0 of 1, whatever the environment says.",
+    "`get_global_rank` and `read_environment` say what a launcher has set.",
+)
 @shows("composer", "get_global_rank", "The group's, whatever `RANK` says.")
 @shows("composer", "get_world_size", "The group's, whatever `WORLD_SIZE` says.")
 @shows("composer", "get_local_rank", "0 without a group; see `read_environment`.")
@@ -287,6 +293,7 @@ def check_what_show_config_shows() -> None:
     assert f"num processes per node: {dd.get_nproc_per_node()}" in text
 
 
+@shows("all of them", "", "A group made by hand with `init_process_group` is followed.")
 @shows("ignite", "sync", "Seldom needed: groups are followed without it.")
 def check_groups_are_followed() -> None:
     if dist.is_initialized():
@@ -323,7 +330,7 @@ def check_is_initialized_is_the_other_way_round() -> None:
 
 
 @shows("ignite", "initialize", "The backend can be left out.", "Joins a group that is there.")
-@shows("torch", "init_process_group", "Joins a group that is there.", "Takes seconds, too.")
+@shows("torch", "init_process_group", "Takes seconds, too.")
 @shows("torch", "init_process_group", "Without a backend it is gloo or NCCL, not both.")
 @shows("DI-engine", "dist_init", "Returns nothing.")
 @shows("DI-engine", "dist_finalize", "Harmless where nothing was begun.")
@@ -452,13 +459,26 @@ def check_arguments_that_cannot_work_are_named() -> None:
 
 @shows("composer", "initialize_dist", "Takes a backend, not a device.")
 @shows("composer", "initialize_dist", "The limit of time is torch's.")
+@shows(
+    "torch",
+    "init_process_group",
+    "Joins a group that is there; another one is a `RuntimeError`.",
+)
 def check_a_device_is_no_backend() -> None:
     with raises(OptionsError, "'cpu'"):
         dd.initialize("cpu")
     assert inspect.signature(dd.initialize).parameters["timeout"].default is None
     if dist.is_initialized():
-        with raises(ProcessGroupError, "nccl"):
-            dd.initialize("nccl")
+        world = dist.group.WORLD
+        others: list[dict[str, Any]] = [
+            {"backend": "nccl"},
+            {"world_size": dd.get_world_size() + 1},
+            {"rank": dd.get_rank() + 1},
+        ]
+        for other in others:
+            with raises(ProcessGroupError, "finalize(force=True)"):
+                dd.initialize(**other)
+        assert dist.group.WORLD is world
 
 
 @shows(
@@ -623,6 +643,12 @@ def check_gathering_tensors() -> None:
     assert parameters(dd.all_gather) == {"tensor", "group", "as_list"}
 
 
+@shows(
+    "all of them",
+    "",
+    "A process that is no member of a group is told nothing and warned of nothing: it goes on "
+    "with what it has.",
+)
 @shows("composer", "all_gather_object", "Who is no member gets a list of the own object.")
 @shows("torch", "all_gather_object", "Returns; no list to fill.")
 def check_who_is_no_member_keeps_what_it_has() -> None:
@@ -647,6 +673,30 @@ def check_who_is_no_member_keeps_what_it_has() -> None:
         assert (tensors is x) == (rank != 0)
 
 
+@shows("all of them", "", "This costs one small `all_gather`.")
+def check_one_small_all_gather_is_added() -> None:
+    if not dist.is_initialized():
+        return
+    asked: list[int] = []
+    real = dist.all_gather
+
+    def counted(parts: Any, mine: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(mine.numel() * mine.element_size())
+        return real(parts, mine, *args, **kwargs)
+
+    with patch.object(dist, "all_gather", counted):
+        dd.broadcast(torch.ones(10_000))
+        dd.gather(torch.ones(10_000))
+    assert len(asked) == 2
+    assert max(asked) < 1000
+
+
+@shows(
+    "all of them",
+    "",
+    "`group=` takes a process group, or a list of ranks; of a list a group is made at its first "
+    "use, in which every rank of the world takes part.",
+)
 def check_what_is_no_group_is_named() -> None:
     x = torch.ones(1)
     calls: list[Callable[[Any], Any]] = [
@@ -674,9 +724,6 @@ def check_what_is_no_group_is_named() -> None:
                 call([])
             with raises(OptionsError, "no group of this world"):
                 call(destroyed())
-
-
-CHECKS["what_is_no_group_is_named"] = check_what_is_no_group_is_named
 
 
 def destroyed() -> Any:
@@ -804,6 +851,7 @@ def check_equal_groups() -> None:
 
 @shows("torch", "init_device_mesh", "Dimensions by name; one may be -1.")
 @shows("torch", "init_device_mesh", "Chooses the type of device.")
+@shows("torch", "init_device_mesh", "Sizes that do not fit are a `ValueError`.")
 @shows("torch", "init_device_mesh", "Needs a process group, all of which it covers.")
 def check_meshes() -> None:
     n = dd.get_world_size()
@@ -811,6 +859,10 @@ def check_meshes() -> None:
         with raises(ProcessGroupError, "initialize"):
             dd.device_mesh(data=1)
         return
+    wrong: list[dict[str, Any]] = [{"data": n + 1}, {"data": 0}, {"data": -1, "model": -1}]
+    for sizes in [*wrong, {}, {"data": "2"}]:
+        with raises(OptionsError, "data="):
+            dd.device_mesh(**sizes)
     mesh = dd.device_mesh(data=1, model=-1)
     assert (mesh.mesh_dim_names, mesh.device_type, mesh.size()) == (("data", "model"), "cpu", n)
     if n > 1:
@@ -818,9 +870,40 @@ def check_meshes() -> None:
             dd.device_mesh(data=1)
 
 
+@shows("torch", "", "A root that is not in the group is a `ValueError` with every backend.")
+def check_roots_outside_the_group() -> None:
+    rank, n = here()
+    if not dist.is_initialized():
+        return
+    x = torch.ones(1)
+    calls: list[Callable[[Any, Any], Any]] = [
+        lambda root, group: dd.broadcast(x, root, group),
+        lambda root, group: dd.broadcast_object_list([1], root, group),
+        lambda root, group: dd.reduce(x, root, group=group),
+        lambda root, group: dd.gather(x, root, group),
+        lambda root, group: dd.scatter([x] * n, root, group),
+    ]
+    for call in calls:
+        for wrong in (99, -1, None, [x]):
+            with raises(OptionsError, "not in the group"):
+                call(wrong, None)
+        if n > 1 and rank == 0:
+            with raises(OptionsError, "=1 is not in the group"):
+                call(1, [0])
+        elif n > 1:
+            call(1, [0])
+
+
 # --- guards -------------------------------------------------------------------------------------
 
 
+@shows(
+    "all of them",
+    "",
+    "When the body of a guard raises, the other ranks get a `CollectiveError` that names the rank.",
+    "Errors are distsession's own: an `OptionsError` is a `ValueError`, a `ProcessGroupError` and "
+    "a `CollectiveError` are a `RuntimeError`.",
+)
 @shows("ignite", "one_rank_only", "Also a context manager; tells of errors.")
 @shows("ignite", "one_rank_first", "Also a decorator; tells of errors.")
 @shows("composer", "run_local_rank_zero_first", "Others are told when it raises.")
@@ -843,8 +926,11 @@ def check_guards_tell_of_errors() -> None:
                     raise LookupError("gone")
 
         for attempt in (fails, fails_within):
-            with raises(CollectiveError if rank else LookupError, "gone"):
+            with raises(CollectiveError if rank else LookupError, "rank 0" if rank else "", "gone"):
                 attempt()
+    assert issubclass(OptionsError, ValueError)
+    assert issubclass(ProcessGroupError, RuntimeError)
+    assert issubclass(CollectiveError, RuntimeError)
     for factory in (dd.one_rank_only, dd.one_rank_first):
         with raises(OptionsError, f"@{factory.__name__}()"):
             factory(check_guards_tell_of_errors)  # type: ignore[arg-type]

@@ -27,7 +27,35 @@ OPTIONS = "unit/test_launch_options.py::"
 NOT_THERE = f"{HERE}test_what_there_is_not_is_not_there"
 LOCAL_RANK = f"{LAUNCHING}test_a_first_parameter_gets_the_local_rank_by_its_name"
 
+CHECKS = "integration/distributed_checks.py::"
+ALL = "all of them"
+
 SHOWN_ELSEWHERE = {
+    (ALL, "", "Roots (`src`, `dst`) are ranks of the world."): f"{CHECKS}check_new_group",
+    (
+        ALL,
+        "",
+        "`all_reduce` and `reduce` change a tensor in place and return it, and so does `broadcast` "
+        "into a tensor.",
+    ): f"{CHECKS}check_broadcast_tensors",
+    (ALL, "", "What else comes from other ranks is new."): f"{CHECKS}check_all_gather_tensors",
+    (ALL, "", "Before anything of unknown shape moves, ranks tell each other what they bring."): (
+        f"{CHECKS}check_what_does_not_fit_is_an_error_everywhere"
+    ),
+    (ALL, "", "What does not fit raises `CollectiveMismatchError` on every rank."): (
+        f"{CHECKS}check_what_does_not_fit_is_an_error_everywhere"
+    ),
+    (
+        ALL,
+        "",
+        "What a backend cannot do with a dtype raises `OptionsError` before anything is sent.",
+    ): f"{CHECKS}check_what_cannot_be_reduced_is_said_before_anyone_waits",
+    (ALL, "", "Nothing here is part of autograd: no gradient flows through it."): (
+        f"{CHECKS}check_all_reduce_strides_and_grad"
+    ),
+    (ALL, "", "The tables name where the type is another one."): (
+        f"{HERE}test_each_difference_is_shown_by_a_test"
+    ),
     ("ignite", "", "`import distsession.distributed as idist`, and go on."): (
         f"{HERE}test_a_name_of_ours_can_be_imported"
     ),
@@ -95,7 +123,8 @@ SHOWN_ELSEWHERE = {
 
 
 def section(source: str) -> str:
-    return PAGE.partition(f"## Coming from {source}\n")[2].partition("\n## ")[0]
+    heading = "What holds for all of them" if source == ALL else f"Coming from {source}"
+    return PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 def rows(source: str) -> list[list[str]]:
@@ -135,7 +164,7 @@ def test_a_name_of_ours_can_be_imported(source: str, theirs: str, ours: str, dif
     assert callable(getattr(home, name[2]))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [ALL, *SOURCES])
 def test_each_difference_is_shown_by_a_test(source: str) -> None:
     shown = {key for key in (*SHOWN, *SHOWN_ELSEWHERE) if key[0] == source}
     page = told(source)
