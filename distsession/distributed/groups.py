@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from distsession.distributed import rank_info
+from distsession.distributed.validate import as_limit
 from distsession.errors import OptionsError, ProcessGroupError
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
 
     Args:
         ranks: Its members, by their ranks in the world. Default: all.
-        **options: More for ``torch.distributed.new_group``: ``timeout``, ``backend``, ...
+        **options: More for ``torch.distributed.new_group``: ``backend``, and ``timeout``, also in
+            seconds.
 
     Returns:
         The group, for ``group=``. On a rank that is no member a mark with which every function
@@ -38,6 +40,8 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     chosen = list(range(rank_info.get_world_size())) if ranks is None else _checked(ranks)
     if not rank_info.is_initialized():
         return chosen
+    if "timeout" in options:
+        options["timeout"] = as_limit(options["timeout"])
     return dist.new_group(chosen, **options)
 
 

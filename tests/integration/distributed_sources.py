@@ -142,11 +142,14 @@ def check_model_names() -> None:
 
 @shows("ignite", "get_rank", "Takes a group or a list of ranks, too.")
 @shows("ignite", "get_world_size", "Takes a group or a list of ranks, too.")
+@shows("torch", "get_global_rank", "Another thing: the rank of this process.")
 @shows("torch", "get_rank", "0 without a group.", "Takes a list of ranks, too.")
 @shows("torch", "get_world_size", "1 without a group.", "Takes a list of ranks, too.")
 @shows("composer", "get_world_size", "1 without a group.")
 def check_rank_and_size_of_a_group() -> None:
     rank, n = here()
+    assert dd.get_global_rank() == rank
+    assert parameters(dd.get_global_rank) == {"group"}
     if not dist.is_initialized():
         assert (dd.get_rank([3, 4]), dd.get_world_size([3, 4])) == (0, 1)
         return
@@ -820,11 +823,13 @@ def check_synchronize_without_a_gpu() -> None:
 
 @shows("ignite", "new_group", "All ranks if none are named.", "Takes tuples and ranges, too.")
 @shows("torch", "new_group", "Without a process group the list itself.")
+@shows("torch", "new_group", "Takes seconds, too.")
 @shows("torch", "new_group", "What is no list of ranks is a `ValueError`.")
 def check_new_groups() -> None:
     rank, n = here()
     for ranks in (None, tuple(range(n)), range(n)):
         assert dd.all_gather(rank, dd.new_group(ranks)) == list(range(n))
+    assert dd.all_gather(rank, dd.new_group(timeout=30)) == list(range(n))
     if not dist.is_initialized():
         assert (dd.new_group([]), dd.new_group([2, 1])) == ([], [2, 1])
         x = torch.ones(1)
@@ -832,6 +837,8 @@ def check_new_groups() -> None:
     else:
         with raises(OptionsError, "one rank at least"):
             dd.new_group([])
+        with raises(OptionsError, "timeout='soon'"):
+            dd.new_group([0], timeout="soon")
         with raises(OptionsError, "[0, 99]"):
             dd.new_group([0, 99])
     for wrong in ("01", 1, ["a", "b"], [0.0], [True]):
@@ -839,6 +846,7 @@ def check_new_groups() -> None:
             dd.new_group(wrong)  # type: ignore[arg-type]
 
 
+@shows("torch", "split_group", "Another thing: equal parts of the world, by their number.")
 @shows("DI-engine", "get_group", "An error with the sizes, not an assertion.")
 @shows("DI-engine", "simple_group_split", "Knows rank and world size by itself.")
 def check_equal_groups() -> None:
@@ -847,6 +855,8 @@ def check_equal_groups() -> None:
     assert dd.all_gather(rank, dd.split_group(n)) == [rank]
     with raises(OptionsError, f"{n} ranks", "7"):
         dd.get_group(7)
+    with raises(OptionsError, "split_group"):
+        dd.split_group(dist.group.WORLD)  # type: ignore[arg-type]
 
 
 @shows("torch", "init_device_mesh", "Dimensions by name; one may be -1.")

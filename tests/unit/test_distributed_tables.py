@@ -68,6 +68,12 @@ SHOWN_ELSEWHERE = {
     ("ignite", "spawn", "Starts ranks, runs a function, gives each rank's value, ends them."): (
         f"{LAUNCHING}test_a_function_runs_on_all_ranks_and_gives_their_results"
     ),
+    ("ignite", "spawn", "Takes the function first and its arguments as they are."): (
+        f"{LAUNCHING}test_a_function_runs_on_all_ranks_and_gives_their_results"
+    ),
+    ("ignite", "spawn", "By default 2 ranks or one for each GPU."): (
+        f"{LAUNCHING}test_an_error_comes_through_and_nothing_stays"
+    ),
     ("ignite", "spawn", "Gives the local rank only to a first parameter named `local_rank`."): (
         LOCAL_RANK
     ),
@@ -79,6 +85,7 @@ SHOWN_ELSEWHERE = {
     ),
     ("ignite", "has_xla_support, has_hvd_support", "Neither XLA nor Horovod."): NOT_THERE,
     ("ignite", "registered_computation_models", "Neither XLA nor Horovod."): NOT_THERE,
+    ("composer", "all_gather_object_list_hpu", "No Habana devices."): NOT_THERE,
     ("composer", "get_node_signal_file_name, write_signal_file", "Not needed."): NOT_THERE,
     (
         "flame",
@@ -88,8 +95,9 @@ SHOWN_ELSEWHERE = {
     (
         "flame",
         "DistOptions, get_dist_options",
-        "`first_rank`, `backend`, `host`, `port`, `processes` and `rank_of` for `rank_start`, "
-        "`dist_backend`, `dist_host`, `dist_port`, `nprocs` and `get_rank`.",
+        "`first_rank`, `backend`, `host`, `port`, `processes`, `url` and `rank_of` for "
+        "`rank_start`, `dist_backend`, `dist_host`, `dist_port`, `nprocs`, `dist_url` and "
+        "`get_rank`.",
     ): f"{OPTIONS}test_ranks_follow_from_the_first",
     ("flame", "DistOptions, get_dist_options", "Starts ranks unless told not to."): (
         f"{OPTIONS}test_the_defaults"
@@ -107,8 +115,18 @@ SHOWN_ELSEWHERE = {
     (
         "flame",
         "start_distributed_training, start_training",
-        "Takes the function's arguments as they are, and gives its values.",
+        "Takes the options second and the function's arguments as they are, and gives its values.",
     ): f"{LAUNCHING}test_training_starts_as_the_options_say",
+    (
+        "flame",
+        "start_distributed_training, start_training",
+        "Without options it asks the environment, not the command line.",
+    ): f"{LAUNCHING}test_training_takes_its_options_from_the_environment",
+    (
+        "flame",
+        "start_distributed_training, start_training",
+        "A single rank is a process of its own, too.",
+    ): f"{LAUNCHING}test_lambdas_and_closures_run",
     (
         "flame",
         "start_distributed_training, start_training",
