@@ -69,7 +69,8 @@ class WarmAgents:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(timeout=10)
+        self._process.kill()  # it may still be importing
+        self._process.wait()
 
 
 class _ForkedProcess(subprocess.Popen[bytes]):

@@ -17,7 +17,8 @@ from distsession.display import html
 from distsession.display.colors import PLAIN, Colors
 from distsession.display.html import Html, element
 from distsession.protocol.cells import is_cell
-from distsession.protocol.messages import ErrorInfo, FrameInfo, Operation, RankReport
+from distsession.protocol.diagnosis import describe_operation
+from distsession.protocol.messages import ErrorInfo, FrameInfo, RankReport
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo, ranks_text
 
@@ -263,7 +264,7 @@ def state_and_since(report: RankReport) -> tuple[str, str]:
     operation = report.operations[-1] if report.operations else None
     if report.state == RankState.RUNNING:
         if operation is not None and operation.is_waiting:
-            return f"in {_operation_text(operation)}", _seconds(operation.seconds)
+            return f"in {describe_operation(operation)}", _seconds(operation.seconds)
         return f"running {report.place}".rstrip(), _seconds(report.seconds)
     return state_text(report), _seconds(report.seconds)
 
@@ -275,12 +276,6 @@ def state_text(report: RankReport) -> str:
         return f"{state.label} at {report.place}" if report.place else state.label
     outcome = report.outcome.text if report.outcome is not None else ""
     return f"{state.label} ({outcome})" if outcome else state.label
-
-
-def _operation_text(operation: Operation) -> str:
-    detail = f" ({operation.detail})" if operation.detail else ""
-    place = f" at {operation.place}" if operation.place else ""
-    return f"{operation.name} #{operation.sequence} of {operation.group}{detail}{place}"
 
 
 def without_times(text: str) -> str:

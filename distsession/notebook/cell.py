@@ -64,11 +64,31 @@ def make_output(log: Callable[[int], str] | None) -> CellOutput | TerminalOutput
     made: CellOutput | TerminalOutput
     if not hasattr(shell, "kernel"):
         made = TerminalOutput()
+    elif hasattr(getattr(shell, "display_pub", None), "outputs"):  # IPython's, within %%capture
+        made = CapturedOutput()
     else:
         made = BackgroundOutput() if log is None else CellOutput(log)
     if shell is not None:
         made.cell = cell_number(shell)
     return made
+
+
+class CapturedOutput(TerminalOutput):
+    """Output of a cell that ``%%capture`` keeps: lines as text, and what is rich as displays."""
+
+    def write(self, message: OutputMessage) -> None:
+        if isinstance(message, Display) and set(message.data) != {"text/plain"}:
+            self._flush()
+            _display_separately([message.rank], message.data, message.metadata)
+        else:
+            super().write(message)
+
+    def show(self, shown: dict[int, Bundle]) -> None:
+        plain = {rank: each for rank, each in shown.items() if set(each[0]) == {"text/plain"}}
+        super().show(plain)
+        rich = {rank: each for rank, each in shown.items() if rank not in plain}
+        for ranks, bundle in fold_bundles(rich):
+            _display_separately(ranks, *bundle)
 
 
 class BackgroundOutput(TerminalOutput):

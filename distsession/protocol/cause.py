@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distsession.protocol.messages import Called, Mismatch, TimedOut
-from distsession.protocol.operation_names import WORLD, Pair, SplitSizes
+from distsession.protocol.operation_names import WORLD, Pair, SplitSizes, group_title
 from distsession.ranks import ranks_text
 
 __all__ = ["late_remedy", "late_text", "merged", "mismatch_remedy", "mismatch_text", "sentence"]
@@ -80,7 +80,7 @@ def mismatch_remedy(mismatch: Mismatch) -> str:
     of = (
         f"from rank {pair.source} to rank {pair.target}"
         if pair
-        else f"of {_titled(mismatch.group)}"
+        else f"of {group_title(mismatch.group)}"
     )
     begun = "It was not begun, and no tensor of it was changed"
     if mismatch.is_async:
@@ -229,7 +229,3 @@ def _within(group: str, name: str) -> str:
     else:
         within = ""
     return within if group == WORLD else f"{within} of {group}"
-
-
-def _titled(group: str) -> str:
-    return "the default group" if group == WORLD else group

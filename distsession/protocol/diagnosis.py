@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from distsession.protocol.cause import sentence
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
-from distsession.protocol.operation_names import WORLD, AnySource, Pair
+from distsession.protocol.operation_names import WORLD, AnySource, Pair, group_title
 from distsession.protocol.rank_state import AbortReason, Ending, Outcome, RankState
 from distsession.ranks import format_ranks
 
@@ -243,8 +243,8 @@ class _Findings:
             if not _is_pair(op.group):
                 names.setdefault((op.group, op.sequence), set()).add(op.name)
         return [
-            f"as operation #{sequence} of {group} the ranks call {' and '.join(sorted(called))}, "
-            "which do not match"
+            f"as operation #{sequence} of {group_title(group)} the ranks call "
+            f"{' and '.join(sorted(called))}, which do not match"
             for (group, sequence), called in sorted(names.items())
             if len(called) > 1
         ]

@@ -9,10 +9,15 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["WORLD", "AnySource", "Pair", "SplitSizes"]
+__all__ = ["WORLD", "AnySource", "Pair", "SplitSizes", "group_title"]
 
 WORLD = "world"
 """The name of the default group."""
+
+
+def group_title(name: str) -> str:
+    """How a group is called in sentences."""
+    return "the default group" if name == WORLD else name
 
 
 class Pair(NamedTuple):

@@ -732,7 +732,7 @@ def test_without_a_check_nothing_is_compared_and_waits_are_said_all_the_same() -
             session,
             "if rank == 0: dist.all_reduce(x)\nelse: time.sleep(60)",
             "rank 0 waits in all_reduce #2 (float32 [4, 2], sum) at In[7] line 1",
-            "0     in all_reduce #2 of world",
+            "0     in all_reduce #2",
         )
         assert "Rank 0 waits in all_reduce #2 (float32 [4, 2], sum) at In[7] line 1" in text
         assert "for rank 1, which runs In[7] line 2" in text

@@ -300,3 +300,14 @@ def test_unloading_takes_the_magics_away(notebook: Notebook) -> None:
         notebook.run("%session status").error
     )
     assert not notebook.run("%load_ext distsession").error
+
+
+def test_capture_keeps_what_the_ranks_print_and_display(notebook: Notebook) -> None:
+    notebook.run(
+        "%%capture kept\n%%distributed\nfrom IPython.display import HTML, display\n"
+        "print('said by', rank)\ndisplay(HTML('<b>bold</b>'))\nrank"
+    )
+    shown = notebook.run("(kept.stdout, [each.data for each in kept.outputs])")
+    assert "[0] said by 0\\n[1] said by 1\\n" in shown.result
+    assert "[rank 1] 1\\n" in shown.result
+    assert shown.result.count("<b>bold</b>") == 2

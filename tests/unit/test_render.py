@@ -125,7 +125,7 @@ REDUCE = Operation(
         (RankReport(0, "running"), "0     running"),
         (
             RankReport(0, "running", 99.0, place="In[3] line 4", operations=(REDUCE,)),
-            "0     in all_reduce #5 of world (float32 [4], sum) at In[3] line 4  12 s",
+            "0     in all_reduce #5 (float32 [4], sum) at In[3] line 4  12 s",
         ),
         (
             RankReport(
@@ -136,7 +136,7 @@ REDUCE = Operation(
                     replace(REDUCE, detail="", place=""),
                 ),
             ),
-            "0     in all_reduce #5 of world  12 s",
+            "0     in all_reduce #5  12 s",
         ),
         (
             RankReport(0, "running", operations=(replace(REDUCE, is_waiting=False),)),
