@@ -228,8 +228,10 @@ def process_group(backend: Any = None, **options: Any) -> Any:
 
 def _local_rank(found: RankEnvironment | None) -> int | None:
     given = rank_info.given_local_rank()
-    if given is not None or found is not None:
-        return given if found is None or given is not None else found.local_rank
+    if given is not None:
+        return given
+    if found is not None:
+        return found.local_rank
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text.isdecimal() else None
 

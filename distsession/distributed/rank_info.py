@@ -274,7 +274,7 @@ def show_config() -> str:
 
 def _of_group(ask: Callable[[Any], int], group: Any) -> int:
     """What torch says of a group, or would say of the group of a list of ranks."""
-    if isinstance(group, list | tuple | range):
+    if isinstance(group, list | tuple | range) and all(isinstance(rank, int) for rank in group):
         # No group is made for it: this has to be possible on one rank alone.
         members, own = sorted(group), dist.get_rank()
         if own not in members:

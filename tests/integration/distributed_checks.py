@@ -16,12 +16,10 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,24 +31,12 @@ from distsession.errors import (
     ProcessGroupError,
 )
 from tests.integration import distributed_sources
+from tests.integration.distributed_marks import here, raises
 
 LIMIT = float(os.environ.get("CHECKS_LIMIT", "80"))
 """Seconds after which a rank that hangs says where, and ends."""
 
 Point = collections.namedtuple("Point", "x y")
-
-
-@contextmanager
-def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
-    """The body raises this, and the message has these words."""
-    with pytest.raises(kind) as caught:
-        yield
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
-
-
-def here() -> tuple[int, int]:
-    return dd.get_rank(), dd.get_world_size()
 
 
 def equal(found: torch.Tensor, wanted: Any) -> None:

@@ -20,22 +20,11 @@ from distsession import RunError, Session
 from distsession.distributed.ports import release_port
 from distsession.errors import CollectiveError, OptionsError, ProcessGroupError
 from tests.integration.distributed_checks import CHECKS
+from tests.integration.distributed_marks import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 110.0
 """Seconds that a launch may take."""
-
-LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-    "GROUP_",
-    "NODE_",
-)
 
 
 def environment(**more: object) -> dict[str, str]:
