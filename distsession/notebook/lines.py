@@ -20,7 +20,7 @@ _MOVES = re.compile(r"\x1b\[[\d;]*[@-GJKPX]|\x08")
 """What only a screen can show."""
 _SIMPLE = re.compile(f"[\r\n{NARROW}]*")
 """Text of which each character takes one column, so that it can be overwritten as a string."""
-_INCOMPLETE = re.compile(r"\x1b(?:\[[0-?]{0,40}[ -/]{0,4})?\Z")
+_INCOMPLETE = re.compile(r"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}|\][^\x07\x1b\r\n]{0,200}\x1b?)?\Z")
 """The beginning of an escape sequence at the end of a piece."""
 MAX_LIVE_BARS = 4
 """Bars of one rank that are shown at a time while it works."""
@@ -48,7 +48,7 @@ class Lines:
         """Take a piece; gives the lines that it finished."""
         text = self._carry + text
         self._carry = ""
-        if "\x1b" in text[-50:] and (found := _INCOMPLETE.search(text)):
+        if "\x1b" in text[-210:] and (found := _INCOMPLETE.search(text)):
             self._carry = found[0]
             text = text[: found.start()]
         if self._screen is not None:

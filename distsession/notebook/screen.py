@@ -22,7 +22,7 @@ _TAB = 8
 _TOKEN = re.compile(
     r"(?P<control>[\n\r\t\x08])"
     r"|\x1b\[(?P<numbers>[0-9;]{0,80})(?P<final>[@-GJKPXm])"
-    r"|(?P<other>\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]"
+    r"|(?P<other>\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]"
     r"|[\x00-\x1f\x7f])"
     r"|(?P<text>[^\x00-\x1f\x7f]+)"
 )
@@ -117,7 +117,7 @@ class Screen:
     @property
     def is_returned(self) -> bool:
         """Whether the cursor has been put to the beginning of its line."""
-        return self._returned or (self.x == 0 and bool(self._row(self.y)))
+        return self.x == 0 and (self._returned or bool(self._row(self.y)))
 
     @property
     def is_plain(self) -> bool:

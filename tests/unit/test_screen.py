@@ -61,8 +61,14 @@ def test_any_text_is_shown_as_a_terminal_emulator_does(pieces: list[str], cut: i
 
 
 @given(st.text(st.sampled_from("ab\x1b[]0123456789;?ABCDEFGHJKPXm\x07\n\r\t\x08"), max_size=80))
-def test_no_text_is_an_error_and_where_it_is_cut_makes_no_difference(text: str) -> None:
-    assert _without_blanks(shown(text)) == _without_blanks(shown(*text))
+def test_no_text_is_an_error_and_no_line_moves_the_cursor(text: str) -> None:
+    for lines in (shown(text), shown(*text)):
+        assert not {"\r", "\n", "\x08"} & set("".join(lines))
+
+
+def test_a_sequence_that_comes_in_pieces_is_one() -> None:
+    text = "\x1b]8;;http://a\x1b\\link\x1b]8;;\x1b\\ \x1b[31mred\x1b[0m\x08D\n"
+    assert shown(*text) == shown(text) == ["link \x1b[31mre\x1b[0mD"]
 
 
 def nested(epochs: int = 3, steps: int = 4, leave: bool = False, write: str = "") -> str:
