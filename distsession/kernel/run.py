@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from distsession.cluster.base import Channel
@@ -26,7 +26,7 @@ from distsession.kernel.outcome import (
     run_error,
 )
 from distsession.kernel.output import Output
-from distsession.kernel.progress import TransferProgress
+from distsession.kernel.progress import ProgressNotice, TransferProgress
 from distsession.kernel.recovery import (
     RETURN_AFTER_INTERRUPT_S,
     RETURN_TIMEOUT_S,
@@ -35,6 +35,7 @@ from distsession.kernel.recovery import (
 from distsession.kernel.replay import RunRecord
 from distsession.kernel.stdin import NO_PLACE, InputRequests
 from distsession.kernel.watchdog import Watchdog
+from distsession.protocol import serialize
 from distsession.protocol.messages import RankReport
 from distsession.results import RankResults
 
@@ -101,9 +102,10 @@ class Run:
         output.connect(pending.ranks, self._channel)
         try:
             is_late = self._wait()
-            results, failed = collect(
-                pending, time.perf_counter() - self._began, remedies=self._goes_on
-            )
+            with self._importing():
+                results, failed = collect(
+                    pending, time.perf_counter() - self._began, remedies=self._goes_on
+                )
             shown = {
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
             }
@@ -136,6 +138,14 @@ class Run:
         if is_late:
             raise RunInterrupt("this was stopped when it was done already: the variables are set.")
         return results
+
+    def _importing(self) -> AbstractContextManager[object]:
+        """Say so if the first tensor that arrives makes this process import torch."""
+        payloads = [payload for _, payload in self._pending.replies.values()]
+        if not any(map(serialize.imports_torch, payloads)):
+            return nullcontext()
+        doing = "importing torch in this process, for what the ranks have sent"
+        return ProgressNotice(self._output, doing, lambda: "")
 
     def _write(self, message: OutputMessage) -> None:
         if self._record is not None:

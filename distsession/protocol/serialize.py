@@ -16,7 +16,18 @@ import cloudpickle
 
 from distsession.errors import SerializationError
 
-__all__ = ["Frames", "Reducer", "dump_call", "dump_value", "load", "use_reducer"]
+__all__ = [
+    "Frames",
+    "Reducer",
+    "dump_call",
+    "dump_value",
+    "imports_torch",
+    "load",
+    "use_reducer",
+]
+
+HEAD_BYTES = 1 << 20
+"""Bytes of a pickle that are searched for the names of what it imports."""
 
 Frames = list[Any]
 """The frames of one payload: bytes-like objects."""
@@ -80,6 +91,14 @@ def load(frames: Sequence[Any]) -> Any:
     # What is rebuilt over a buffer can be written to only if the buffer can.
     buffers = (bytearray(f) if memoryview(f).readonly else f for f in frames[1:])
     return pickle.loads(frames[0], buffers=buffers)
+
+
+def imports_torch(frames: Sequence[Any]) -> bool:
+    """Whether to rebuild the object of a payload will import torch, which takes its time."""
+    if "torch" in sys.modules or not frames:
+        return False
+    head = bytes(memoryview(frames[0])[:HEAD_BYTES])
+    return b"torch" in head or b"distsession.engine.tensors" in head
 
 
 def dump_value(value: Any, *, what: str, path: str = "") -> Frames:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +74,15 @@ def test_the_data_of_an_array_is_beside_the_pickle_and_not_in_it() -> None:
     head, *buffers = dump_value([array, array[:10].copy()], what="the arrays")
     assert len(head) < 1000
     assert [memoryview(buffer).nbytes for buffer in buffers] == [800_000, 80]
+
+
+def test_it_is_known_before_that_a_value_will_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = dump_value({"x": [torch.ones(2)]}, what="the value")
+    assert not serialize.imports_torch(tensor)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert serialize.imports_torch(tensor)
+    assert not serialize.imports_torch(dump_value(np.ones(2), what="the value"))
+    assert not serialize.imports_torch([])
 
 
 def test_an_array_is_sent_from_where_it_lies() -> None:
