@@ -52,3 +52,27 @@ def test_the_panel_is_live_with_its_kernel_and_a_table_without(
     notebook.screenshot("reopened", shown)
     assert all("widget model not found" in said for said in notebook.trouble)  # as of any widget
     notebook.trouble.clear()
+
+
+def test_what_came_while_the_page_was_reloaded_is_shown_again(
+    open_notebook: Callable[..., Notebook],
+) -> None:
+    slow = """\
+%%distributed
+import os, time
+print("before", rank)
+while not os.path.exists("go"): time.sleep(0.02)
+print("after", rank)"""
+    notebook = open_notebook([START, slow, "%session output"])
+    notebook.run(0)
+    save(notebook)
+    notebook.start(1)
+    notebook.wait_text(1, "before 1")
+    notebook.page.reload()
+    notebook.page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=60e3)
+    (notebook.lab.notebooks / "go").touch()
+    wait_ready(notebook.page)
+    shown = notebook.run(2)
+    for text in ("before 0\nafter 0", "before 1\nafter 1", "This was the output of In[2]"):
+        assert text in shown
+    notebook.screenshot("output-again", notebook.output(2))
