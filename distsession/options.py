@@ -383,8 +383,8 @@ def _backend_pairs(backend: str | None, host: HostInfo) -> list[tuple[str, str]]
         if name not in serves:
             raise OptionsError(
                 f"backend {name!r} is not one that this torch ({host.torch_version}) offers: "
-                f"it has {', '.join(sorted(serves))}. A backend of your own is registered by a "
-                "module named in preload=[...]."
+                f"it has {', '.join(sorted(serves))}.{_near(name, serves)} A backend of your own "
+                "is registered by a module named in preload=[...]."
             )
         if colon and device not in serves[name]:
             raise OptionsError(
@@ -399,6 +399,12 @@ def _backend_pairs(backend: str | None, host: HostInfo) -> list[tuple[str, str]]
             "device, such as 'cpu:gloo,cuda:nccl'."
         )
     return pairs
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """Asks whether something like it was meant."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {found[0]}?" if found else ""
 
 
 def _wants_gpu(options: SessionOptions, host: HostInfo, pairs: list[tuple[str, str]]) -> bool:

@@ -163,7 +163,14 @@ def _attributes(value: Any, found: re.Match[str]) -> list[Match]:
             names.update(object.__getattribute__(value, "__dict__"))
         names.update(children(value))
     prefix = found["prefix"]
-    chosen = [n for n in names if n.startswith(prefix) and (prefix or not n.startswith("_"))]
+    chosen = [
+        name
+        for name in names
+        if name.startswith(prefix)
+        and (prefix or not name.startswith("_"))
+        and name.isidentifier()  # a Sequential has children "0", "1" and so on
+        and not keyword.iskeyword(name)
+    ]
     return [(name, _kind(names[name])) for name in sorted(chosen)]
 
 

@@ -16,6 +16,9 @@ _OUR_MAGICS = re.compile(
 )
 
 
+_HELP_ALONE = re.compile(r"\s*%%distributed\b[^\n]*\s(?:-h|--help)\b[^\n]*\s*")
+
+
 def is_plain(cell: str) -> bool:
     """Whether a cell has neither a cell magic nor one of this package's, and does something."""
     if cell.lstrip().startswith("%%") or _OUR_MAGICS.search(cell):
@@ -27,8 +30,11 @@ def rewrite(cell: str, is_on: bool) -> str:
     """What is run in the place of a cell.
 
     The line of ``%%local`` becomes a comment, so that line numbers stay. A cell magic below it
-    must come first to be one.
+    must come first to be one. IPython takes no cell magic without a body, so one that only asks for
+    help gets one.
     """
+    if _HELP_ALONE.fullmatch(cell):
+        return f"{cell.rstrip()}\n#\n"
     if re.match(r"%%local[ \t]*(\n|$)", cell):
         body = cell.partition("\n")[2]
         return body if body.lstrip().startswith("%%") else f"# %%local\n{body}"

@@ -29,6 +29,11 @@ COMPLETION_TIMEOUT_S = 0.3
 MAX_COMPLETION_RANKS = 4
 """How many ranks are asked for completions."""
 
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
+"""Names that are offered; which of them there are, the ranks' torch knows."""
+MAX_RANK_WORDS = 16
+
+_ASSIGNMENT = re.compile(r"^\s*(?:\w+\s*=\s*(?=%))?")
 _LINE = re.compile(r"^\s*(?:\w+\s*=\s*)?%distributed\s+(?:--diff\s+)?")
 
 
@@ -119,7 +124,8 @@ class RankCompleter:
         lines = context.full_text.split("\n")
         before = sum(len(line) + 1 for line in lines[: context.cursor_line])
         line = lines[context.cursor_line][: context.cursor_position]
-        if context.cursor_line == 0 or line.lstrip().startswith("%session"):
+        line = _ASSIGNMENT.sub("", line)
+        if context.cursor_line == 0 or line.startswith("%session"):
             found = self._magic_line_matches(line)
             if found:
                 return found
@@ -143,16 +149,52 @@ class RankCompleter:
 
     def _magic_line_matches(self, line: str) -> Any:
         """What may follow in a magic's own line."""
-        name, space, rest = line.lstrip().partition(" ")
+        if re.fullmatch(r"%distributed +-[-\w]*", line):
+            begun = line[line.rfind(" ") + 1 :]
+            flags = [SimpleCompletion(text=each, type="magic") for each in ("--diff", "--help")]
+            return {
+                "completions": [each for each in flags if each.text.startswith(begun)],
+                "matched_fragment": begun,
+                "suppress": True,
+            }
+        name, space, rest = line.partition(" ")
         make = self._parsers.get(name)
         if make is None or not space:
             return None
         word = rest[rest.rfind(" ") + 1 :]
-        words = _next_words(make(), rest[: len(rest) - len(word)].split())
+        parser, given = _command(make(), rest[: len(rest) - len(word)].split())
+        action, begun = _awaited(parser, given, word)
+        if action is not None:
+            begun = begun[begun.rfind(",") + 1 :]
+            words = self._values(parser, action, begun)
+        else:
+            words = _next_words(parser, given)
+            for action in parser._actions:
+                if not (action.option_strings or action.choices or given):
+                    words += self._values(parser, action, begun)
         completions = [
-            SimpleCompletion(text=each, type="magic") for each in words if each.startswith(word)
+            SimpleCompletion(text=each, type="magic") for each in words if each.startswith(begun)
         ]
-        return {"completions": completions, "matched_fragment": word, "suppress": True}
+        return {"completions": completions, "matched_fragment": begun, "suppress": True}
+
+    def _values(
+        self, parser: argparse.ArgumentParser, action: argparse.Action, begun: str
+    ) -> list[str]:
+        """What an argument may be."""
+        if action.choices:
+            return [str(choice) for choice in action.choices]
+        match action.dest:
+            case "backend":
+                return list(BACKENDS)
+            case "push":
+                hidden = self._shell.user_ns_hidden
+                names = [name for name in self._shell.user_ns if name not in hidden]
+                return [name for name in names if not name.startswith("_")]
+            case "pull" | "restore" | "check":
+                return _names_on_ranks(begun)
+            case "ranks" | "debug" | "profile" if not parser.prog.endswith(" start"):
+                return _rank_words()
+        return []
 
     # --- inspection -------------------------------------------------------------------------------
 
@@ -189,6 +231,21 @@ def request_completion(code: str, line: str, *, inspect: bool) -> dict[int, Comp
         return {}
 
 
+def _names_on_ranks(begun: str) -> list[str]:
+    """Variables of the ranks."""
+    answers = request_completion(begun, "", inspect=False)
+    found = {text: kind for answer in answers.values() for text, kind in answer.matches}
+    return [text for text, kind in found.items() if kind == "instance"]
+
+
+def _rank_words() -> list[str]:
+    try:
+        ranks = current_session().ranks
+    except DistsessionError:
+        return []
+    return [*map(str, ranks[:MAX_RANK_WORDS]), *([f"0-{ranks[-1]}"] if len(ranks) > 1 else [])]
+
+
 def _ranks(session: Session, line: str) -> Sequence[int]:
     first = (line.split() or [""])[0]
     try:
@@ -203,15 +260,38 @@ def _is_for_ipython(code: str) -> bool:
     return line.startswith(("%", "!", "import ", "from "))
 
 
+# --- the magics' own lines ------------------------------------------------------------------------
+
+
+def _command(
+    parser: argparse.ArgumentParser, given: Sequence[str]
+) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser of the command that a line has named, and what it has of that one's."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and given and given[0] in action.choices:
+            return _command(action.choices[given[0]], given[1:])
+    return parser, list(given)
+
+
+def _awaited(
+    parser: argparse.ArgumentParser, given: Sequence[str], word: str
+) -> tuple[argparse.Action | None, str]:
+    """The flag whose value is being typed, and what of the value is there."""
+    flag, equals, begun = word.partition("=")
+    if not equals:
+        flag, begun = (given[-1] if given else ""), word
+    for action in parser._actions:
+        if flag in action.option_strings and action.nargs != 0:
+            is_optional = action.nargs == "?" and begun.startswith("-")
+            return (None if is_optional else action), begun
+    return None, word
+
+
 def _next_words(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
     """Commands and flags that a line may go on with."""
     words: list[str] = []
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            if given and given[0] in action.choices:
-                return _next_words(action.choices[given[0]], given[1:])
-            words += action.choices
-        elif action.choices and not action.option_strings:
+        if action.choices and not action.option_strings:
             words += [str(choice) for choice in action.choices]
         words += [text for text in action.option_strings if text.startswith("--")]
     return [word for word in words if word not in given]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
+import ast
+import functools
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from IPython.core.magic import no_var_expand
 
@@ -17,16 +18,24 @@ from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
 from distsession.kernel import outcome
-from distsession.notebook import other_magics
+from distsession.notebook import hints
 from distsession.notebook.automagic import SessionChecker
 from distsession.notebook.autopx import AUTO_FLAG, AutoPx
 from distsession.notebook.cell import make_output
 from distsession.notebook.colors import shell_colors
 from distsession.notebook.completion import RankCompleter
-from distsession.notebook.hints import NameHints
+from distsession.notebook.name_hints import NameHints
 from distsession.notebook.panel import make_panel
+from distsession.notebook.parsers import (
+    cell_parser,
+    distributed_help,
+    flags,
+    parse,
+    session_help,
+    session_parser,
+)
 from distsession.notebook.running_cell import cell_number, running_cell, running_line
-from distsession.notebook.timeline import TimelineOutput, add_arguments
+from distsession.notebook.timeline import TimelineOutput
 from distsession.protocol.cells import cell_name, parse_cell
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
@@ -36,96 +45,12 @@ from distsession.view import RankView
 __all__ = ["register", "unregister"]
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse for magics: an error is shown as a line, and never ends the kernel."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionsError(f"{message}. See {self.prog} --help.")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise _HelpShown
-
-
-class _HelpShown(Exception):
-    """``--help`` was asked for and has been printed."""
-
-
-def _session_parser() -> _Parser:
-    parser = _Parser(prog="%session", description="Start, look at and end the session.")
-    commands = parser.add_subparsers(dest="command", parser_class=_Parser, metavar="COMMAND")
-    start = commands.add_parser("start", help="start ranks")
-    session_options.add_arguments(start)
-    commands.add_parser("status", help="one line on how it is (the default)")
-    commands.add_parser("config", help="backend, world size, and where each rank is")
-    commands.add_parser("devices", help="the device of each rank")
-    restart = commands.add_parser("restart", help="fresh processes for all ranks, or for some")
-    restart.add_argument("ranks", nargs="?", help="such as 1 or 0,2-3")
-    restart.add_argument(
-        "--restore", metavar="A,B", default="", help="variables to copy from a rank that stays"
-    )
-    commands.add_parser("reconnect", help="connect the process group anew; variables stay")
-    diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
-    diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
-    output = commands.add_parser("output", help="show a cell's output again, more of it")
-    output.add_argument(
-        "cell", nargs="*", metavar="In N", help="the cell's number, such as 3; the last by default"
-    )
-    output.add_argument("--rank", metavar="R", help="whose, such as 1 or 0,2-3; all by default")
-    debug = commands.add_parser("debug", help="open the debugger where a rank has failed")
-    debug.add_argument("rank", nargs="?", type=int, help="the one that failed first by default")
-    commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
-    commands.add_parser("close", help="end all ranks")
-    auto = commands.add_parser("auto", help="send plain cells to the ranks, too")
-    auto.add_argument("state", choices=("on", "off"), nargs="?", help="without it: how it is")
-    export = commands.add_parser("export", help="write what ran on the ranks as a script")
-    export.add_argument("path", help="the script, such as train.py")
-    export.add_argument("--cells", metavar="3-5,f", help="which cells, and calls of which function")
-    export.add_argument("--slurm", action="store_true", help="write a Slurm batch file, too")
-    export.add_argument(
-        "--check", metavar="A,B", default="", help="run it, and compare these variables"
-    )
-    export.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="X", help="by how much they may differ"
-    )
-    return parser
-
-
-def _cell_parser() -> _Parser:
-    parser = _Parser(prog="%%distributed", description="Run the cell on the ranks.")
-    parser.add_argument("ranks", nargs="?", help="such as 0 or 1-3; all by default")
-    parser.add_argument("--out", metavar="NAME", help="keep the last expression's values as NAME")
-    parser.add_argument(
-        "--push", metavar="A,B", default="", help="variables of the notebook to set there first"
-    )
-    parser.add_argument(
-        "--pull", metavar="A,B", default="", help="variables to bring back, as RankResults"
-    )
-    parser.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds after which the cell is stopped"
-    )
-    parser.add_argument(
-        "--debug", metavar="RANKS", help="ranks whose debugger opens at the first line"
-    )
-    add_arguments(parser)
-    return parser
-
-
-def _parse(parser: _Parser, line: str) -> argparse.Namespace | None:
-    """The line's arguments; None where the user asked for help."""
-    try:
-        return parser.parse_args(shlex.split(line))
-    except _HelpShown:
-        return None
-    except ValueError as error:  # an unclosed quote
-        raise OptionsError(f"{parser.prog} {line}: {error}.") from None
-
-
 class Magics:
     """The magics of one IPython shell."""
 
     def __init__(self, shell: Any):
         self._shell = shell
-        parsers = {"%%distributed": _cell_parser, "%session": _session_parser}
+        parsers = {"%%distributed": cell_parser, "%session": session_parser}
         self.auto = AutoPx(shell)
         self.completer = RankCompleter(shell, parsers, lambda: self.auto.is_on)
         self.hints = NameHints(shell)
@@ -167,7 +92,10 @@ class Magics:
     @no_var_expand
     def session(self, line: str) -> Any:
         """Start, look at and end the session: ``%session start 4 --backend gloo``."""
-        arguments = _parse(_session_parser(), line)
+        if line.strip() in ("help", "--help", "-h"):
+            sys.stdout.write(session_help())
+            return None
+        arguments = parse(session_parser(), line)
         if arguments is None:
             return None
         command = arguments.command or "status"
@@ -274,9 +202,13 @@ class Magics:
         return self._run_cell(line, cell)
 
     def _evaluate(self, line: str) -> Any:
+        if line in ("--help", "-h", "--diff --help", "--diff -h"):
+            sys.stdout.write(distributed_help())
+            return None
         label = cell_name(cell_number(self._shell))
         above = "\n" * (running_line(self._shell) - 1)  # so that its line is that of the cell
         flag, _, expression = line.partition(" ")
+        _check_expression(line if flag != "--diff" else expression)
         if flag != "--diff":
             return current_session().evaluate(above + line, label=label)
         if not expression.strip():
@@ -287,7 +219,7 @@ class Magics:
         is_automatic = line.strip() == AUTO_FLAG
         if is_automatic:
             line = ""
-        arguments = _parse(_cell_parser(), line)
+        arguments = parse(cell_parser(), line)
         if arguments is None:
             return
         if arguments.out is not None and not arguments.out.isidentifier():
@@ -365,6 +297,28 @@ def _names(flag: str, text: str) -> list[str]:
     return names
 
 
+def _check_expression(text: str) -> None:
+    """Say it here, in a line, where something is a statement, or a flag of the other magic."""
+    flag = text.split()[0] if text.strip() else ""
+    if flag in flags(cell_parser()):
+        raise OptionsError(f"%distributed takes no {flag}: %%distributed does, above a cell.")
+    try:
+        ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError):
+        if _is_statement(text):
+            raise OptionsError(
+                f"{text.strip()} is a statement, and %distributed takes an expression: write it "
+                "into a cell that begins with %%distributed."
+            ) from None
+
+
+def _is_statement(text: str) -> bool:
+    try:
+        return bool(ast.parse(text.strip()).body)
+    except (SyntaxError, ValueError):
+        return False
+
+
 def _text_table(text: str) -> Table:
     return Table(text, element("pre", text))
 
@@ -374,6 +328,25 @@ _NAMES: Sequence[tuple[str, Sequence[str]]] = (
     ("distributed", ("line", "cell")),
     ("px", ("line", "cell")),
 )
+
+
+_HELP = {
+    ("session", "line"): session_help,
+    ("distributed", "line"): distributed_help,
+    ("distributed", "cell"): distributed_help,
+}
+
+
+def _with_help(function: Any, text: str) -> Any:
+    """The same magic, of which ``?`` tells what there is."""
+
+    @functools.wraps(function)
+    def magic(*args: str) -> Any:
+        return function(*args)
+
+    magic.__doc__ = text
+    magic.__self__ = function.__self__  # type: ignore[attr-defined]  # whose it is
+    return magic
 
 
 def register(shell: Any) -> None:
@@ -389,14 +362,17 @@ def register(shell: Any) -> None:
         for kind in kinds:
             if name == "px" and name in present[kind]:
                 continue
-            shell.register_magic_function(getattr(magics, name), kind, name)
+            function = getattr(magics, name)
+            if name != "px":
+                function = _with_help(function, _HELP[name, kind]())
+            shell.register_magic_function(function, kind, name)
     magics.register()
-    other_magics.register(shell)
+    hints.register(shell)
 
 
 def unregister(shell: Any) -> None:
     """Take the magics away again."""
-    other_magics.unregister(shell)
+    hints.unregister(shell)
     present = shell.magics_manager.magics
     owners: dict[int, Magics] = {}
     for name, kinds in _NAMES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -63,6 +64,57 @@ def test_flags_of_the_magics_are_offered(notebook: Notebook) -> None:
     assert "%%distributed 0 --out" in complete(notebook, "%%distributed 0 --o")
     assert "%session diagnose" in complete(notebook, "%session dia")
     assert "%session start --backend" in complete(notebook, "%session start --ba")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%session start 2 --backend ", ["gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl"]),
+        ("session = %session start 2 --backend=gl", ["gloo"]),
+        ("%session start 2 --check ", ["shared", "detail", "off"]),
+        ("%session start 2 --launcher in", ["inline"]),
+        ("%session auto o", ["on", "off"]),
+        ("%%distributed --push here_o", ["here_only"]),
+        ("%%distributed --push time,here_o", ["here_only"]),
+        ("%%distributed --pull mod", ["model"]),
+        ("%%distributed --debug ", ["0", "1", "0-1"]),
+        ("%distributed --d", ["--diff"]),
+    ],
+)
+def test_values_of_the_magics_flags_are_offered(
+    notebook: Notebook, line: str, words: list[str]
+) -> None:
+    begun = line[: len(line) - len(re.split("[ =,]", line)[-1])]
+    found = complete(notebook, line)
+    assert set(found) == {begun + each for each in words}
+
+
+def test_ranks_are_offered_beside_flags(notebook: Notebook) -> None:
+    assert {"%%distributed 0", "%%distributed 0-1", "%%distributed --out"} <= {
+        *complete(notebook, "%%distributed ")
+    }
+    assert "%session restart 1" in complete(notebook, "%session restart ")
+    assert "%session start 1" not in complete(notebook, "%session start ")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("%session", ["start", "--backend", "--hang-grace", "--restore", "--tolerance"]),
+        ("%distributed", ["--diff", "%%distributed"]),
+        ("%%distributed", ["--out", "--push", "--pull", "--timeout", "--debug", "--profile-to"]),
+    ],
+)
+def test_a_question_mark_and_help_show_all_options(
+    notebook: Notebook, name: str, words: list[str]
+) -> None:
+    asked = inspect(notebook, name)["data"]["text/plain"]
+    helped = notebook.run(f"{name} --help").stdout
+    for word in words:
+        assert word in asked
+        assert word in helped
+    if name == "%session":
+        assert notebook.run("%session help").stdout == notebook.run("%session -h").stdout == helped
 
 
 def test_nothing_runs(notebook: Notebook) -> None:

@@ -113,6 +113,17 @@ def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -
         ("%%distributed --pull a.b\n1", "names of variables"),
         ("%distributed", "takes an expression"),
         ("%session nonsense", "See %session --help"),
+        (
+            "%session daignose",
+            "there is no 'daignose': did you mean diagnose? It takes help, start",
+        ),
+        ("%session diagnose --stakcs", "unrecognized arguments: --stakcs: did you mean --stacks?"),
+        ("%session start 2 --bakend=gloo", "did you mean --backend? See %session start --help."),
+        ("%session start 2 --launcher lcoal", "did you mean local? It takes local, inline."),
+        ("%%distributed --timeot 3\n1", "did you mean --timeout or --timeline? See %%d"),
+        ("%distributed x = 1", "x = 1 is a statement, and %distributed takes an expression: "),
+        ("%distributed import os; 1", "write it into a cell that begins with %%distributed."),
+        ("%distributed --timeout 3 rank", "takes no --timeout: %%distributed does"),
         ("%session restart 9", "ranks 0 to 1"),
         ("%session start 3", "Close it first"),
         ("%session start --backend", "expected one argument"),
@@ -270,7 +281,7 @@ def test_stop_frees_a_hung_collective_and_keeps_the_state(notebook: Notebook) ->
     shown = notebook.collect(request)
     assert shown.ename == "RunInterrupt"
     assert "Rank 0 waits in barrier" in shown.error
-    assert "line 3 for rank 1, which runs" in shown.error
+    assert "line 3\nfor rank 1, which runs" in shown.error
     assert notebook.run("%distributed kept").result == "[rank 0] 7\n[rank 1] 8"
     shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
     assert shown.result == "[ranks 0-1] 2.0"

@@ -38,3 +38,10 @@ def test_local_keeps_a_cell_here_and_its_line_numbers(is_on: bool) -> None:
     assert rewrite("%%local\n%%time\nx\n", is_on) == "%%time\nx\n"
     assert rewrite("%%local", is_on) == "# %%local\n"
     assert rewrite("%%localities\nx\n", is_on) == "%%localities\nx\n"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_cell_magic_that_only_asks_for_help_gets_a_body(is_on: bool) -> None:
+    assert rewrite("%%distributed --help", is_on) == "%%distributed --help\n#\n"
+    assert rewrite("%%distributed 0 -h \n\n", is_on) == "%%distributed 0 -h\n#\n"
+    assert rewrite("%%distributed --help\nx\n", is_on) == "%%distributed --help\nx\n"

@@ -86,7 +86,7 @@ def texts(code: str) -> list[str]:
         ("torch.nn.func", "functional"),
         ("torch.nn.functional.rel", "relu"),
         ("model[0].we", "weight"),
-        ("model.", "0"),
+        ("model.", "forward"),
         ("named['fc'].bi", "bias"),
         ("state['alpha']['b", "beta']"),
         ('state["it', "it's\"]"),
@@ -175,3 +175,12 @@ def test_which_part_is_for_the_ranks(cell: str, expected: RankCode | None) -> No
 def test_plain_cells_are_for_the_ranks_when_they_are_sent_there() -> None:
     assert rank_code("a.b", 2, True) == RankCode("a.b", 2)
     assert rank_code("%%local\na.b", 9, True) is None
+
+
+def test_only_what_python_can_read_is_offered_behind_a_dot() -> None:
+    assert "0" not in [text for text, _ in complete("model.", NAMESPACE)[1]]
+    assert "forward" in [text for text, _ in complete("model.", NAMESPACE)[1]]
+    held = torch.nn.ModuleDict({"class": torch.nn.ReLU(), "head": torch.nn.ReLU()})
+    assert complete("held.", {"held": held})[1][:1] != [("class", "instance")]
+    assert "class" not in [text for text, _ in complete("held.c", {"held": held})[1]]
+    assert ("head", "instance") in complete("held.h", {"held": held})[1]
