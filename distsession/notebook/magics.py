@@ -262,7 +262,9 @@ class Magics:
         brought = view.pull(*names)
         for name in names:
             values = {r: v[name] for r, v in brought.items()} if len(names) > 1 else brought
-            self._assign(name, RankResults(values, duration=brought.duration))
+            results = RankResults(values, duration=brought.duration)
+            results.expression = name
+            self._assign(name, results)
 
     def _variables_to_push(self, text: str) -> dict[str, Any]:
         names = _names("--push", text)
