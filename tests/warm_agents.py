@@ -43,7 +43,7 @@ class WarmAgents:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(its.fileno())],
+                [sys.executable, "-c", _program(), str(its.fileno())],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environ,
@@ -82,12 +82,13 @@ class _ForkedProcess(subprocess.Popen[bytes]):
         self._child_created, self._waitpid_lock = True, threading.Lock()
 
 
-_PROGRAM = f"""
-import sys
-sys.path.insert(0, {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r})
-from tests.warm_agents import serve
-serve(int(sys.argv[1]))  # distsession.engine.agent
-"""
+def _program() -> str:
+    """This file as a program without a name, as that of agents is: it is none of the user's code."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    with open(__file__) as file:
+        source = file.read()
+    begin = f"import sys; sys.path.insert(0, {root!r})  # distsession.engine.agent"
+    return f"{source}\n{begin}\nserve(int(sys.argv[1]))\n"
 
 
 def serve(descriptor: int) -> NoReturn:

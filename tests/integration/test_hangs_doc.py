@@ -229,7 +229,8 @@ def test_diagnose_shows_the_verdict_and_a_row_for_each_rank(hang: Hang) -> None:
 
 def test_stacks_are_shown_once_for_ranks_at_the_same_place(hang: Hang) -> None:
     assert_as_on_the_page(on_the_page("[rank 2]", "In[6]"), hang.stacks)
-    waiting, _ = hang.stacks.split("[ranks 0-1,3]")[1].split("[rank 2]")
+    culprit, waiting = hang.stacks.split("[rank 2]")[1].split("[ranks 0-1,3]")
+    assert "Cell In[6], line 4" in culprit
     assert "Cell In[6], line 5" in waiting
     assert waiting.index("Cell In[6], line 5") < waiting.index("in all_reduce")
 

@@ -168,6 +168,7 @@ def test_memory_is_given_back_with_the_last_holder(session: Session) -> None:
     assert held() == before
 
 
+@pytest.mark.alone  # other tests use shared memory, too
 def test_a_killed_rank_leaves_nothing(start: Callable[..., Session]) -> None:
     def shared_kb() -> int:
         with open("/proc/meminfo") as meminfo:
