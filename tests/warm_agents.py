@@ -83,7 +83,7 @@ class _ForkedProcess(subprocess.Popen[bytes]):
 
 
 def _program() -> str:
-    """This file as a program without a name, as that of agents is: it is none of the user's code."""
+    """This file as a program without a name, as that of agents is: it is no code of the user's."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     with open(__file__) as file:
         source = file.read()
