@@ -166,3 +166,22 @@ def test_a_fork_writes_into_the_logs_of_its_rank_and_sends_nothing(rank: Rank) -
         in_a_child(child)
         assert rank.sent == []
         assert rank.text(rank.drained()) == "from a child\nshown\n"
+
+
+def test_each_text_says_where_it_lies_in_its_file(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1)  # so that pieces end within characters
+    with rank:
+        out, err = rank.capture.streams
+        out.write("äöü€\n")
+        err.write("ß\n")
+        out.write("end\n")
+    texts = [message for message in rank.drained() if isinstance(message, Text)]
+    for stream, name in (("stdout", "out"), ("stderr", "err")):
+        data, at = (tmp_path / name).read_bytes(), 0
+        for text in (text for text in texts if text.stream == stream):
+            assert text.begin == at
+            at = text.end
+        assert at == len(data)
+        assert rank.text(texts, stream) == data.decode()
