@@ -560,7 +560,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "ranks 0-1,3 wait in all_reduce #1 (float32 [4, 2], sum) at In[6] line 5 (for 3 s) for rank 2, which runs In[6] line 4.": (
         DIAGNOSE,
     ),
-    "[rank 2]": (STACKS,),
+    "[rank 2] (others wait for it)": (STACKS,),
     "ValueError on rank 2 (vm, cpu) at In[7] line 3: no such file: digits.npz": (ERROR_FIRST,),
     "CollectiveHangError: ranks 0-1,3 wait in barrier #1 at In[8] line 3": (ENDED,),
     "CollectiveMismatchError: rank 0 waits in all_reduce #2 (float32 [4, 2], sum) at In[10] line 4,": (
