@@ -81,7 +81,7 @@ def test_q_ends_the_cell_on_all_ranks(notebook: Notebook) -> None:
     shown = notebook.run(WAITING.replace("x = 5", "try: x = 5\n    except Exception: pass"),
                          answers=["n", "q"])  # fmt: skip
     assert shown.ename == "RunInterrupt"
-    assert len(shown.error.splitlines()) == 1
+    assert len(shown.error.splitlines()) == 2
     assert "stopped in the debugger of rank 1 at In[" in shown.error
     assert "line 7" in shown.error
     assert "all variables are kept" in shown.error
