@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +33,7 @@ def notebook() -> Iterator[Notebook]:
 def shown_again(notebook: Notebook, arguments: str = "") -> str:
     again = notebook.run(f"%session output {arguments}")
     assert again.error == ""
-    return again.plain
+    return re.sub(r"\x1b\[[\d;]*m", "", again.plain)
 
 
 def test_a_cell_is_shown_again_in_full_and_folded_as_at_first(notebook: Notebook) -> None:

@@ -234,12 +234,11 @@ def test_the_only_port_that_others_reach_is_that_of_torchs_store(plain: Session)
     reconnect(plain)
     port = tcp_store_port(plain)
     ranks = {info.pid for info in plain.infos}
+    agent = psutil.Process(plain._launcher._agents.pid())  # others have sessions, too
     listening = {
         process.pid: ports_of(process)
-        for process in processes_of(plain)
-        if plain._launcher.folder in " ".join(process.cmdline())  # others have sessions, too
-        and not is_of_ipyparallel(process)
-        and ports_of(process)
+        for process in (agent, *agent.children(recursive=True))
+        if is_alive(process) and not is_of_ipyparallel(process) and ports_of(process)
     }
     assert list(listening.values()) == [{port}]
     assert not ranks & listening.keys()

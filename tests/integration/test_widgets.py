@@ -116,6 +116,7 @@ def test_a_callback_that_hangs_is_ended_by_a_stop(notebook: Notebook, tmp_path: 
     assert shown.result == "[rank 0] 5\n[rank 1] 1"
 
 
+@pytest.mark.timeout(150)
 def test_ten_thousand_comms_of_two_ranks_leave_nothing_in_the_kernel(notebook: Notebook) -> None:
     notebook.run(SLIDER)
     before = notebook.run(SIZES).result
@@ -125,7 +126,8 @@ def test_ten_thousand_comms_of_two_ranks_leave_nothing_in_the_kernel(notebook: N
         "for number in range(5_000):\n"
         "    made = comm.create_comm(target_name='jupyter.widget', data={'state': {}})\n"
         "    made.send({'method': 'update', 'state': {'value': number}})\n"
-        "    made.close()"
+        "    made.close()",
+        timeout=110,
     )
     assert notebook.run(SIZES).result == before
     few = "[ranks 0-1] True"
