@@ -43,13 +43,18 @@ def run_in_cells(session: Session, program: Path) -> dict[int, Any]:
 
 def run_under_torchrun(program: Path, folder: Path) -> dict[int, Any]:
     arguments = ["--standalone", "--nproc-per-node", str(RANKS), HERE / "as_script.py"]
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments, program, folder],
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=TORCHRUN_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    ) as torchrun:
+        try:
+            _, said = torchrun.communicate(timeout=TORCHRUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            torchrun.terminate()  # and with it the program's processes
+            raise
+    assert torchrun.returncode == 0, said[-4000:]
     return {r: json.loads((folder / f"{r}.json").read_text()) for r in range(RANKS)}
 
 

@@ -29,7 +29,6 @@ class ToyModel(nn.Module):
 
 # %%
 def demo_basic(rank, world_size):
-    setup(rank, world_size)
     torch.manual_seed(rank)  # DDP sends rank 0's parameters to all
     model = DDP(ToyModel())
     optimizer = optim.SGD(model.parameters(), lr=0.001)
@@ -37,18 +36,16 @@ def demo_basic(rank, world_size):
     outputs = model(torch.randn(20, 10))
     nn.functional.mse_loss(outputs, torch.randn(20, 5)).backward()
     optimizer.step()
-    weight = model.module.net1.weight.sum().item()
-    cleanup()
-    return weight
+    return model.module.net1.weight.sum().item()
 
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+setup(rank, world)
 basic = demo_basic(rank, world)
 
 
 # %%
 def demo_checkpoint(rank, world_size):
-    setup(rank, world_size)
     torch.manual_seed(0)
     model = DDP(ToyModel())
     path = [os.path.join(tempfile.mkdtemp(), "model.checkpoint") if rank == 0 else ""]
@@ -64,9 +61,10 @@ def demo_checkpoint(rank, world_size):
     dist.barrier()
     if rank == 0:
         os.remove(path[0])
-    cleanup()
     return loss.item()
 
 
 checkpoint = demo_checkpoint(rank, world)
 result = {"basic": basic, "checkpoint": checkpoint}
+# %%
+cleanup()  # under torchrun once only: in its store a second group finds what the first has left
