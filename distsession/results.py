@@ -44,7 +44,8 @@ class RankResults(Mapping[int, T], Generic[T]):
 
     Attributes:
         duration: Seconds from the call to the last answer.
-        durations: For each rank, the seconds that the user's code ran there.
+        durations: For each rank, the seconds that the user's code ran there; empty where none did,
+            as in a pull.
         expression: The variable, or part of one, that the values are of; empty if they have been
             computed otherwise.
     """

@@ -121,12 +121,10 @@ def pull(requests: Requests, ranks: Sequence[int], names: Sequence[str]) -> Rank
 def _values(names: Sequence[str], results: Mapping[int, Any]) -> RankResults[Any]:
     """What the ranks answered; of a single name its values alone."""
     assert isinstance(results, RankResults)
-    if len(names) > 1:
-        return results
+    is_one = len(names) == 1
     return RankResults(
-        {rank: values[names[0]] for rank, values in results.items()},
+        {rank: values[names[0]] if is_one else values for rank, values in results.items()},
         duration=results.duration,
-        durations=results.durations,
     )
 
 

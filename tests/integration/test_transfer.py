@@ -80,6 +80,7 @@ def test_what_arrives_equals_what_was_sent_on_every_rank_and_back(
     four.push(sent=value)
     back = four.pull("sent")
     assert back.ranks == (0, 1, 2, 3)
+    assert back.durations == {}  # no code of the user's has run for it
     for arrived in back.values():
         assert same(arrived, value)
     (fold,) = set(four.evaluate("str(sent)").values())
