@@ -221,3 +221,23 @@ def test_a_cell_of_the_ranks_is_highlighted_as_python(open_notebook: Open) -> No
     plain = notebook.cell(0).locator(".cm-line").nth(1)
     colours = [part.evaluate("e => getComputedStyle(e).color") for part in (words.first, plain)]
     assert colours[0] != colours[1]
+
+
+OUT_OF_MEMORY = """\
+%%distributed
+raise torch.OutOfMemoryError(
+    f"CUDA out of memory. Tried to allocate {2 + rank / 4:.2f} GiB. GPU {rank} has a total "
+    f"capacity of 23.69 GiB of which {300 + 7 * rank}.00 MiB is free.")"""
+
+
+def test_twelve_ranks_out_of_memory_are_one_error_in_colours(open_notebook: Open) -> None:
+    notebook = open_notebook([START.replace("Session(2)", "Session(12)"), OUT_OF_MEMORY])
+    notebook.run(0, seconds=110)
+    said = notebook.run(1)
+    assert "OutOfMemoryError on ranks 0-11" in said
+    assert said.count("Cell In[2], line 2") == 1
+    assert "2.00" in said  # what differs is there for each rank
+    assert "4.75" in said
+    assert len(said.strip().splitlines()) < 40
+    assert notebook.output(1).locator(".ansi-red-fg, .ansi-red-intense-fg").count() > 0
+    notebook.screenshot("twelve-out-of-memory", notebook.output(1))
