@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 # Tests wait more than they compute, so several run at once. One that hangs ends its process, and
 # thereby the run.
 TEST_PROCESSES ?= 3
-BESIDE := -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
+# In the order of the folders, for the tests of tests/unit, which take no time, come last then.
+BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo unit test test-torch tutorials lint notebooks docs bench soak clean
 
