@@ -9,6 +9,7 @@ import pytest
 
 from distsession import RunError, RunInterrupt, Session, errors
 from tests.integration.conftest import Recorder
+from tests.until import until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -134,11 +135,15 @@ def test_an_operation_behind_a_hundred_others_is_known_while_it_is_waited_for(
 
 
 def test_stop_says_who_waits_for_whom(old: Session) -> None:
-    timer = threading.Timer(0.5, old.interrupt)
-    timer.start()
+    def stop() -> None:
+        until(lambda: "ranks 1-2 wait in barrier #" in repr(old.diagnose()))
+        old.interrupt()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
     with pytest.raises(RunInterrupt) as caught:
         old.execute("import time\nif rank: dist.barrier()\nelse: time.sleep(60)", label="In[7]")
-    timer.join()
+    stopper.join()
     assert "Ranks 1-2 wait in barrier #" in str(caught.value)
     assert "at In[7] line 2 for rank 0, which runs In[7] line 3" in str(caught.value)
     check(old)

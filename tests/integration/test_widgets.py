@@ -116,19 +116,19 @@ def test_a_callback_that_hangs_is_ended_by_a_stop(notebook: Notebook, tmp_path: 
     assert shown.result == "[rank 0] 5\n[rank 1] 1"
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_ten_thousand_comms_of_two_ranks_leave_nothing_in_the_kernel(notebook: Notebook) -> None:
     notebook.run(SLIDER)
     before = notebook.run(SIZES).result
-    notebook.run(
-        "%%distributed\n"
-        "import comm\n"
-        "for number in range(5_000):\n"
-        "    made = comm.create_comm(target_name='jupyter.widget', data={'state': {}})\n"
-        "    made.send({'method': 'update', 'state': {'value': number}})\n"
-        "    made.close()",
-        timeout=110,
-    )
+    for _ in range(50):  # zmq drops what is published faster than this test reads it
+        notebook.run(
+            "%%distributed\n"
+            "import comm\n"
+            "for number in range(100):\n"
+            "    made = comm.create_comm(target_name='jupyter.widget', data={'state': {}})\n"
+            "    made.send({'method': 'update', 'state': {'value': number}})\n"
+            "    made.close()"
+        )
     assert notebook.run(SIZES).result == before
     few = "[ranks 0-1] True"
     assert notebook.run("%distributed len(comm.get_comm_manager().comms) < 100").result == few
