@@ -271,9 +271,15 @@ class Session(RankView):
         ``destroy_process_group()`` there is a new group.
 
         Raises:
-            SessionStateError: A rank runs something, is dead, or cannot join.
+            SessionStateError: A rank runs something, is dead, or cannot join, or the session is
+                inline.
         """
         self.check_open()
+        if self.channel.runs_in_caller:
+            raise SessionStateError(
+                "the rank of an inline session has nobody to connect to: session.restart() makes "
+                "its process group again, without its variables."
+            )
         if running := self.channel.pending():
             ranks = sorted({rank for each in running for rank in each.missing})
             raise SessionStateError(

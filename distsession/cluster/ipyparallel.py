@@ -25,6 +25,7 @@ import zmq
 from distsession.cluster.base import python_command
 from distsession.errors import DistsessionError, LaunchError, LaunchTimeoutError
 from distsession.protocol.messages import ControllerInfo
+from distsession.protocol.signing import no_signing_warning
 from distsession.ranks import format_ranks
 
 __all__ = ["Controller", "px_magic"]
@@ -245,7 +246,7 @@ class Controller:
             self._wait_for_engines(engines, timeout)
             deadline = time.monotonic() + timeout
             while True:
-                with _no_signing_warning():
+                with no_signing_warning():
                     client = ipyparallel.Client(
                         self._connection["client"],
                         cluster=self._cluster,
@@ -380,32 +381,13 @@ def _message_session(facts: dict[str, Any]) -> Any:
     """What packs and signs messages as the controller expects them."""
     from jupyter_client.session import Session
 
-    with _no_signing_warning():
+    with no_signing_warning():
         return Session(
             key=facts["key"].encode(),
             signature_scheme=facts["signature_scheme"],
             packer=facts["pack"],
             unpacker=facts["unpack"],
         )
-
-
-@contextlib.contextmanager
-def _no_signing_warning() -> Iterator[None]:
-    """CurveZMQ stands in for message signatures; jupyter_client warns of their absence.
-
-    It does so by the log of the application that runs, which in a notebook is the kernel.
-    """
-    from traitlets.log import get_logger
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "signing is disabled" not in record.getMessage()
-
-    logger = get_logger()
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from distsession.engine.capture import Capture, redirected
 from distsession.engine.comms import Comms
 from distsession.engine.listeners import RequestListener
 from distsession.protocol.messages import ClearOutput, ControllerInfo, Display, Request
+from distsession.protocol.signing import no_signing_warning
 
 __all__ = ["ShellFront", "make_shell", "register"]
 
@@ -245,18 +246,6 @@ class _Engine(engine_app.IPEngine):
         hook.topic = f"engine.{self.id}.execute_result".encode("ascii")
 
 
-@contextlib.contextmanager
-def _no_signing_warning() -> Iterator[None]:
-    """CurveZMQ stands in for message signatures; jupyter_client warns of their absence."""
-    traitlets_log = logging.getLogger("traitlets")
-    level = traitlets_log.level
-    traitlets_log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        traitlets_log.setLevel(level)
-
-
 def _check_room() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + DESCRIPTORS > limit:
@@ -291,7 +280,7 @@ async def register(
     engine.connection_info_env = json.dumps(info.connection)
     own_path, own_cwd = list(sys.path), os.getcwd()
     try:
-        with _no_signing_warning():
+        with no_signing_warning():
             engine.initialize(argv=[])
             await engine.register()
     finally:

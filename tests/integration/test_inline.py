@@ -94,3 +94,12 @@ def test_a_group_that_the_user_has_left_is_no_reason_to_fail() -> None:
         session.execute("dist.destroy_process_group()")
         session.restart()
         session.execute("dist.barrier(); dist.destroy_process_group()")
+
+
+def test_there_is_nothing_to_reconnect_and_a_restart_brings_the_group_back(inline: Session) -> None:
+    inline.execute("import torch.distributed as dist; dist.destroy_process_group()")
+    with pytest.raises(SessionStateError, match=r"nobody to connect to: session.restart\(\)"):
+        inline.reconnect()
+    inline.restart()
+    inline.execute("import torch.distributed as dist")
+    assert inline.evaluate("dist.is_initialized()")[0] is True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -207,3 +209,13 @@ def test_processes_that_a_rank_spawns_meet_at_a_port_of_their_own(
         timeout=60,
     )
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
+def test_a_reconnect_needs_all_ranks(start: Callable[..., Session]) -> None:
+    session = start(2)
+    os.kill(session.infos[1].pid, signal.SIGKILL)
+    until(lambda: "dead" in session.status())
+    with pytest.raises(SessionStateError, match="rank 1 died and has to be replaced first"):
+        session.reconnect()
+    session.restart([1])
+    assert total(session) == [2, 2]
