@@ -21,7 +21,7 @@ from distsession.export.history import History
 from distsession.kernel import transfer
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import ProgressNotice
-from distsession.kernel.recovery import Recovery
+from distsession.kernel.recovery import DIAGNOSE_TIMEOUT_S, Recovery
 from distsession.kernel.replay import replay, replayed_text
 from distsession.kernel.requests import LastRun, Requests
 from distsession.kernel.snapshot import Snapshots
@@ -318,7 +318,7 @@ class Session(RankView):
             stacks: Show the Python frames of each rank's main thread, too.
         """
         self.check_open()
-        reports = self.recovery.reports(ask=True)
+        reports = self.recovery.reports(ask=True, timeout=DIAGNOSE_TIMEOUT_S)
         verdict = diagnose(reports)
         culprits = set(verdict.missing) - set(verdict.waiting) or set(verdict.missing)
         return Table(

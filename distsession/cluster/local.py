@@ -571,7 +571,12 @@ class LocalLauncher(Launcher):
             self._monitor.engine_ids.get(rank, rank) for rank in wanted if rank in self._told
         ]
         living = [rank for rank in wanted if rank not in self._monitor.dead]
-        gone = [node for node in range(self._plan.nodes) if not self._agents.runs(node)]
+        gone = [
+            node
+            for node in range(self._plan.nodes)
+            # The link of an agent that ends closes some time before its process is gone.
+            if node in self._monitor.lost_nodes or not self._agents.runs(node)
+        ]
         if gone:
             self._start_agents(gone, deadline)
         for node in range(self._plan.nodes):

@@ -22,10 +22,13 @@ from distsession.protocol.messages import RankReport, StackReply
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.ranks import ranks_text
 
-__all__ = ["Recovery"]
+__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery"]
 
 STACK_TIMEOUT_S = 0.15
-"""Seconds that the control thread of a rank has to say where its main thread is."""
+"""Seconds that the control thread of a rank has to say where its main thread is, in a run that
+is waited for."""
+DIAGNOSE_TIMEOUT_S = 1.0
+"""The same where somebody has asked for just that: a busy machine must not make it wrong."""
 RETURN_TIMEOUT_S = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
 RETURN_AFTER_INTERRUPT_S = 5.0
@@ -68,7 +71,12 @@ class Recovery:
     # --- what the ranks do ------------------------------------------------------------------------
 
     def reports(
-        self, ranks: Iterable[int] | None = None, *, ask: bool, sole: PendingRequest | None = None
+        self,
+        ranks: Iterable[int] | None = None,
+        *,
+        ask: bool,
+        sole: PendingRequest | None = None,
+        timeout: float = STACK_TIMEOUT_S,
     ) -> dict[int, RankReport]:
         """What each rank does.
 
@@ -76,6 +84,7 @@ class Recovery:
             ranks: Which are asked where their main thread is. Default: all that run something.
             ask: Ask them; otherwise only what is known without disturbing anyone.
             sole: A run that nothing else can be asked of the ranks beside.
+            timeout: Seconds that they have to answer.
         """
         launcher = self.launcher
         pendings = launcher.channel.pending()
@@ -89,7 +98,7 @@ class Recovery:
         if ask:
             running = [r for r, report in found.items() if report.state == RankState.RUNNING]
             wanted = running if ranks is None else [r for r in ranks if r in running]
-            stacks = launcher.request_stacks(wanted, STACK_TIMEOUT_S) if wanted else {}
+            stacks = launcher.request_stacks(wanted, timeout) if wanted else {}
             for rank in wanted:
                 found[rank] = _with_stack(found[rank], stacks.get(rank))
         return found
@@ -337,6 +346,10 @@ def _stuck_text(report: RankReport) -> str:
 
 def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
     if reply is None:
+        operation = report.operations[-1] if report.operations else None
+        if operation is not None and operation.is_waiting:
+            # Who waits there does not hold the interpreter's lock: the machine is busy.
+            return replace(report, place=operation.place)
         return replace(report, state=RankState.SILENT)
     return replace(report, place=reply.place, stack=reply.stack)
 

@@ -25,6 +25,8 @@ COMPUTES_AFTER_S = 1.0
 """Seconds that a rank has to run until it is asked for the line that it is at."""
 FIRST_READING_S = 0.1
 """Seconds between two readings where there is no earlier one to compare with."""
+PLACE_TIMEOUT_S = 0.5
+"""Seconds that such a rank has to answer, until it counts as one that does not."""
 USAGE_TIMEOUT_S = 0.3
 """Seconds that the agent has to answer; what it said last is shown then."""
 USAGE_LIFETIME_S = 3.0
@@ -95,7 +97,7 @@ class Snapshots:
         recovery = self._session.recovery
         reports = recovery.reports(ask=False)
         wanted = [rank for rank, report in reports.items() if _is_worth_asking(report)]
-        return reports if not wanted else recovery.reports(wanted, ask=True)
+        return reports if not wanted else recovery.reports(wanted, ask=True, timeout=PLACE_TIMEOUT_S)
 
     def _row(self, info: RankInfo, report: RankReport, use: RankUsage | None) -> RankRow:
         kind, state, key = _state(report)

@@ -307,8 +307,10 @@ class _Findings:
             ),
             RankState.SILENT: (
                 6,
-                "does not answer: it computes in C code that holds the interpreter's lock",
-                "do not answer: they compute in C code that holds the interpreter's lock",
+                "does not answer: it computes in C code that holds the interpreter's lock, or gets "
+                "no processor time",
+                "do not answer: they compute in C code that holds the interpreter's lock, or get "
+                "no processor time",
             ),
         }
         return states.get(report.state, (6, f"is {report.state}", f"are {report.state}"))

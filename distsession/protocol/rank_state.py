@@ -18,8 +18,8 @@ class RankState(enum.StrEnum):
         DEBUGGING: Its Python debugger waits for a command.
         STOPPED: Stopped by SIGSTOP.
         TRACED: A debugger of processes holds it.
-        SILENT: Its main thread holds the interpreter's lock, in C code, so nothing more can be
-            known.
+        SILENT: Its control thread does not answer: its main thread holds the interpreter's lock,
+            in C code, or the machine gives it no processor time.
         DEAD: Its process has ended.
     """
 

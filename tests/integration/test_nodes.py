@@ -430,6 +430,21 @@ def test_the_end_of_a_nodes_agent_is_told_and_mended(start: Callable[..., Sessio
     assert reduced(session) == [4.0] * 4
 
 
+def test_an_agent_is_replaced_whose_process_takes_long_to_end(
+    start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = start(2, nodes=2)
+    agents = session._launcher._agents
+    old, runs = agents.pid(1), agents.runs
+    monkeypatch.setattr(
+        agents, "runs", lambda node=0: (node == 1 and agents.pid(1) == old) or runs(node)
+    )
+    processes(session)["agent"].kill()
+    until(lambda: "rank 1 is dead" in session.status())
+    session.restart([1])
+    assert reduced(session) == [2.0] * 2
+
+
 def test_with_the_first_agent_the_session_ends_and_starts_anew(
     start: Callable[..., Session],
 ) -> None:

@@ -351,6 +351,16 @@ def test_diagnose_knows_a_rank_that_holds_the_interpreter(cluster: Cluster) -> N
     cluster.check()
 
 
+def test_a_rank_that_waits_holds_nothing_even_if_it_answers_late(cluster: Cluster) -> None:
+    run = in_background(cluster.session, "dist.barrier() if rank == 0 else time.sleep(1.5)")
+    reports = cluster.session.recovery.reports(ask=True, timeout=0)
+    assert [report.state for report in reports.values()] == ["running", "silent"]
+    assert reports[0].place.endswith("line 1")
+    with pytest.raises(errors.CollectiveHangError):
+        run.result(10)
+    cluster.check()
+
+
 # --- 6: deaths ------------------------------------------------------------------------------------
 
 DEATHS = {

@@ -236,7 +236,8 @@ WAIT = [
     wait(
         "one is silent",
         on(1, "silent"),
-        "does not answer: it computes in C code that holds the interpreter's lock",
+        "does not answer: it computes in C code that holds the interpreter's lock, or gets no "
+        "processor time",
     ),
     wait("one is in a state that nobody knows", on(1, "odd"), "is odd"),
     Case(
@@ -262,7 +263,7 @@ WAIT = [
         Kind.WAIT,
         f"rank 0 waits in {SUM_TEXT} (for 12 s) for ranks 1-2, which are stopped (SIGSTOP): "
         "kill -CONT lets them go on; rank 3, which does not answer: it computes in C code that "
-        "holds the interpreter's lock.",
+        "holds the interpreter's lock, or gets no processor time.",
         (0,),
         (1, 2, 3),
     ),
