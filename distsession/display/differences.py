@@ -15,6 +15,8 @@ __all__ = ["Merged", "merge_texts"]
 MAX_PLACES = 8
 """Places in which texts may differ; beyond that each is given as it is."""
 MAX_TEXT_CHARS = 200
+_WORD_ENDS = re.compile(r"(\s+|[,;:.](?=\s|$))")
+"""Spaces, and the punctuation before them, which is no part of a word that differs."""
 
 
 class Merged:
@@ -59,7 +61,7 @@ def _merge(texts: Sequence[str], before: int) -> tuple[str, list[list[str]]]:
     """One text, and what differs in it; letters go on from those that have been used before."""
     if len(set(texts)) == 1:
         return texts[0], []
-    words = [re.split(r"(\s+)", text) for text in texts]
+    words = [_WORD_ENDS.split(text) for text in texts]
     rows = list(zip(*words, strict=True)) if len({len(each) for each in words}) == 1 else []
     runs = [
         (same, ["".join(parts) for parts in zip(*run, strict=True)])

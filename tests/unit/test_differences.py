@@ -19,8 +19,8 @@ from distsession.display.differences import MAX_PLACES, merge_texts
         (("'k'", "'l'"), "<a>", ({"a": "'k'"}, {"a": "'l'"})),
         (
             ("12.5 MiB of GPU 0, 3 free", "1.20 GiB of GPU 1, 3 free"),
-            "<a> of GPU <b> 3 free",
-            ({"a": "12.5 MiB", "b": "0,"}, {"a": "1.20 GiB", "b": "1,"}),
+            "<a> of GPU <b>, 3 free",
+            ({"a": "12.5 MiB", "b": "0"}, {"a": "1.20 GiB", "b": "1"}),
         ),
         (("a b", "a b c"), "<a>", ({"a": "a b"}, {"a": "a b c"})),
         (("", "x"), "<a>", ({"a": ""}, {"a": "x"})),
