@@ -111,6 +111,7 @@ class RankView:
         began = time.perf_counter()
         output = self.requests.make_output()
         pending = self._call(function, args, kwargs, TransferProgress(output.notify, "sending"))
+        was_interrupted = pending.take_interrupt()
         future: concurrent.futures.Future[RankResults[T]] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         context = contextvars.copy_context()  # output goes to the cell that made the call
@@ -125,6 +126,8 @@ class RankView:
                 future.set_exception(error)
 
         threading.Thread(target=wait, name="distsession-submit", daemon=True).start()
+        if was_interrupted:
+            raise KeyboardInterrupt
         return future
 
     def execute(

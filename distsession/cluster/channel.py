@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 
 from distsession.cluster.base import Channel, Payload
+from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.payloads import Payloads
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
@@ -154,28 +155,41 @@ class SocketChannel(Channel):
         with contextlib.ExitStack() as stack:
             # Written before the lock is taken: it may take long, and a stop must not wait for it.
             parts = self.payloads.prepare(ranks, payload, progress, stack)
-            with self._lock:
-                self._check_open()
-                for rank in ranks:
-                    if rank in self._dead:
-                        raise copy.copy(self._dead[rank])  # it may be given notes
-                request = make(next(self._numbers))
-                pending = PendingRequest(request.id, ranks, self.budget, self.send_control)
-                self._pending[request.id] = pending
-                encoded: dict[int, list[Any]] = {}
-                for rank in ranks:
-                    part = parts[rank]
-                    if not isinstance(part, list):
-                        frames = self.payloads.encode(rank, request, part)
-                    else:
-                        if id(part) not in encoded:
-                            encoded[id(part)] = encode(request, part)
-                        frames = encoded[id(part)]
-                    self._busy[rank].add(request.id)
-                    identity, is_small = self._identities[rank], len(frames) == 1
-                    self._route(self._requests, identity, frames, is_small=is_small)
-                if not isinstance(payload, Segment):  # which its owner keeps
-                    self.payloads.keep(request.id, parts, stack)
+            pending: PendingRequest | None = None
+            try:
+                with interrupts_held():  # all ranks get it, or none
+                    pending = self._send(ranks, make, parts)
+                    if not isinstance(payload, Segment):  # which its owner keeps
+                        self.payloads.keep(pending.request, parts, stack)
+            except KeyboardInterrupt:
+                if pending is None:
+                    raise
+                pending.interrupt()
+        return pending
+
+    def _send(
+        self, ranks: Sequence[int], make: Callable[[int], Request], parts: Mapping[int, Any]
+    ) -> PendingRequest:
+        with self._lock:
+            self._check_open()
+            for rank in ranks:
+                if rank in self._dead:
+                    raise copy.copy(self._dead[rank])  # it may be given notes
+            request = make(next(self._numbers))
+            pending = PendingRequest(request.id, ranks, self.budget, self.send_control)
+            self._pending[request.id] = pending
+            encoded: dict[int, list[Any]] = {}
+            for rank in ranks:
+                part = parts[rank]
+                if not isinstance(part, list):
+                    frames = self.payloads.encode(rank, request, part)
+                else:
+                    if id(part) not in encoded:
+                        encoded[id(part)] = encode(request, part)
+                    frames = encoded[id(part)]
+                self._busy[rank].add(request.id)
+                identity, is_small = self._identities[rank], len(frames) == 1
+                self._route(self._requests, identity, frames, is_small=is_small)
         return pending
 
     def send_control(self, rank: int, message: Any) -> None:

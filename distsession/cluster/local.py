@@ -217,6 +217,8 @@ class LocalLauncher(Launcher):
                 [],
             )
         try:
+            if pending is not None and pending.take_interrupt():
+                raise KeyboardInterrupt
             self._monitor.wait_ready(
                 world,
                 self._generation,
@@ -299,10 +301,11 @@ class LocalLauncher(Launcher):
     def reconnect(self) -> str:
         self._reconnect = reconnect = Reconnect(self, self._world)
         try:
-            self._problem = reconnect.run()
-        finally:
+            reconnect.run()
+        finally:  # also where the caller is interrupted, which may be after it was done
             self._reconnect = None
-        self.is_broken = bool(self._problem)
+            self._problem = reconnect.problem
+            self.is_broken = bool(self._problem)
         return self._problem
 
     def cancel_reconnect(self, pending: PendingRequest | None = None) -> bool:

@@ -106,6 +106,7 @@ class PendingRequest:
         self._was_begun = True
         self._is_abandoned = False
         self._is_sole = False
+        self._is_interrupted = False
         self._paused_s = 0.0
 
     # --- the channel's thread ---------------------------------------------------------------------
@@ -205,6 +206,15 @@ class PendingRequest:
         self._was_begun = begun
         self._stopped = reason
 
+    def interrupt(self) -> None:
+        """Ctrl-C came while it was sent: who waits for it is to be interrupted."""
+        self._is_interrupted = True
+
+    def take_interrupt(self) -> bool:
+        """Whether that was so and nobody has been interrupted yet, who is now."""
+        was, self._is_interrupted = self._is_interrupted, False
+        return was
+
     def abandon(self) -> None:
         """Nobody waits for it any more."""
         self._is_abandoned = True
@@ -238,7 +248,10 @@ class PendingRequest:
 
         Raises:
             RunTimeoutError: That took longer than ``timeout`` seconds.
+            KeyboardInterrupt: Ctrl-C was pressed, meanwhile or while it was sent.
         """
+        if self.take_interrupt():
+            raise KeyboardInterrupt
         self._is_sole = threading.current_thread() is threading.main_thread()
         began = time.monotonic()
         paused = self._paused_s

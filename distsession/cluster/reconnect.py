@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from distsession.cluster.base import Channel
+from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import STOPPED, process_state
 from distsession.errors import EngineDiedError, RunTimeoutError
@@ -33,9 +34,14 @@ SETTLE_S = 0.2
 FREED_S = 3.0
 """The same for ranks that were freed from an attempt which failed."""
 FREED_PER_RANK_S = 0.1
+UNDISTURBED_S = 1.0
+"""Seconds for which an attempt goes on although somebody stops it. Ranks that have met connect in
+some milliseconds. Should one of them be stopped within these, nothing would end the wait of the
+others for it: gloo (torch 2.13) waits for a connection until its limit is over."""
 POLL_S = 0.002
 HALTED_S = 0.5
 """A process that is stopped for so long is no longer waited for."""
+STOPPED_TEXT = "it was stopped"
 
 
 class _Over(Exception):
@@ -112,7 +118,13 @@ class Reconnect:
         self._halted = Halted(launcher.pids)
         self._cancelled = threading.Event()
         self._pending: PendingRequest | None = None
-        self._problem = ""
+        self._undisturbed_until = 0.0
+        self._problem = STOPPED_TEXT
+
+    @property
+    def problem(self) -> str:
+        """What prevents it; nothing once it is done."""
+        return self._problem
 
     def is_request_of(self, pending: PendingRequest) -> bool:
         """Whether that is its request."""
@@ -125,13 +137,14 @@ class Reconnect:
     def run(self) -> str:
         """Connect the group anew; gives what prevents it, or nothing."""
         limit = RECONNECT_TIMEOUT_S + RECONNECT_TIMEOUT_PER_RANK_S * len(self._ranks)
-        settle = SETTLE_S
+        settle, problem = SETTLE_S, ""
         for _ in range(RECONNECT_ATTEMPTS):
             if text := self._what_prevents_it(settle):
-                self._problem = self._problem or text
+                self._problem = problem or text
                 self._free_all()
                 break
-            if not self._attempt(limit):
+            problem = self._attempt(limit)
+            if not problem:
                 return ""
             if self._cancelled.is_set() or self._launcher.dead_ranks():
                 break
@@ -148,7 +161,7 @@ class Reconnect:
         deadline = time.monotonic() + settle
         while busy := [rank for rank in self._ranks if self._channel.is_busy(rank)]:
             if self._cancelled.is_set():
-                return "it was stopped"
+                return STOPPED_TEXT
             if time.monotonic() > deadline:
                 be = "is" if len(busy) == 1 else "are"
                 return self._halted.check(busy) or (
@@ -174,10 +187,16 @@ class Reconnect:
             self._problem = self._dead_text()
             return self._problem
         self._pending = pending
-        problem = "it was stopped"
+        problem = STOPPED_TEXT
+        self._undisturbed_until = time.monotonic() + UNDISTURBED_S
         try:
-            pending.wait(lambda _: None, limit, lambda: self._check(pending))
-            problem = self._dead_text() or failure_of(pending)
+            with interrupts_held():
+                has_ended = self._ends_soon(pending)
+                if has_ended:
+                    problem = self._dead_text() or failure_of(pending)
+            if not has_ended:
+                pending.wait(lambda _: None, limit, lambda: self._check(pending))
+                problem = self._dead_text() or failure_of(pending)
         except _Over as over:
             problem = str(over)
         except RunTimeoutError:
@@ -189,6 +208,13 @@ class Reconnect:
                 self._free_all([pending.request])
         return problem
 
+    def _ends_soon(self, pending: PendingRequest) -> bool:
+        try:
+            pending.wait(lambda _: None, UNDISTURBED_S, lambda: self._check(pending))
+        except RunTimeoutError:
+            return False
+        return True
+
     def _free_all(self, requests: Sequence[int] = ()) -> None:
         """Nobody waits in an attempt any more, and operations say why they cannot begin."""
         text = f"the process group is not connected: {self._problem}."
@@ -196,8 +222,8 @@ class Reconnect:
 
     def _check(self, pending: PendingRequest) -> None:
         """Called now and then during an attempt; ends it where it cannot succeed."""
-        if self._cancelled.is_set():
-            raise _Over("it was stopped")
+        if self._cancelled.is_set() and time.monotonic() > self._undisturbed_until:
+            raise _Over(STOPPED_TEXT)
         text = self._dead_text() or failure_of(pending) or self._halted.check(pending.missing)
         if text:
             raise _Over(text)

@@ -406,6 +406,8 @@ class Rank:
         shown = error = reason = None
         try:
             with self._interrupter.user_code(request.id):
+                if request.id in self._refused:  # since it was begun, which the kernel sees
+                    raise KeyboardInterrupt
                 with self._handlers.user_code() if is_run(request) else NO_CODE:
                     value, shown = self._dispatcher.perform(request, payload)
                 self._forks.end_child()

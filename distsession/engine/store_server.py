@@ -81,6 +81,10 @@ class _Client:
     waits_for: tuple[int, list[bytes]] | None = None
     """A request that cannot be answered yet."""
 
+    @property
+    def is_closed(self) -> bool:
+        return self.socket.fileno() < 0
+
 
 class _Server:
     def __init__(self, listener: socket.socket):
@@ -98,6 +102,8 @@ class _Server:
             for key, events in self._selector.select():
                 if key.data is None:
                     self._accept()
+                    continue
+                if key.data.is_closed:  # as an answer to it failed, on the way to this event
                     continue
                 try:
                     if events & selectors.EVENT_WRITE:
@@ -121,14 +127,16 @@ class _Server:
         connection.setblocking(False)
         client = _Client(connection)
         self._selector.register(connection, selectors.EVENT_READ, client)
-        self._send(client, self._greeting)
+        try:
+            self._send(client, self._greeting)
+        except OSError:  # it has left again
+            self._close(client)
 
     def _close(self, client: _Client) -> None:
-        self._stop_waiting(client)
-        try:
-            self._selector.unregister(client.socket)
-        except KeyError:
+        if client.is_closed:
             return
+        self._stop_waiting(client)
+        self._selector.unregister(client.socket)
         client.socket.close()
 
     def _receive(self, client: _Client) -> None:
@@ -146,6 +154,8 @@ class _Server:
             code, parts = unpack(bytes(received[WORD.size : end]))
             del received[:end]
             self._handle(client, code, parts)
+            if client.is_closed:
+                return
 
     def _answer(self, client: _Client, parts: Sequence[bytes] = (), code: int = OK) -> None:
         try:

@@ -175,12 +175,13 @@ class Recovery:
                 for other in launcher.channel.pending()
                 if other.request >= pending.request and set(other.ranks) & set(missing)
             ]
-            board = launcher.board
-            begun = board is None or any(
-                board.regions[rank].request == pending.request for rank in missing
-            )
+            begun = self._has_begun(pending, missing)
             if not begun:
                 launcher.refuse(later)
+                # Control messages are handled in order: who answers has refused it, or had begun.
+                launcher.request_stacks(missing, DIAGNOSE_TIMEOUT_S)
+                begun = self._has_begun(pending, missing)
+            if not begun:
                 pending.stop(
                     f"the run on {ranks_text(pending.ranks)} was stopped before it began; "
                     "what it waited for goes on.",
@@ -197,6 +198,12 @@ class Recovery:
             text = why or f"stopped. {' '.join(where.splitlines())}".rstrip()
             launcher.abort(AbortReason.STOP, text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
+
+    def _has_begun(self, pending: PendingRequest, ranks: Iterable[int]) -> bool:
+        board = self.launcher.board
+        return board is None or any(
+            board.regions[rank].request == pending.request for rank in ranks
+        )
 
     def wait_for_ranks(
         self, ranks: Iterable[int], notify: Callable[[str], None], deadline: float | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distsession.cluster.base import Channel, Launcher, Payload
+from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import DistsessionError, RunError, RunInterrupt, RunTimeoutError
 from distsession.kernel.outcome import collect, run_error
@@ -127,20 +128,24 @@ class Requests:
         expression: str = "",
     ) -> RankResults[Any]:
         """Wait for a request; see :class:`~distsession.kernel.run.Run`."""
-        record = self.outputs.begin(output.cell, pending.ranks, self.launcher.log_path)
-        run = Run(
-            pending,
-            recovery=self.recovery,
-            channel=self.channel,
-            output=output,
-            began=began,
-            timeout=timeout,
-            progress=progress,
-            steady=steady,
-            goes_on=self.goes_on,
-            expression=expression,
-            record=record,
-        )
+        try:
+            with interrupts_held():  # until there is something that can be stopped
+                record = self.outputs.begin(output.cell, pending.ranks, self.launcher.log_path)
+                run = Run(
+                    pending,
+                    recovery=self.recovery,
+                    channel=self.channel,
+                    output=output,
+                    began=began,
+                    timeout=timeout,
+                    progress=progress,
+                    steady=steady,
+                    goes_on=self.goes_on,
+                    expression=expression,
+                    record=record,
+                )
+        except KeyboardInterrupt:
+            pending.interrupt()
         try:
             return run.finish()
         except (DistsessionError, RunInterrupt) as error:
@@ -186,7 +191,10 @@ class Requests:
         """Send something to those ranks that can take it, and wait for no answer."""
         dead = self.launcher.dead_ranks()
         living = [rank for rank in ranks if rank not in dead]
-        self.channel.forget(self.channel.submit(living, make, []))
+        pending = self.channel.submit(living, make, [])
+        self.channel.forget(pending)
+        if pending.take_interrupt():
+            raise KeyboardInterrupt
 
     def fetch_frames(self, rank: int, make: Callable[[int], Request]) -> Any:
         """The payload of a rank's answer as it is, without being rebuilt here."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from distsession.cluster.base import Channel
+from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.display import render
 from distsession.errors import (
@@ -99,7 +100,6 @@ class Run:
         """Wait for all ranks; their values, or one error."""
         pending, output = self._pending, self._output
         is_late = False
-        output.connect(pending.ranks, self._channel)
         try:
             is_late = self._wait()
             with self._importing():
@@ -119,9 +119,12 @@ class Run:
                     self._record.show(bundles)
                 output.show(bundles)
         finally:
-            output.close()
-            self._channel.forget(pending)
-            self._recovery.check_damage()
+            try:
+                output.close()
+            finally:
+                with interrupts_held():
+                    self._channel.forget(pending)
+                    self._recovery.check_damage()
             then = "" if pending.missing else self._reconnected_text()
         if pending.stopped:
             end = then if pending.was_begun else ""
@@ -160,6 +163,7 @@ class Run:
         """
         pending = self._pending
         try:
+            self._output.connect(pending.ranks, self._channel)
             pending.wait(self._write, self._timeout, self._check, self._input_requests.add)
         except _NotBack:
             stuck = self._recovery.explain_stuck(pending)
@@ -215,7 +219,8 @@ class Run:
         """Interrupt the request and wait a moment for its ranks; gives how that went."""
         pending = self._pending
         with suppress(KeyboardInterrupt):  # pressed again: do not wait
-            self._recovery.stop(pending)
+            with interrupts_held():  # but stop it
+                self._recovery.stop(pending)
             if pending.was_begun:
                 with suppress(RunTimeoutError):
                     pending.wait(self._write, RETURN_TIMEOUT_S)

@@ -97,7 +97,9 @@ class Snapshots:
         recovery = self._session.recovery
         reports = recovery.reports(ask=False)
         wanted = [rank for rank, report in reports.items() if _is_worth_asking(report)]
-        return reports if not wanted else recovery.reports(wanted, ask=True, timeout=PLACE_TIMEOUT_S)
+        return (
+            reports if not wanted else recovery.reports(wanted, ask=True, timeout=PLACE_TIMEOUT_S)
+        )
 
     def _row(self, info: RankInfo, report: RankReport, use: RankUsage | None) -> RankRow:
         kind, state, key = _state(report)

@@ -233,6 +233,22 @@ def test_a_store_that_ended_is_never_taken_for_the_one_in_its_place(path: str) -
         other._become_child()
 
 
+def test_clients_that_leave_at_any_moment_do_not_end_it(ours: store.Store, path: str) -> None:
+    get = store_server.pack(store_server.Op.GET, [b"late"])
+    for n in range(300):
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+        for client in waiting:
+            client.connect(path)
+            client.sendall(get)
+        for client in waiting[: n % 5]:
+            client.close()
+        ours.set("late", "")  # answers who waits, also who has just left
+        ours.delete_key("late")
+        for client in waiting:
+            client.close()
+    assert ours.add("n", 1) == 1
+
+
 def test_junk_ends_the_connection_that_sent_it_and_nothing_else(
     ours: store.Store, path: str
 ) -> None:
