@@ -46,7 +46,7 @@ def test_line_numbers_are_those_of_the_cell(notebook: Notebook) -> None:
 def test_completion_follows(notebook: Notebook) -> None:
     notebook.run("sent_there = 1")
     code = "sent_th"
-    reply = notebook.client.complete(code, len(code), reply=True, timeout=20)["content"]
+    reply = notebook.client.complete(code, len(code), reply=True, timeout=60)["content"]
     assert reply["matches"] == ["sent_there"]
     shown = notebook.run("%%local\nget_ipython().check_complete('x = 1')[0]")
     assert shown.result == "'complete'"

@@ -28,14 +28,14 @@ def notebook():
 
 
 def complete(notebook: Notebook, code: str) -> list[str]:
-    reply = notebook.client.complete(code, len(code), reply=True, timeout=20)["content"]
+    reply = notebook.client.complete(code, len(code), reply=True, timeout=60)["content"]
     assert reply["status"] == "ok"
     start = reply["cursor_start"]
     return [code[:start] + match for match in reply["matches"]]
 
 
 def inspect(notebook: Notebook, code: str) -> Any:
-    return notebook.client.inspect(code, len(code), reply=True, timeout=20)["content"]
+    return notebook.client.inspect(code, len(code), reply=True, timeout=60)["content"]
 
 
 def check_names(notebook: Notebook) -> None:

@@ -139,7 +139,7 @@ def run(
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
                 process.kill()
-                process.communicate(timeout=10)
+                process.communicate(timeout=60)
 
 
 JOIN = """

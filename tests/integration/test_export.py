@@ -141,7 +141,7 @@ def test_what_failed_is_not_written_and_a_restart_begins_anew(session, tmp_path)
 
 
 def test_submitted_calls_are_written_as_others(session, tmp_path):
-    session.submit(os.path.join, "a", "b").result(timeout=30)
+    session.submit(os.path.join, "a", "b").result(timeout=100)
     text = session.export(tmp_path / "train.py").read_text()
 
     assert "join('a', 'b')" in text

@@ -17,7 +17,7 @@ import pytest
 from distsession import RunInterrupt, Session, errors
 from tests.integration.conftest import Recorder
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 SUM = "t = torch.ones(1) * (rank + 1); dist.all_reduce(t); t.item()"
 

@@ -32,7 +32,7 @@ def test_a_kernels_end_leaves_nothing(how: str) -> None:
         notebook.run("from distsession import Session\nsession = Session(2)\nsession.client")
         if how == "restart":
             notebook.manager.restart_kernel()
-            notebook.client.wait_for_ready(timeout=30)
+            notebook.client.wait_for_ready(timeout=100)
             fresh = notebook.run("import os; os.getpid()").result
             assert fresh != kernel
             until(lambda: traces().processes - before.processes == {int(fresh)})

@@ -40,7 +40,7 @@ class FrontEnd:
         self.updates = 0
         question = self.client.session.msg("create_subshell_request", {})
         self.client.control_channel.send(question)
-        self.subshell = self.client.get_control_msg(timeout=20)["content"]["subshell_id"]
+        self.subshell = self.client.get_control_msg(timeout=60)["content"]["subshell_id"]
 
     def take(self, seconds: float = 0.2) -> None:
         """Take in what the kernel sends for a while."""

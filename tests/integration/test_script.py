@@ -80,7 +80,7 @@ STARTING = r"^distsession: starting the ranks.*\n"
 """What a machine that is busy has it say meanwhile."""
 
 
-def ended(*arguments, timeout=60, **more):
+def ended(*arguments, timeout=100, **more):
     process = started(*arguments, **more)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -90,7 +90,7 @@ def ended(*arguments, timeout=60, **more):
     return process.returncode, out, re.sub(STARTING, "", err, flags=re.M)
 
 
-def torchrun(*arguments, timeout=30):
+def torchrun(*arguments, timeout=100):
     """The same by torch's own launcher.
 
     As Python ends, threads of torch's gloo (2.13) abort one in ten scripts, whoever runs them. Such
@@ -141,7 +141,7 @@ def test_python_would_set_the_same(script, tmp_path):
     code, out, err = ended("--plain", "-n", "1", "train.py", "-n", "3", cwd=tmp_path)
     done = subprocess.run(
         [sys.executable, "train.py", "-n", "3"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=30, check=True,
+        capture_output=True, text=True, cwd=tmp_path, timeout=100, check=True,
     )  # fmt: skip
 
     assert code == 0, err
@@ -280,7 +280,7 @@ def test_a_signal_ends_everything(script, number, code):
     assert "ready" in process.stdout.readline()
     time.sleep(0.5)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=100)
 
     assert process.returncode == code, err
     if number == signal.SIGINT:
