@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import glob
 import os
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.ports import held_port
+from tests.warm_agents import WarmProcess
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,6 +143,15 @@ def _mark_processes() -> Iterator[None]:
         yield
     tempfile.tempdir = None
     del os.environ["PYTEST_RUN_OF"], os.environ["TMPDIR"]
+
+
+@pytest.fixture(scope="session")
+def warm(_mark_processes: None) -> Iterator[WarmProcess]:
+    """What programs can be started by that start agents that have imported torch."""
+    from distsession.cluster.agents import environment
+
+    with contextlib.closing(WarmProcess(environment())) as process:
+        yield process
 
 
 @pytest.fixture

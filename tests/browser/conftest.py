@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.conftest import assert_nothing_left, traces
+from tests.warm_agents import WarmProcess
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-    from tests.browser.lab import Lab, Notebook
+    from tests.browser.lab import Lab, Notebook, Tab
 
 IS_REQUIRED = os.environ.get("DISTSESSION_BROWSER") == "required"
 if importlib.util.find_spec("playwright") is None and not IS_REQUIRED:
     collect_ignore_glob = ["test_*.py"]
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     "--no-sandbox",  # it cannot be had in a container; all pages are our own
     "--disable-gpu",
@@ -35,6 +36,7 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
     "--no-first-run",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # pages ask no other machine
 )
 
 
@@ -59,11 +61,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="package")
-def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(browser: Any, warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A JupyterLab server for all tests."""
     from tests.browser.lab import Lab
 
-    server = Lab(tmp_path_factory.mktemp("lab"))
+    server = Lab(tmp_path_factory.mktemp("lab"), warm)
     yield server
     server.close()
 
@@ -76,28 +78,41 @@ def _no_leaks(_mark_processes: None, lab: Lab) -> Iterator[None]:
     assert_nothing_left(before)
 
 
+@pytest.fixture(scope="package")
+def tab(lab: Lab, browser: Any) -> Iterator[Tab]:
+    """The page that all tests open their notebooks in."""
+    from tests.browser.lab import Tab
+
+    page = Tab(lab, browser)
+    yield page
+    page.close()
+
+
 @pytest.fixture
 def open_notebook(
-    lab: Lab, browser: Any, request: pytest.FixtureRequest
-) -> Iterator[Callable[[Sequence[str] | NotebookNode], Notebook]]:
-    """Open notebooks, or such of these cells; in the end their pages may have had no trouble."""
-    from tests.browser.lab import open_page, write_notebook
+    lab: Lab, tab: Tab, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Notebook]]:
+    """Open a notebook, or one of these cells; in the end its page may have had no trouble."""
+    from tests.browser.lab import write_notebook
 
-    context = browser.new_context(viewport={"width": 1300, "height": 1000})
     opened: list[Notebook] = []
 
-    def go(cells: Sequence[str] | NotebookNode) -> Notebook:
-        written = write_notebook(cells) if isinstance(cells, Sequence) else cells
-        name = re.sub(r"\W+", "-", f"{request.node.name}-{len(opened)}").strip("-")
-        opened.append(open_page(lab, context, written, f"{name}.ipynb"))
-        return opened[-1]
+    def go(cells: Sequence[str] | NotebookNode, kernel: str = "python3") -> Notebook:
+        assert not opened, "a test opens one notebook"
+        written = write_notebook(cells, kernel) if isinstance(cells, Sequence) else cells
+        name = re.sub(r"\W+", "-", request.node.name).strip("-")
+        opened.append(tab.open(written, name, kernel))
+        return opened[0]
 
     yield go
     for notebook in opened:
-        if getattr(request.node, "failed", False):
+        failed = getattr(request.node, "failed", False)
+        if failed:
             notebook.screenshot(f"failed-{notebook.name}")
-    context.close()
-    for notebook in opened:
+        if failed or notebook.was_loaded_again:
+            tab.close()
+        else:
+            tab.clear(notebook)
         lab.ask("DELETE", f"api/kernels/{notebook.kernel}")
     assert [trouble for notebook in opened for trouble in notebook.trouble] == []
 

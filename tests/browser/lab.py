@@ -18,14 +18,30 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from ipykernel import kernelspec
 from nbformat.v4 import new_code_cell, new_notebook
-from playwright.sync_api import BrowserContext, Locator, Page, Route
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    ViewportSize,
+)
+
+from tests.warm_agents import WarmAgents
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 """Pictures of the last run. Ignored by git, kept by CI."""
 
 UP = 60.0
 """Seconds that JupyterLab may take to answer."""
+
+COLD = "cold"
+"""The kernel whose sessions start as users' do."""
+
+VIEWPORT: ViewportSize = {"width": 1300, "height": 1000}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "apputils-extension/notification": {
@@ -38,24 +54,42 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "docmanager-extension/plugin": {"autosave": False},
 }
 
+SERVER_EXTENSIONS = ("ipyparallel", "jupyter_lsp", "jupyter_server_terminals", "notebook_shim")
+EXTENSIONS = (
+    "ipyparallel-labextension",
+    "@jupyterlab/lsp-extension",
+    "@jupyterlab/fileeditor-extension:language-server",
+    "@jupyterlab/notebook-extension:language-server",
+    "@jupyterlab/terminal-extension",
+)
+"""What no test needs, of the server and of the page."""
+
 
 class Lab:
     """A JupyterLab server with a home of its own.
 
     Args:
         folder: Where its notebooks, settings and log go.
+        warm: What its kernels get their agents from, but for those named ``COLD``.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, warm: WarmAgents):
         self.notebooks = folder / "notebooks"
         self.notebooks.mkdir()
         self.log = folder / "lab.log"
         self.token = secrets.token_hex(16)
         settings = folder / "config" / "lab" / "user-settings" / "@jupyterlab"
         for name, values in SETTINGS.items():
-            path = settings / f"{name}.jupyterlab-settings"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(values))
+            _write(settings / f"{name}.jupyterlab-settings", values)
+        without = {"jpserver_extensions": dict.fromkeys(SERVER_EXTENSIONS, False)}
+        _write(folder / "config" / "jupyter_server_config.json", {"ServerApp": without})
+        page = {
+            "buildCheck": False,  # it runs node whenever a page is loaded
+            "disabledExtensions": dict.fromkeys(EXTENSIONS, True),
+        }
+        _write(folder / "config" / "labconfig" / "page_config.json", page)
+        cold = {**kernelspec.get_kernel_dict(), "env": {"AGENTS_ARE_STARTED": "1"}}
+        _write(folder / "data" / "kernels" / COLD / "kernel.json", cold)
         runtime = folder / "runtime"
         environ = {
             **os.environ,
@@ -67,7 +101,7 @@ class Lab:
             "IPYTHONDIR": str(folder / "ipython"),
         }
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = warm.start_program(
                 [
                     *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
                     *("--ip=127.0.0.1", "--port=0", f"--IdentityProvider.token={self.token}"),
@@ -75,12 +109,12 @@ class Lab:
                     "--LabApp.news_url=",
                     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
                     "--LabApp.extension_manager=readonly",
+                    "--LabApp.expose_app_in_browser=True",
                 ],
-                cwd=self.notebooks,
-                env=environ,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                environ,
+                str(self.notebooks),
+                log.fileno(),
+                log.fileno(),
             )
         self.url = self._wait_up(runtime)
 
@@ -110,6 +144,10 @@ class Lab:
             text = answer.read()
         return json.loads(text) if text else None
 
+    def address(self, name: str) -> str:
+        """Where a notebook is opened, and nothing else that was open in the page."""
+        return f"{self.url}/doc/tree/{name}?reset"
+
     def close(self) -> None:
         """End the server and its kernels."""
         if self._process.poll() is None:
@@ -119,6 +157,11 @@ class Lab:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
 
 
 @dataclass
@@ -131,6 +174,8 @@ class Notebook:
     kernel: str
     trouble: list[str] = field(default_factory=list)
     """What the page asked of other machines, and errors in its console."""
+    was_loaded_again: bool = False
+    """Then the page may still look for widgets of a kernel that is gone."""
 
     def cell(self, number: int) -> Locator:
         return self.page.locator(".jp-Notebook .jp-Cell").nth(number)
@@ -197,6 +242,12 @@ class Notebook:
         is_light = str("Light" in name).lower()
         self.page.locator(f'body[data-jp-theme-light="{is_light}"]').wait_for(state="attached")
 
+    def load_again(self) -> None:
+        """Load the page again, and do not wait for the kernel."""
+        self.was_loaded_again = True
+        self.page.goto(self.lab.address(self.name))
+        self.page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=60e3)
+
     def screenshot(self, name: str, part: Locator | None = None) -> Path:
         """Keep a picture of the page, or of a part of it."""
         SCREENSHOTS.mkdir(exist_ok=True)
@@ -217,37 +268,74 @@ def wait_ready(page: Page, seconds: float = 60) -> None:
     )
 
 
-def write_notebook(cells: Sequence[str]) -> nbformat.NotebookNode:
+def write_notebook(cells: Sequence[str], kernel: str = "python3") -> nbformat.NotebookNode:
     """A notebook of these cells, not run."""
-    kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    spec = {"name": kernel, "display_name": "Python 3", "language": "python"}
     return new_notebook(
-        cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernelspec}
+        cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": spec}
     )
 
 
-def open_page(
-    lab: Lab, context: BrowserContext, notebook: nbformat.NotebookNode, name: str
-) -> Notebook:
-    """Open a notebook, with a fresh kernel. Outputs that it has already are not trusted."""
-    nbformat.write(notebook, lab.notebooks / name)
-    session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
-    kernel = lab.ask("POST", "api/sessions", session)["kernel"]["id"]
-    trouble: list[str] = []
+class Tab:
+    """JupyterLab in a page, which takes seconds to load; notebooks are opened in it in turn.
 
-    def check(route: Route) -> None:
-        if route.request.url.startswith((lab.url, "data:", "blob:")):
-            route.continue_()
+    Args:
+        lab: Where notebooks and kernels are.
+        browser: Where the page is.
+    """
+
+    def __init__(self, lab: Lab, browser: Browser):
+        self._lab = lab
+        self._browser = browser
+        self._context: BrowserContext | None = None
+        self._trouble: list[str] = []
+        self._count = 0
+
+    def open(self, notebook: nbformat.NotebookNode, name: str, kernel: str) -> Notebook:
+        """Open a notebook, with a fresh kernel. Outputs that it has already are not trusted."""
+        self._count += 1
+        name = f"{name}-{self._count}.ipynb"
+        nbformat.write(notebook, self._lab.notebooks / name)
+        session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": kernel}}
+        running = self._lab.ask("POST", "api/sessions", session)["kernel"]["id"]
+        self._trouble = []
+        if self._context is None:
+            page = self._new_page()
+            page.goto(f"{self._lab.address(name)}&token={self._lab.token}")
         else:
-            trouble.append(f"asked for {route.request.url}")
-            route.abort()
+            (page,) = self._context.pages
+            page.evaluate(
+                "path => void jupyterapp.commands.execute('docmanager:open', {path})", name
+            )
+        opened = Notebook(page, self._lab, name, running, self._trouble)
+        wait_ready(page)
+        return opened
 
-    context.route(re.compile(".*"), check)
-    page = context.new_page()
-    page.on(
-        "console",
-        lambda said: trouble.append(f"console: {said.text}") if said.type == "error" else None,
-    )
-    page.on("pageerror", lambda error: trouble.append(f"page: {error}"))
-    page.goto(f"{lab.url}/doc/tree/{name}?token={lab.token}&reset")
-    wait_ready(page)
-    return Notebook(page, lab, name, kernel, trouble)
+    def _new_page(self) -> Page:
+        self._context = self._browser.new_context(viewport=VIEWPORT)
+        page = self._context.new_page()
+        page.on("request", self._see_request)
+        page.on("console", self._see_console)
+        page.on("pageerror", lambda error: self._trouble.append(f"page: {error}"))
+        return page
+
+    def _see_request(self, request: Request) -> None:
+        if not request.url.startswith((self._lab.url, "data:", "blob:")):
+            self._trouble.append(f"asked for {request.url}")
+
+    def _see_console(self, said: ConsoleMessage) -> None:
+        if said.type == "error":
+            self._trouble.append(f"console: {said.text}")
+
+    def clear(self, notebook: Notebook) -> None:
+        """Close what is open, without saving it."""
+        page = notebook.page
+        self._trouble = []  # what closing says is about what it ends
+        page.evaluate("for (const w of [...jupyterapp.shell.widgets('main')]) w.dispose()")
+        page.set_viewport_size(VIEWPORT)
+
+    def close(self) -> None:
+        """Close the page; the next notebook gets a fresh one."""
+        if self._context is not None:
+            self._context.close()
+            self._context = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tests.browser.lab import Notebook
+from tests.browser.lab import COLD, Notebook
 
 Open = Callable[..., Notebook]
 
@@ -52,7 +52,8 @@ LABELS = "[role=group] > span"
 
 def test_stop_in_the_toolbar_ends_a_hung_collective_and_variables_stay(open_notebook: Open) -> None:
     notebook = open_notebook(
-        [START, "%%distributed\nx = rank + 41", HANG, "%%distributed\nprint('x is', x)"]
+        [START, "%%distributed\nx = rank + 41", HANG, "%%distributed\nprint('x is', x)"],
+        kernel=COLD,
     )
     notebook.run(0)
     notebook.run(1)

@@ -23,7 +23,7 @@ def save(notebook: Notebook) -> None:
 
 
 def reload(notebook: Notebook) -> None:
-    notebook.page.reload()
+    notebook.load_again()
     wait_ready(notebook.page)
 
 
@@ -68,8 +68,7 @@ print("after", rank)"""
     save(notebook)
     notebook.start(1)
     notebook.wait_text(1, "before 1")
-    notebook.page.reload()
-    notebook.page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=60e3)
+    notebook.load_again()
     (notebook.lab.notebooks / "go").touch()
     wait_ready(notebook.page)
     shown = notebook.run(2)

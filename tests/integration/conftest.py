@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
+from jupyter_client.provisioning import local_provisioner
 
 from distsession import Session
 from distsession.cluster import agents
 from distsession.kernel.output import Output
 from distsession.protocol.messages import Display, Text
-from tests.warm_agents import WarmAgents
+from tests.warm_agents import WarmProcess, fork_agents, fork_agents_of_kernels
 
 
 class Recorder(Output):
@@ -59,20 +58,14 @@ class Recorder(Output):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_agents(_mark_processes: None) -> Iterator[None]:
-    """Sessions of this process start with agents that have imported torch."""
-    start_process = agents.start_process
-    with contextlib.closing(WarmAgents(agents.environment())) as warm:
-
-        def start(
-            arguments: list[str], board: int, output: BinaryIO, environ: dict[str, str]
-        ) -> subprocess.Popen[bytes]:
-            begin = warm.fork if warm.can_fork(environ) else start_process
-            return begin(arguments, board, output, environ)
-
-        agents.start_process = start
+def _warm_agents(warm: WarmProcess) -> Iterator[None]:
+    """Sessions of this process, and of kernels, start with agents that have imported torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((agents, "start_process"), (local_provisioner, "launch_kernel")):
+            patch.setattr(module, name, getattr(module, name))
+        fork_agents(agents, warm)
+        fork_agents_of_kernels(local_provisioner, warm)
         yield
-        agents.start_process = start_process
 
 
 @pytest.fixture
