@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
+STARTED = "AGENTS_ARE_STARTED"
+"""A variable of the environment of those who get agents, and kernels, as users do."""
 LINK = 3
 """The descriptor by which a program that was started here asks for its agents."""
 
@@ -156,9 +158,10 @@ def fork_agents_of_kernels(provisioner: ModuleType, warm: WarmAgents) -> None:
 
     def launch(cmd: list[str], **options: Any) -> subprocess.Popen[bytes]:
         known = {"env", "cwd"} >= {name for name, value in options.items() if value}
-        if not (_SYSTEM_CALL and known and "ipykernel_launcher" in cmd):
-            return launch_kernel(cmd, **options)
         environ = {**(options.get("env") or os.environ), "JPY_PARENT_PID": str(os.getpid())}
+        is_plain = known and "ipykernel_launcher" in cmd and STARTED not in environ
+        if not (_SYSTEM_CALL and is_plain):
+            return launch_kernel(cmd, **options)
         return warm.start_program(cmd, environ, os.fspath(options.get("cwd") or os.getcwd()))
 
     provisioner.launch_kernel = launch  # type: ignore[attr-defined]

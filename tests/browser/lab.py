@@ -24,19 +24,25 @@ from playwright.sync_api import (
     Browser,
     BrowserContext,
     ConsoleMessage,
+    FloatRect,
     Locator,
     Page,
     Request,
     ViewportSize,
+    expect,
 )
 
-from tests.warm_agents import WarmAgents
+from tests.warm_agents import STARTED, WarmAgents
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 """Pictures of the last run. Ignored by git, kept by CI."""
 
-UP = 60.0
+UP = 100.0
 """Seconds that JupyterLab may take to answer."""
+
+LIMIT_S = 60.0
+"""Tells what comes late on a busy machine from what does not come."""
+expect.set_options(timeout=LIMIT_S * 1e3)
 
 COLD = "cold"
 """The kernel whose sessions start as users' do."""
@@ -88,7 +94,7 @@ class Lab:
             "disabledExtensions": dict.fromkeys(EXTENSIONS, True),
         }
         _write(folder / "config" / "labconfig" / "page_config.json", page)
-        cold = {**kernelspec.get_kernel_dict(), "env": {"AGENTS_ARE_STARTED": "1"}}
+        cold = {**kernelspec.get_kernel_dict(), "env": {STARTED: "1"}}
         _write(folder / "data" / "kernels" / COLD / "kernel.json", cold)
         runtime = folder / "runtime"
         environ = {
@@ -197,9 +203,9 @@ class Notebook:
         """Run a cell, and do not wait for it."""
         self.cell(number).locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
-        self._wait_prompt(number, r"\[[*\d]", 30)
+        self._wait_prompt(number, r"\[[*\d]", LIMIT_S)
 
-    def run(self, number: int, seconds: float = 60) -> str:
+    def run(self, number: int, seconds: float = LIMIT_S) -> str:
         """Run a cell to its end; gives what it shows."""
         before = self.prompt(number)
         self.start(number)
@@ -209,7 +215,7 @@ class Notebook:
     def prompt(self, number: int) -> str:
         return self.cell(number).locator(".jp-InputPrompt").inner_text()
 
-    def wait(self, number: int, seconds: float = 60, unlike: str = "") -> None:
+    def wait(self, number: int, seconds: float = LIMIT_S, unlike: str = "") -> None:
         """Wait until a cell has been run."""
         self._wait_prompt(number, r"\[\d+\]", seconds, unlike)
 
@@ -224,9 +230,13 @@ class Notebook:
             timeout=seconds * 1e3,
         )
 
-    def wait_text(self, number: int, text: str | re.Pattern[str], seconds: float = 30) -> None:
-        """Wait until a cell's output has this text."""
-        self.output(number).get_by_text(text).first.wait_for(timeout=seconds * 1e3)
+    def wait_text(self, number: int, text: str | re.Pattern[str]) -> None:
+        """Wait until an element of a cell's output has this text."""
+        self.output(number).get_by_text(text).first.wait_for()
+
+    def expect(self, number: int, text: str | re.Pattern[str]) -> None:
+        """Wait until this can be read in a cell's output; the end of it is drawn late."""
+        expect(self.output(number)).to_contain_text(text, use_inner_text=True)
 
     def interrupt(self) -> None:
         """Press Stop in the toolbar."""
@@ -246,7 +256,7 @@ class Notebook:
         """Load the page again, and do not wait for the kernel."""
         self.was_loaded_again = True
         self.page.goto(self.lab.address(self.name))
-        self.page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=60e3)
+        self.page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=UP * 1e3)
 
     def screenshot(self, name: str, part: Locator | None = None) -> Path:
         """Keep a picture of the page, or of a part of it."""
@@ -256,7 +266,7 @@ class Notebook:
         return path
 
 
-def wait_ready(page: Page, seconds: float = 60) -> None:
+def wait_ready(page: Page, seconds: float = UP) -> None:
     """Wait until the notebook has a kernel that is idle."""
     page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=seconds * 1e3)
     # Before a kernel is attached the indicator says idle, too.
@@ -266,6 +276,59 @@ def wait_ready(page: Page, seconds: float = 60) -> None:
                 ?.dataset.status === 'idle'""",
         timeout=seconds * 1e3,
     )
+
+
+def boxes(parts: Locator, count: int) -> list[FloatRect]:
+    """Where these are in the page, all at the same moment, once they have been drawn."""
+    deadline = time.monotonic() + LIMIT_S
+    expect(parts).to_have_count(count)
+    while True:
+        # A live page may draw them anew at any moment, and then they are nowhere for a while.
+        found = parts.evaluate_all(
+            """parts => parts.map(part => {
+                const { x, y, width, height } = part.getBoundingClientRect();
+                return { x, y, width, height };
+            })"""
+        )
+        if len(found) == count and all(box["width"] for box in found):
+            return [FloatRect(**box) for box in found]
+        assert time.monotonic() < deadline, f"not drawn: {found}"
+        parts.page.wait_for_timeout(50)
+
+
+def contrast(part: Locator) -> float:
+    """The ratio of its colour to what is behind it, as WCAG 2 defines it."""
+    while (ratio := part.evaluate(_CONTRAST)) is None:  # it was drawn anew at this moment
+        part.page.wait_for_timeout(50)
+    return float(ratio)
+
+
+_CONTRAST = """element => {
+    const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
+    const over = (top, below) => {
+        const alpha = top.length > 3 ? top[3] : 1;
+        return below.map((value, n) => alpha * top[n] + (1 - alpha) * value);
+    };
+    if (!element.isConnected) return null;
+    const chain = [];
+    for (let at = element; at; at = at.parentElement) chain.unshift(at);
+    let back = [255, 255, 255];
+    let opacity = 1;
+    for (const at of chain) {
+        const style = getComputedStyle(at);
+        back = over(parse(style.backgroundColor), back);
+        opacity *= Number(style.opacity);
+    }
+    const colour = parse(getComputedStyle(element).color).slice(0, 3);
+    const front = over([...colour, opacity], back);
+    const light = rgb => {
+        const [r, g, b] = rgb.map(v => v / 255).map(
+            v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+}"""
 
 
 def write_notebook(cells: Sequence[str], kernel: str = "python3") -> nbformat.NotebookNode:
@@ -313,6 +376,7 @@ class Tab:
 
     def _new_page(self) -> Page:
         self._context = self._browser.new_context(viewport=VIEWPORT)
+        self._context.set_default_timeout(LIMIT_S * 1e3)
         page = self._context.new_page()
         page.on("request", self._see_request)
         page.on("console", self._see_console)

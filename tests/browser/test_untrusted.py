@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from playwright.sync_api import expect
 
-from tests.browser.lab import Notebook, write_notebook
+from tests.browser.lab import Notebook, boxes, write_notebook
 
 Open = Callable[..., Notebook]
 
@@ -45,24 +45,23 @@ def test_the_panel_is_a_table(open_notebook: Open, written: Any) -> None:
 
 def test_a_timeline_says_how_to_see_its_picture(open_notebook: Open, written: Any) -> None:
     notebook = open_notebook(written)
-    assert re.search(r"rank 0\s+of 0\s+rank 1\s+of 1", notebook.text(2))
+    notebook.expect(2, re.compile(r"rank 0\s+of 0\s+rank 1\s+of 1"))
+    notebook.expect(2, "once the notebook is trusted")
     shown = notebook.text(2).partition("Rank 1 waited for rank 0")[2]
     assert "once the notebook is trusted" in shown
     assert "collective runs" not in shown  # the legend of the picture
     notebook.screenshot("untrusted-timeline", notebook.output(2))
     notebook.run(0)
     notebook.run(2)  # what this shows is trusted
-    assert "collective runs" in notebook.text(2)
+    notebook.expect(2, "collective runs")
     assert "once the notebook is trusted" not in notebook.text(2)
+    notebook.expect(3, "once the notebook is trusted")
     assert "collective runs" not in notebook.text(3)
-    assert "once the notebook is trusted" in notebook.text(3)
 
 
 def test_figures_stand_side_by_side(open_notebook: Open, written: Any) -> None:
     notebook = open_notebook(written)
-    left, right = (figure.bounding_box() for figure in notebook.output(4).locator("figure").all())
-    assert left is not None
-    assert right is not None
+    left, right = boxes(notebook.output(4).locator("figure"), 2)
     assert right["y"] == left["y"]
     assert right["x"] >= left["x"] + left["width"]
     notebook.screenshot("untrusted-figures", notebook.output(4))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from playwright.sync_api import expect
+
 from tests.browser.lab import Notebook
 from tests.browser.test_reopened import reload, save
+from tests.until import until
 
 Open = Callable[..., Notebook]
 
@@ -49,14 +52,14 @@ def test_bars_of_four_ranks_reach_their_end_in_the_ranks_order(open_notebook: Op
     notebook.run(1)
     shown = notebook.output(1).locator(".jupyter-widgets.widget-vbox")
     shown.locator("progress, .progress-bar").nth(3).wait_for()
-    text = plain(shown.inner_text())
-    assert re.findall(r"rank (\d)\s+fit (\d): 100%", text) == [(str(r), str(r)) for r in range(4)]
-    assert text.count("30/30") == 4
+    ends = [(str(rank), str(rank)) for rank in range(4)]
+    until(lambda: re.findall(r"rank (\d)\s+fit (\d): 100%", plain(shown.inner_text())) == ends)
+    until(lambda: shown.inner_text().count("30/30") == 4)
     notebook.screenshot("widget-bars")
     notebook.run(2)
-    text = plain(notebook.output(2).locator(".jupyter-widgets.widget-vbox").inner_text())
-    assert text.count("epochs: 100%") == 4
-    assert "steps" not in text
+    shown = notebook.output(2).locator(".jupyter-widgets.widget-vbox")
+    until(lambda: plain(shown.inner_text()).count("epochs: 100%") == 4)
+    expect(shown).not_to_contain_text("steps")
     assert "model not found" not in notebook.page.inner_text("body")
 
 
@@ -71,9 +74,9 @@ def test_a_slider_in_the_page_reaches_its_rank(open_notebook: Open) -> None:
     for _ in range(3):
         notebook.page.keyboard.press("ArrowRight")
     sliders.nth(1).get_by_text("13").wait_for()
-    text = notebook.run(2)
-    assert re.search(r"rank 0\s+0 \[\]", text)
-    assert re.search(r"rank 1\s+13 \[.*13\]", text)
+    notebook.run(2)
+    notebook.expect(2, re.compile(r"rank 0\s+0 \[\]"))
+    notebook.expect(2, re.compile(r"rank 1\s+13 \[.*13\]"))
     notebook.screenshot("widget-slider")
 
 
@@ -100,4 +103,5 @@ def test_widgets_are_there_again_when_the_page_is_loaded_again(open_notebook: Op
     handle.focus()
     notebook.page.keyboard.press("ArrowRight")
     notebook.output(1).locator(".widget-slider").nth(1).get_by_text("11").wait_for()
-    assert re.search(r"rank 1\s+11", notebook.run(2))
+    notebook.run(2)
+    notebook.expect(2, re.compile(r"rank 1\s+11"))

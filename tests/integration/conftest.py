@@ -12,7 +12,7 @@ from distsession import Session
 from distsession.cluster import agents
 from distsession.kernel.output import Output
 from distsession.protocol.messages import Display, Text
-from tests.warm_agents import WarmProcess, fork_agents, fork_agents_of_kernels
+from tests.warm_agents import STARTED, WarmProcess, fork_agents, fork_agents_of_kernels
 
 
 class Recorder(Output):
@@ -70,8 +70,8 @@ def _warm_agents(warm: WarmProcess) -> Iterator[None]:
 
 @pytest.fixture
 def cold_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test agents import torch, as users' do."""
-    monkeypatch.setenv("AGENTS_ARE_STARTED", "1")
+    """In this test agents import torch, as users' do, also those of kernels."""
+    monkeypatch.setenv(STARTED, "1")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from tests.until import until
 
 from .kernel import Notebook
 
+pytestmark = pytest.mark.usefixtures("cold_agents")
+
 
 def test_load_ext_starts_nothing_and_loads_no_torch() -> None:
     before = traces()
