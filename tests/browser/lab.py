@@ -291,7 +291,7 @@ def boxes(parts: Locator, count: int) -> list[FloatRect]:
             })"""
         )
         if len(found) == count and all(box["width"] for box in found):
-            return [FloatRect(**box) for box in found]
+            return list(found)
         assert time.monotonic() < deadline, f"not drawn: {found}"
         parts.page.wait_for_timeout(50)
 
