@@ -159,7 +159,8 @@ def fork_agents_of_kernels(provisioner: ModuleType, warm: WarmAgents) -> None:
     def launch(cmd: list[str], **options: Any) -> subprocess.Popen[bytes]:
         known = {"env", "cwd"} >= {name for name, value in options.items() if value}
         environ = {**(options.get("env") or os.environ), "JPY_PARENT_PID": str(os.getpid())}
-        is_plain = known and "ipykernel_launcher" in cmd and STARTED not in environ
+        is_ours = cmd[0] == sys.executable and "ipykernel_launcher" in cmd
+        is_plain = known and is_ours and STARTED not in environ
         if not (_SYSTEM_CALL and is_plain):
             return launch_kernel(cmd, **options)
         return warm.start_program(cmd, environ, os.fspath(options.get("cwd") or os.getcwd()))

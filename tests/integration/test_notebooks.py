@@ -22,7 +22,11 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 TIMEOUT = 300
 
-pytestmark = [pytest.mark.notebook, pytest.mark.timeout(TIMEOUT)]
+pytestmark = [
+    pytest.mark.notebook,
+    pytest.mark.timeout(TIMEOUT),
+    pytest.mark.usefixtures("cold_agents"),
+]
 
 
 @pytest.fixture
