@@ -21,6 +21,7 @@ BAR_CHARS = 20
 """Characters of a progress bar that is shown as text."""
 _REFERENCE = "IPY_MODEL_"
 _PROGRESS = ("FloatProgressModel", "IntProgressModel")
+_ENDS = ("success", "danger")
 _SPACES = re.compile("[\xa0\u2007]")
 _TAG = re.compile(r"<[^>]*>")
 
@@ -90,9 +91,17 @@ class Models:
 
     def has_ended(self, model_id: str) -> bool:
         """Whether a progress bar is marked as done or failed."""
-        ends = ("success", "danger")
         states = (self._models[each].state for each in self.tree(model_id))
-        return any(state.get("bar_style") in ends for state in states)
+        return any(state.get("bar_style") in _ENDS for state in states)
+
+    def running_bars(self, model_id: str) -> list[str]:
+        """The progress bars in it that have not come to their end."""
+        return [
+            each
+            for each in self.tree(model_id)
+            if self._models[each].state.get("_model_name") in _PROGRESS
+            and not _is_complete(self._models[each].state)
+        ]
 
     def text(self, model_id: str) -> str:
         """A progress bar as one line, such as tqdm writes; empty for what is none."""
@@ -183,6 +192,15 @@ def _references(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _references(each)
+
+
+def _is_complete(state: Mapping[str, Any]) -> bool:
+    style = str(state.get("bar_style", ""))
+    if style in _ENDS:
+        return True
+    if style == "info":  # as tqdm marks a bar that knows no end
+        return False
+    return float(state.get("value") or 0) >= float(state.get("max") or 0)
 
 
 def _bar_text(state: Mapping[str, Any]) -> str:

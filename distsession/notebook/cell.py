@@ -19,6 +19,7 @@ from distsession.display.render import Bundle, fold_bundles, note_of, rank_label
 from distsession.display.widgets import Bars, model_of
 from distsession.kernel.output import Output
 from distsession.notebook import stdin
+from distsession.notebook.front_end import has_ipywidgets, shows_widgets
 from distsession.notebook.lines import MAX_LIVE_BARS, Line
 from distsession.notebook.output import HEAD_LINES, TAIL_LINES, RankText, Section, Transcript
 from distsession.notebook.output_html import (
@@ -143,7 +144,9 @@ class CellOutput(Output):
     def connect(self, ranks: Sequence[int], channel: Channel) -> None:
         """These ranks put out something, and their widgets can be answered so."""
         self._channel = channel
-        self._has_widgets = len(ranks) <= MAX_WIDGET_RANKS and not self.text_bars
+        self._has_widgets = (
+            len(ranks) <= MAX_WIDGET_RANKS and not self.text_bars and shows_widgets()
+        )
         _close_ended_comms()
 
     def write(self, message: OutputMessage) -> None:
@@ -222,6 +225,8 @@ class CellOutput(Output):
 
     def _handle_display(self, message: Display) -> None:
         self._clear_widgets(message.rank)
+        if message.display_id or message.update:
+            self._show_apart(message)
         if message.update:
             _update(message)
         elif self._show_widget(message):
@@ -240,15 +245,24 @@ class CellOutput(Output):
     # --- widgets ----------------------------------------------------------------------------------
 
     def _relay(self, message: CommMessage) -> None:
+        if self._channel is None or not has_ipywidgets():
+            return
         from distsession.notebook.comms import relay
 
-        if self._channel is not None:
-            relay.receive(message, self._channel, publish=self._has_widgets)
+        relay.receive(message, self._channel, publish=self._has_widgets)
+
+    def _show_apart(self, message: Display) -> None:
+        """A widget that is about to be displayed by itself has to be known to the page."""
+        model_id = model_of(message)
+        if model_id is not None and has_ipywidgets():
+            from distsession.notebook.comms import relay
+
+            relay.show_apart(model_id)
 
     def _show_widget(self, message: Display) -> bool:
         """Show a widget beside those of other ranks, or a bar as a line; False if it is neither."""
         model_id = model_of(message)
-        if model_id is None or message.display_id:
+        if model_id is None or message.display_id or not has_ipywidgets():
             return False
         from distsession.notebook.comms import WidgetRows, relay
 
@@ -280,7 +294,7 @@ class CellOutput(Output):
         for rank, text in () if self._bars is None else self._bars.take_all():
             self._transcript.add_bar(rank, text)
         for rows in self._widget_rows.values():
-            rows.finish()
+            rows.update_text()
         self._widget_rows.clear()
         _close_ended_comms()
 
@@ -318,6 +332,9 @@ class CellOutput(Output):
 
     def _refresh_live(self) -> None:
         self._next_live = max(self._next_live, time.monotonic() + LIVE_INTERVAL_S)
+        if self._widget_rows and not shows_widgets():
+            for widgets in self._widget_rows.values():
+                widgets.update_text()
         rows = [] if time.monotonic() - self._began < LIVE_AFTER_S else self._live_rows()
         if (rows, self._notice) == self._live_shown:
             return

@@ -9,7 +9,7 @@ import base64
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,17 @@ from ipywidgets.widgets import widget as _widget
 from ipywidgets.widgets.widget_string import HTMLStyle
 
 from distsession.cluster.base import Channel
+from distsession.display.html import CODE_FONT, element
 from distsession.display.widgets import WIDGET_TARGET, Models
 from distsession.protocol.messages import CommInput, CommMessage
 
 __all__ = ["Relay", "WidgetRows", "relay"]
 
 log = logging.getLogger(__name__)
+
+MAX_ENDED_MODELS = 500
+"""Widgets of ranks that have ended which the page keeps as they were, with all that belongs to
+them. Those that ended first become text."""
 
 
 @dataclass(slots=True)
@@ -101,9 +106,16 @@ class Relay:
 
     def __init__(self) -> None:
         self.models = Models()
+        self.is_refused = False
+        """The page closes what it is told of, as one does that knows no widgets."""
+        self._is_answered = False
         self._remotes: dict[str, _Remote] = {}
-        self._processes: dict[tuple[Channel, int, int], set[str]] = {}
-        self._rows: dict[str, WidgetRows] = {}
+        self._processes: dict[tuple[Channel, int, int], dict[str, None]] = {}
+        self._rows: dict[str, list[WidgetRows]] = {}
+        self._apart: set[str] = set()
+        self._ended: dict[str, _Remote] = {}
+        self._ended_trees: dict[str, tuple[str, ...]] = {}
+        """By what is shown, in the order in which it ended."""
         self._lock = threading.RLock()  # a run is waited for by the main thread or by another
 
     def __len__(self) -> int:
@@ -126,7 +138,7 @@ class Relay:
             remote = self._remotes[message.comm_id] = _Remote(
                 message.rank, message.process, channel, opening=message
             )
-            self._processes.setdefault(remote.place, set()).add(message.comm_id)
+            self._processes.setdefault(remote.place, {})[message.comm_id] = None
         elif remote is None:
             return
         self.models.apply(message)
@@ -152,25 +164,37 @@ class Relay:
                     self._open(each, remote)
 
     def close_ended(self) -> None:
-        """Forget the comms of processes that have ended. What they show stays as it is."""
+        """End the comms of processes that have ended. What they show stays, within bounds."""
         with self._lock:
             for place in list(self._processes):
                 channel, rank, process = place
-                if channel.process_of(rank) == process:
-                    continue
-                for comm_id in self._processes.pop(place):
-                    rows = self._rows.pop(comm_id, None)
-                    if rows is not None:
-                        rows.mark_ended(comm_id)
-                    self._forget(comm_id, self._remotes[comm_id])
+                if channel.process_of(rank) != process:
+                    self._end(self._processes.pop(place))
+            while len(self._ended) > MAX_ENDED_MODELS and self._ended_trees:
+                self._freeze(next(iter(self._ended_trees)))
+
+    def show_apart(self, model_id: str) -> None:
+        """A widget is displayed by itself, not in rows."""
+        with self._lock:
+            self.publish(model_id)
+            if model_id in self._remotes:
+                self._apart.add(model_id)
 
     def keep_row(self, model_id: str, rows: WidgetRows) -> None:
         """A widget stands in these rows, until it is closed."""
-        self._rows[model_id] = rows
+        with self._lock:
+            self._rows.setdefault(model_id, []).append(rows)
 
-    def forget_row(self, model_id: str) -> None:
+    def forget_row(self, model_id: str, rows: WidgetRows) -> None:
         """It does not stand there any more."""
-        self._rows.pop(model_id, None)
+        with self._lock:
+            all_rows = self._rows.get(model_id, [])
+            if rows in all_rows:
+                all_rows.remove(rows)
+            if not all_rows:
+                self._rows.pop(model_id, None)
+                if self._ended_trees.pop(model_id, None) is not None:
+                    self._drop_unseen()
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -202,6 +226,11 @@ class Relay:
             remote = self._remotes.get(comm_id)
             if remote is None:
                 return
+            self._is_answered = self._is_answered or kind == "comm_msg"
+            if not self._is_answered:
+                self.is_refused = True  # it keeps on saying its text
+                return
+            self.is_refused = False
             if remote.channel.process_of(remote.rank) != remote.process:
                 self.close_ended()
                 return
@@ -227,18 +256,60 @@ class Relay:
         self._remotes.pop(comm_id, None)
         comms = self._processes.get(remote.place)
         if comms is not None:
-            comms.discard(comm_id)
+            comms.pop(comm_id, None)
             if not comms:
                 del self._processes[remote.place]
+        self._let_go(comm_id, remote)
+        for rows in self._rows.pop(comm_id, ()):
+            rows.remove(comm_id)
+
+    def _let_go(self, comm_id: str, remote: _Remote) -> None:
         self.models.pop(comm_id)
-        rows = self._rows.pop(comm_id, None)
+        self._apart.discard(comm_id)
         if remote.comm is not None:
             remote.comm._closed = True  # or it would tell the page when it is collected
             _instances().pop(comm_id, None)
             with contextlib.suppress(KeyError):
                 comm.get_comm_manager().unregister_comm(remote.comm)
-        if rows is not None:
-            rows.remove(comm_id)
+
+    # --- what is left of ranks that have ended ----------------------------------------------------
+
+    def _end(self, comm_ids: Collection[str]) -> None:
+        """Their process has ended: keep those that are shown, and have the page drop the others."""
+        for comm_id in comm_ids:
+            self._ended[comm_id] = self._remotes.pop(comm_id)
+        for comm_id in comm_ids:
+            if comm_id in self._rows or comm_id in self._apart:
+                for rows in self._rows.get(comm_id, ()):
+                    rows.mark_ended(comm_id)
+                self._mark_stopped(comm_id)
+                self._ended_trees[comm_id] = tuple(self.models.tree(comm_id))
+        self._drop_unseen()
+
+    def _mark_stopped(self, model_id: str) -> None:
+        """A bar that was not at its end looks like one that has failed."""
+        for each in self.models.running_bars(model_id):
+            model, remote = self.models.get(each), self._ended.get(each)
+            if model is not None and remote is not None and remote.comm is not None:
+                state = {"bar_style": "danger"}
+                model.state.update(state)
+                data = {"method": "update", "state": state, "buffer_paths": []}
+                remote.comm.publish_msg("comm_msg", data=data)
+
+    def _freeze(self, model_id: str) -> None:
+        """Have text stand for a widget, so that the page can drop it."""
+        del self._ended_trees[model_id]
+        for rows in self._rows.pop(model_id, ()):
+            rows.freeze(model_id)
+        self._drop_unseen()
+
+    def _drop_unseen(self) -> None:
+        seen = {each for tree in self._ended_trees.values() for each in tree}
+        for comm_id in self._ended.keys() - seen:
+            remote = self._ended.pop(comm_id)
+            if remote.comm is not None:
+                remote.comm.publish_msg("comm_close", data={})
+            self._let_go(comm_id, remote)
 
 
 def _instances() -> Any:
@@ -290,9 +361,9 @@ class WidgetRows:
     def clear(self, rank: int) -> None:
         """Take away those of a rank, which may be shown again."""
         gone = [row for row in self._rows if row[0] == rank]
-        for _, model_id, _, _ in gone:
-            relay.forget_row(model_id)
         self._take_away(gone)
+        for _, model_id, _, _ in gone:
+            relay.forget_row(model_id, self)
 
     def _take_away(self, gone: list[_Row]) -> None:
         self._rows = [row for row in self._rows if row not in gone]
@@ -304,14 +375,22 @@ class WidgetRows:
             label.close()
 
     def mark_ended(self, model_id: str) -> None:
-        """Its rank has ended: nothing answers it any more, which is no news of a bar."""
-        if model_id in self._bars:
+        """Its rank has ended: nothing answers it any more, which is no news of a finished bar."""
+        if model_id in self._bars and not relay.models.running_bars(model_id):
             return
         for rank, each, _, label in self._rows:
             if each == model_id:
                 label.value = _label(rank, " (ended)")
 
-    def finish(self) -> None:
+    def freeze(self, model_id: str) -> None:
+        """Show text in the place of a widget."""
+        for _, each, row, label in self._rows:
+            if each == model_id:
+                text = self._texts[model_id] = relay.models.text(model_id) or self._texts[model_id]
+                label.value += element("span", text, style=f"white-space:pre;{CODE_FONT}")
+                row.children = [label]
+
+    def update_text(self) -> None:
         """Say as text, for who sees no widgets, how far they have come."""
         if self._handle is not None:
             self._handle.update(self._bundle(), raw=True)

@@ -105,3 +105,28 @@ def test_widgets_are_there_again_when_the_page_is_loaded_again(open_notebook: Op
     notebook.output(1).locator(".widget-slider").nth(1).get_by_text("11").wait_for()
     notebook.run(2)
     notebook.expect(2, re.compile(r"rank 1\s+11"))
+
+
+def test_what_ranks_showed_is_there_again_after_they_have_ended(open_notebook: Open) -> None:
+    killed = "%%distributed 1\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    running = """\
+%%distributed
+from tqdm.auto import tqdm
+bar = tqdm(total=10, desc="fit", mininterval=0)
+bar.update(4)"""
+    notebook = open_notebook(
+        [START.format(2), SLIDER, running, killed, "session.restart()", "%distributed rank"]
+    )
+    for number in range(6):
+        notebook.run(number)
+    save(notebook)
+    for _ in range(2):
+        notebook.output(1).get_by_text("rank 1 (ended)").wait_for()
+        notebook.output(1).locator(".widget-slider").nth(1).wait_for()
+        shown = notebook.output(2)
+        shown.locator(".progress-bar-danger").nth(1).wait_for()
+        ended = re.compile(r"rank \d \(ended\)\s+fit:\s+40%")
+        until(lambda: len(ended.findall(plain(shown.inner_text()))) == 2)
+        notebook.screenshot("widgets-ended")
+        reload(notebook)
+    assert "not found" not in notebook.page.inner_text("body")

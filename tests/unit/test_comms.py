@@ -13,7 +13,9 @@ from ipywidgets.widgets.widget import _instances
 
 from distsession.cluster.base import Channel
 from distsession.engine.comms import Comms
-from distsession.notebook.comms import Relay
+from distsession.notebook import comms
+from distsession.notebook.comms import MAX_ENDED_MODELS, Relay
+from distsession.notebook.front_end import shows_widgets
 from distsession.protocol.messages import CallRequest, CommInput, CommMessage
 
 
@@ -227,3 +229,121 @@ def test_a_page_that_is_loaded_again_hears_of_ranks_widgets() -> None:
     assert _instances["again"].get_state()["value"] == 4
     relay.receive(message("again", "comm_close"), link)
     assert "again" not in _instances
+
+
+# --- of ranks that have ended ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any]]:
+    """What the page is told: kind, comm and data."""
+    told: list[tuple[str, str, Any]] = []
+
+    class Published(comm.base_comm.BaseComm):
+        def publish_msg(self, kind: str, data: Any = None, **_: Any) -> None:
+            told.append((kind, self.comm_id, data))
+
+    monkeypatch.setattr(comm, "create_comm", Published)
+    return told
+
+
+class Rows:
+    """Notes what a relay tells those in which widgets stand."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda model_id: self.told.append((name, model_id))
+
+
+def closed(published: list[tuple[str, str, Any]]) -> list[str]:
+    return [comm_id for kind, comm_id, _ in published if kind == "comm_close"]
+
+
+def test_what_a_rank_showed_stays_when_it_ends_and_the_rest_is_closed(
+    published: list[tuple[str, str, Any]],
+) -> None:
+    relay, link, rows = Relay(), Link(), Rows()
+    before = sizes(relay)
+    relay.receive(message("part", value=1), link)
+    relay.receive(message("shown", children=["IPY_MODEL_part"]), link)
+    relay.receive(message("unseen"), link)
+    relay.receive(message("apart"), link)
+    relay.keep_row("shown", rows)  # type: ignore[arg-type]
+    relay.show_apart("apart")
+    del link.processes[1]
+    relay.close_ended()
+    assert closed(published) == ["unseen"]
+    assert rows.told == [("mark_ended", "shown")]
+    assert _instances["part"].get_state()["value"] == 1  # for a page that is loaded again
+    relay.forget_row("shown", rows)  # type: ignore[arg-type]
+    assert sorted(closed(published)) == ["part", "shown", "unseen"]
+    relay._freeze("apart")
+    assert sizes(relay) == before
+
+
+def test_a_bar_that_was_running_when_its_rank_was_killed_looks_failed(
+    published: list[tuple[str, str, Any]],
+) -> None:
+    relay, link, rows = Relay(), Link(), Rows()
+    for comm_id, value in (("running", 4), ("done", 9)):
+        state = {"_model_name": "IntProgressModel", "value": value, "max": 9}
+        relay.receive(message(comm_id, **state), link)
+        relay.keep_row(comm_id, rows)  # type: ignore[arg-type]
+    published.clear()
+    del link.processes[1]
+    relay.close_ended()
+    told = [(comm_id, data["state"]) for _, comm_id, data in published]
+    assert told == [("running", {"bar_style": "danger"})]
+
+
+def test_what_a_hundred_replaced_ranks_have_shown_takes_no_more_than_a_bound(
+    published: list[tuple[str, str, Any]],
+) -> None:
+    relay, link, rows = Relay(), Link(), Rows()
+    before = sizes(relay)
+    for process in range(100):
+        link.processes[1] = process
+        for number in range(20):
+            comm_id = f"{process}-{number}"
+            relay.receive(message(comm_id, process=process), link)
+            relay.keep_row(comm_id, rows)  # type: ignore[arg-type]
+        relay.close_ended()
+        assert len(relay._ended) <= MAX_ENDED_MODELS
+    frozen = [comm_id for what, comm_id in rows.told if what == "freeze"]
+    assert frozen[0] == "0-0"
+    assert sorted(frozen) == sorted(closed(published))
+    assert len(frozen) == 99 * 20 - MAX_ENDED_MODELS
+    now = sizes(relay)
+    assert [after - first for first, after in zip(before, now, strict=True)] == [
+        *(20, MAX_ENDED_MODELS + 20, MAX_ENDED_MODELS + 20, MAX_ENDED_MODELS + 20),
+    ]
+    del link.processes[1]
+    relay.close_ended()
+    for comm_id in list(relay._ended_trees):
+        relay.forget_row(comm_id, rows)  # type: ignore[arg-type]
+    assert sizes(relay) == before
+
+
+def test_a_page_that_closes_what_it_hears_of_shows_no_widgets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    relay, link = Relay(), Link()
+    monkeypatch.setattr(comms, "relay", relay)
+    assert shows_widgets()
+    relay.receive(message("a", value=3), link)
+    manager = comm.get_comm_manager()
+    manager.comm_close(None, "", {"content": {"comm_id": "a", "data": {}}})
+    assert not shows_widgets()
+    assert link.sent == []  # the widget lives on, and is shown as text
+    relay.receive(message("a", "comm_msg", value=5), link)
+    model = relay.models.get("a")
+    assert model is not None
+    assert model.state["value"] == 5
+    relay.receive(message("b"), link)  # another page, which knows widgets
+    data = {"method": "update", "state": {"value": 8}}
+    manager.comm_msg(None, "", {"content": {"comm_id": "b", "data": data}})
+    assert shows_widgets()
+    for comm_id in "ab":
+        relay.receive(message(comm_id, "comm_close"), link)
