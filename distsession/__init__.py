@@ -55,6 +55,7 @@ def __getattr__(name: str) -> Any:
             session.panel_factory = _panel
             view.running_cell = _running_cell
             outcome.error_colors = _error_colors
+            outcome.cell_of_file = _cell_of_file
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in errors.__all__:
         return getattr(errors, name)
@@ -77,6 +78,12 @@ def _running_cell() -> int | None:
     from distsession.notebook.running_cell import running_cell
 
     return running_cell()
+
+
+def _cell_of_file(filename: str) -> str:
+    from distsession.notebook.running_cell import cell_of_file
+
+    return cell_of_file(filename)
 
 
 def _error_colors() -> Any:

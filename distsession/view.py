@@ -15,12 +15,12 @@ from distsession.display import render
 from distsession.errors import OptionsError
 from distsession.export.history import History
 from distsession.kernel import diff as comparing
-from distsession.kernel import transfer
+from distsession.kernel import outcome, transfer
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.requests import LastRun, Requests
 from distsession.protocol import serialize
-from distsession.protocol.cells import cell_name, name_of_value
+from distsession.protocol.cells import cell_name, is_notebook_file, name_of_value
 from distsession.protocol.messages import CallRequest, CellRequest, Request
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
@@ -316,8 +316,9 @@ class RankView:
         name = getattr(function, "__qualname__", type(function).__name__)
         payload = serialize.dump_call(function, args, kwargs)
         source = _source(function)
+        cell = outcome.cell_of(source[0])
         pending = self.requests.submit(
-            self._ranks, lambda number: CallRequest(number, name, source), payload, progress
+            self._ranks, lambda number: CallRequest(number, name, source, cell), payload, progress
         )
         self.requests.last_run = LastRun(pending.request, self._ranks)
         return pending
@@ -393,6 +394,6 @@ class RankView:
 def _source(function: Callable[..., Any]) -> tuple[str, str]:
     """Where a function of the notebook comes from, and the lines of that cell."""
     name = getattr(getattr(function, "__code__", None), "co_filename", "")
-    if "ipykernel_" not in name and not name.startswith("<ipython-input-"):
+    if not is_notebook_file(name):
         return "", ""
     return name, "".join(linecache.getlines(name))

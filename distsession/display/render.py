@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from distsession.display import html
 from distsession.display.colors import PLAIN, Colors
 from distsession.display.html import Html, element
-from distsession.protocol.cells import is_cell
+from distsession.protocol.cells import is_cell, is_notebook_file
 from distsession.protocol.diagnosis import describe_operation
 from distsession.protocol.messages import ErrorInfo, FrameInfo, RankReport
 from distsession.protocol.rank_state import RankState
@@ -35,6 +35,7 @@ __all__ = [
     "fold",
     "fold_bundles",
     "fold_text",
+    "local_lines",
     "note_of",
     "rank_label",
     "remote_traceback",
@@ -315,11 +316,15 @@ def error_place(error: ErrorInfo) -> str:
     """The line of the cell that failed; without a cell, the innermost one that looks like the
     user's own. Empty if there is none.
     """
-    for frame in error.frames:
-        if is_cell(frame.filename):
-            return f"{frame.filename} line {frame.lineno}"
-    for frame in reversed(error.frames):
-        if "ipykernel_" in frame.filename:
+    cells = [frame for frame in error.frames if is_cell(frame.filename)]
+    if cells:  # of a function that was called by no cell the ranks ran, the innermost one
+        frame = cells[0] if cells[0].name == "<module>" else cells[-1]
+        return f"{frame.filename} line {frame.lineno}"
+    syntax = () if error.syntax is None else (error.syntax,)
+    if syntax and is_cell(syntax[0].filename):
+        return f"{syntax[0].filename} line {syntax[0].lineno}"
+    for frame in reversed((*error.frames, *syntax)):
+        if is_notebook_file(frame.filename):
             return f"notebook cell line {frame.lineno}"
         if not frame.filename.startswith("<") and not _LIBRARY.search(frame.filename):
             return f"{os.path.basename(frame.filename)} line {frame.lineno}"
@@ -343,6 +348,8 @@ def remote_traceback(error: ErrorInfo, *, message: bool = True, colors: Colors =
         )
         parts += [remote_traceback(error.cause, colors=colors), "", link, ""]
     parts += [_frame_text(frame, colors) for frame in error.frames]
+    if error.syntax is not None:
+        parts.append(_syntax_text(error.syntax, colors))
     if message:
         name = colors.name(error.ename)
         parts.append(f"{name}: {error.evalue}" if error.evalue else name)
@@ -352,7 +359,7 @@ def remote_traceback(error: ErrorInfo, *, message: bool = True, colors: Colors =
 
 def _frame_text(frame: FrameInfo, colors: Colors = PLAIN) -> str:
     inside = "" if frame.name == "<module>" else f", in {frame.name}"
-    lines = frame.context or _local_lines(frame)
+    lines = frame.context or local_lines(frame)
     at = f", line {frame.lineno}"
     if _is_cell(frame.filename):
         head = f"{_cell_name(frame.filename, at, colors)}{inside}"
@@ -367,16 +374,23 @@ def _frame_text(frame: FrameInfo, colors: Colors = PLAIN) -> str:
     return "\n".join([head, *shown, ""])
 
 
+def _syntax_text(place: FrameInfo, colors: Colors) -> str:
+    """Code that could not be read, as IPython shows it."""
+    kind = "Cell" if is_cell(place.filename) else "File"
+    at = colors.place(f"{_short(place.filename)}, line {place.lineno}")
+    return "\n".join([f"  {kind} {at}", *(text for _, text in place.context)])
+
+
 def _is_cell(filename: str) -> bool:
-    return is_cell(filename) or filename.startswith("<") or "ipykernel_" in filename
+    return is_cell(filename) or filename.startswith("<") or is_notebook_file(filename)
 
 
 def _cell_name(filename: str, at: str, colors: Colors) -> str:
-    name = "of the notebook" if "ipykernel_" in filename else filename
+    name = "of the notebook" if is_notebook_file(filename) else filename
     return f"Cell {colors.place(f'{name}{at}')}"
 
 
-def _local_lines(frame: FrameInfo) -> Sequence[tuple[int, str]]:
+def local_lines(frame: FrameInfo) -> Sequence[tuple[int, str]]:
     """Lines of a function that was defined in this kernel; the ranks do not have its source."""
     numbers = range(max(1, frame.lineno - 2), frame.lineno + 3)
     lines = [(n, linecache.getline(frame.filename, n).rstrip()) for n in numbers]

@@ -117,11 +117,12 @@ def run_cell(
         whether it is to be shown.
     """
     body = source.lstrip("\n")  # IPython drops empty lines, and lines would be counted from there
-    text = "\n" * (len(source) - len(body)) + front.transform(body)
+    above = len(source) - len(body)
+    text = "\n" * above + _transform(body, label, above, front)
     remember(label, text)
     if expression:
-        above = text[: len(text) - len(text.lstrip("\n"))]  # its line is that of the user's cell
-        final: CodeType | None = _compile(above + text.strip(), label, "eval")
+        empty = text[: len(text) - len(text.lstrip("\n"))]  # its line is that of the user's cell
+        final: CodeType | None = _compile(empty + text.strip(), label, "eval")
         first = None
     else:
         tree = _compile.parse(text, label)
@@ -142,6 +143,15 @@ def run_cell(
     finally:
         front.after()
     return value, value is not NOTHING and value is not None and not _is_quiet(source)
+
+
+def _transform(body: str, label: str, above: int, front: Front) -> str:
+    try:
+        return front.transform(body)
+    except SyntaxError as error:  # of a tokenizer, which knows neither the cell nor what is above
+        error.filename = label
+        error.lineno = above + (error.lineno or 1)
+        raise error.with_traceback(None) from None
 
 
 def remember(label: str, source: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import linecache
 import os
 import sysconfig
@@ -16,7 +17,7 @@ import torch
 
 from distsession.engine.cause import has_reason
 from distsession.errors import CollectiveError
-from distsession.protocol.cells import is_cell
+from distsession.protocol.cells import is_cell, is_notebook_file
 from distsession.protocol.messages import ErrorInfo, FrameInfo
 from distsession.protocol.serialize import Frames, dump_value
 
@@ -28,6 +29,7 @@ __all__ = [
     "is_own",
     "is_own_file",
     "is_user_code",
+    "name_cell",
     "pickled",
     "short_name",
     "stack",
@@ -48,6 +50,8 @@ _CONTEXT = 2
 _MAX_FRAMES = 60
 _MAX_CHAIN = 8
 _MAX_VALUE = 20_000
+_notebook_cells: dict[str, str] = {}
+"""By what their code has for a file: what the notebook calls those of its cells that are known."""
 
 
 def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
@@ -69,6 +73,7 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
         notes=notes,
         cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CHAIN else None,
         cause_is_explicit=explicit,
+        syntax=_safely(lambda: _syntax(error), None),
     )
 
 
@@ -86,19 +91,24 @@ def before(error: BaseException) -> tuple[BaseException | None, bool]:
 
 def message_of(error: BaseException) -> str:
     """What an error says; never raises."""
-    if isinstance(error, SyntaxError):  # its own formatting shows the line with a caret
-        return _safely(
-            lambda: (
-                "".join(traceback.format_exception_only(type(error), error))
-                .rstrip()
-                .removeprefix(f"{type(error).__name__}: ")
-            ),
-            "invalid syntax",
-        )
+    if isinstance(error, SyntaxError) and error.lineno is not None:  # the place stands by itself
+        return _safely(lambda: str(error.msg)[:_MAX_VALUE], "invalid syntax")
     return _safely(
         lambda: str(error)[:_MAX_VALUE],
         f"<its message cannot be shown: {type(error).__name__}.__str__ raises>",
     )
+
+
+def _syntax(error: BaseException) -> FrameInfo | None:
+    """Where the code is that could not be read; None for any other error."""
+    if not isinstance(error, SyntaxError) or error.lineno is None:
+        return None
+    # Python's own formatting: the place, the line, the marks below it, and what the error says.
+    lines = traceback.format_exception_only(type(error), error)
+    shown = itertools.takewhile(lambda line: line.startswith("    "), lines[1:])
+    context = tuple((error.lineno, line.rstrip("\n")) for line in shown)
+    filename = error.filename or "<string>"
+    return FrameInfo(_notebook_cells.get(filename, filename), error.lineno, "<module>", context)
 
 
 def _safely(make: Callable[[], T], fallback: T) -> T:
@@ -119,7 +129,7 @@ def _frames(error: BaseException) -> Iterator[FrameInfo]:
     for frame, lineno in frames[-_MAX_FRAMES:]:
         code = frame.f_code
         yield FrameInfo(
-            filename=code.co_filename,
+            filename=_notebook_cells.get(code.co_filename, code.co_filename),
             lineno=lineno or 0,
             name=code.co_name,
             context=_context(code.co_filename, lineno or 0, frame.f_globals),
@@ -135,7 +145,7 @@ def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
         frames.pop(0)
     return tuple(
         FrameInfo(
-            f.f_code.co_filename,
+            _notebook_cells.get(f.f_code.co_filename, f.f_code.co_filename),
             lineno or 0,
             f.f_code.co_name,
             _context(f.f_code.co_filename, lineno or 0, f.f_globals),
@@ -155,16 +165,26 @@ def innermost(frames: Sequence[FrameInfo]) -> str:
 def is_user_code(filename: str) -> bool:
     """Whether a file is neither Python's own, an installed package's nor ours."""
     if filename.startswith((*_LIBRARIES, "<")):
-        return False
+        return filename in _notebook_cells
     # Packages may lie in several folders: beside torch, the user's own, those of a parent venv.
     return not any(folder in filename for folder in _INSTALLED)
 
 
 def short_name(filename: str) -> str:
     """A cell's label, or a file's name without its folder."""
-    if "ipykernel_" in filename:  # a function of the notebook; its file has a number for a name
-        return "notebook cell"
+    if is_notebook_file(filename):  # a function of the notebook; its file has a number for a name
+        return _notebook_cells.get(filename, "notebook cell")
     return filename if is_cell(filename) else os.path.basename(filename)
+
+
+def name_cell(filename: str, cell: str) -> None:
+    """Have code of the notebook be named after its cell from here on.
+
+    Args:
+        filename: That the code has for a file.
+        cell: What the notebook calls the cell, such as ``"In[3]"``.
+    """
+    _notebook_cells[filename] = cell
 
 
 def is_own(frame: FrameType) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from distsession.engine.diff import Summary
 from distsession.engine.execute import NOTHING, Front, remember, run_call, run_cell
+from distsession.engine.failure import name_cell
 from distsession.engine.timeline import Trace
 from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError
@@ -138,6 +139,8 @@ class RequestDispatcher:
     def _call(self, request: CallRequest, payload: Any) -> Any:
         if request.source[1]:
             remember(*request.source)
+        if request.cell:
+            name_cell(request.source[0], request.cell)
         frames = self._payloads.read_private(payload)
         try:
             function, args, kwargs = serialize.load(frames)

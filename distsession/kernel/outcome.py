@@ -30,8 +30,17 @@ from distsession.protocol.cause import (
     mismatch_text,
     sentence,
 )
+from distsession.protocol.cells import is_notebook_file
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
-from distsession.protocol.messages import Aborted, ErrorInfo, Mismatch, Operation, Reason, TimedOut
+from distsession.protocol.messages import (
+    Aborted,
+    ErrorInfo,
+    FrameInfo,
+    Mismatch,
+    Operation,
+    Reason,
+    TimedOut,
+)
 from distsession.ranks import RankInfo, ranks_text
 from distsession.results import RankResults
 
@@ -47,6 +56,8 @@ __all__ = [
 
 error_colors: Callable[[], Colors] | None = None
 """Gives the colours that errors are to be shown in; the package's face sets it."""
+cell_of_file: Callable[[str], str] | None = None
+"""What the notebook calls the cell whose code has this name for a file; the same sets it."""
 
 _NEWLINE = "\n"
 _LETTERS = f"{string.ascii_letters}{string.digits}_"
@@ -99,8 +110,8 @@ def collect(
     for rank, (reply, payload) in pending.replies.items():
         at = pending.times[rank]
         if reply.error is not None:
-            error = _rebuild(reply.error, payload)
-            failed[rank] = Failure(error, reply.error, reply.reason, at)
+            told = _with_cells(reply.error)
+            failed[rank] = Failure(_rebuild(told, payload), told, reply.reason, at)
         elif not payload or not load:
             values[rank] = None
         else:
@@ -387,6 +398,27 @@ def hang_error(
     waits = verdict.lines or (verdict.sentence,)
     lines = [*waits, *also, f"The waiting ranks were freed.{then}"]
     return in_lines(kind, "\n".join(lines))
+
+
+def cell_of(filename: str) -> str:
+    """``In[3]`` for code of the notebook's third cell; empty where that is not known."""
+    known = cell_of_file is not None and is_notebook_file(filename)
+    return cell_of_file(filename) if known and cell_of_file is not None else ""
+
+
+def _with_cells(error: ErrorInfo) -> ErrorInfo:
+    """The same error, with the notebook's names for its cells."""
+    frames = tuple(_with_cell(frame) for frame in error.frames)
+    cause = None if error.cause is None else _with_cells(error.cause)
+    return replace(error, frames=frames, cause=cause)
+
+
+def _with_cell(frame: FrameInfo) -> FrameInfo:
+    cell = cell_of(frame.filename)
+    if not cell:
+        return frame
+    context = frame.context or render.local_lines(frame)
+    return replace(frame, filename=cell, context=tuple(context))
 
 
 def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:

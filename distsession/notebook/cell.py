@@ -138,6 +138,7 @@ class CellOutput(Output):
         self._widget_rows: dict[int, Any] = {}
         self._cleared: set[int] = set()
         self._bars: Bars | None = None
+        self._shows_more = False
 
     # --- what a run tells -------------------------------------------------------------------------
 
@@ -180,6 +181,7 @@ class CellOutput(Output):
 
     def show_more(self) -> None:
         """Show as much as a page can take."""
+        self._shows_more = True
         self._transcript = Transcript(MORE_LINES)
 
     def notify(self, text: str) -> None:
@@ -302,6 +304,8 @@ class CellOutput(Output):
         from IPython.display import display
 
         section.changed = False
+        if self.cell is not None and not self._shows_more:
+            section.again = f"%session output In {self.cell}"
         as_html = section_html(section, self._log)
         data = {"text/html": as_html, "text/plain": section_text(section, self._log)}
         if section.handle is not None:

@@ -34,7 +34,7 @@ from distsession.notebook.parsers import (
     session_help,
     session_parser,
 )
-from distsession.notebook.running_cell import cell_number, running_cell, running_line
+from distsession.notebook.running_cell import cell_number, cell_of_file, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput
 from distsession.protocol.cells import cell_name, parse_cell
 from distsession.ranks import parse_ranks, ranks_text
@@ -358,6 +358,7 @@ def register(shell: Any) -> None:
     session_module.panel_factory = make_panel
     view_module.running_cell = running_cell
     outcome.error_colors = shell_colors
+    outcome.cell_of_file = cell_of_file
     magics = Magics(shell)
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:

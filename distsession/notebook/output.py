@@ -142,6 +142,7 @@ class Section:
         changed: Whether it is other than what was last shown of it.
         handle: Where it is shown.
         notes: What is said of the text of a rank.
+        again: The command that shows what is left out here; empty where there is none.
     """
 
     texts: dict[int, RankText] = field(default_factory=dict)
@@ -151,6 +152,7 @@ class Section:
     changed: bool = True
     handle: Any = None
     notes: dict[int, str] = field(default_factory=dict)
+    again: str = ""
 
 
 class Transcript:

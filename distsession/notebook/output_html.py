@@ -184,6 +184,7 @@ class _Block:
     most: int
     note: str = ""
     is_value: bool = False
+    again: str = ""
 
     @property
     def count(self) -> int:
@@ -206,11 +207,15 @@ class _Block:
         if left_out and self.is_value:
             yield "note", f"... {left_out:,} more lines of this value are not kept"
         elif left_out:
-            where = log(self.ranks[0])
-            kept = f"; all of them: {where}" if where else ""
-            yield "note", f"... {left_out:,} lines are left out here{kept}"
+            yield "note", f"... {left_out:,} lines are left out here{self._kept(log)}"
         for at in range(-tail, 0):
             yield from self._line([written.tail[at] for written in self.written])
+
+    def _kept(self, log: Callable[[int], str]) -> str:
+        """Who has the lines that are left out."""
+        where = log(self.ranks[0])
+        kept = f"; all of them: {where}" if where else ""
+        return f"{kept} ({self.again} shows them)" if self.again else kept
 
     def _line(self, lines: Sequence[OutputLine]) -> Iterator[tuple[str, str]]:
         bars = [line.bar for line in lines if line.bar is not None]
@@ -234,7 +239,7 @@ def _blocks(section: Section) -> Iterator[_Block]:
     for ranks, _ in fold({rank: text.key for rank, text in written.items()}):
         note = section.notes.get(ranks[0], "")
         together = tuple(written[rank] for rank in ranks)
-        yield _Block(ranks, together, section.most, note, section.is_value)
+        yield _Block(ranks, together, section.most, note, section.is_value, section.again)
 
 
 def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded: bool) -> Html:
@@ -265,6 +270,7 @@ def _log_html(lines: Sequence[tuple[str, str]], block: _Block, blocks: int) -> H
     if left_out and before[-1] is not lines[-1]:
         total = left_out + len(before) - any(kind == "note" for kind, _ in before)
         summary = f"{total:,} lines before these, {left_out:,} of them only in the log"
+        summary += f" ({block.again})" if block.again else ""
     else:
         summary = f"{len(before):,} lines before these"
     return html.join((_details(summary, _lines_html(before)), _lines_html(shown)))

@@ -6,15 +6,26 @@ import sys
 from types import FrameType
 from typing import Any
 
-__all__ = ["cell_number", "running_cell", "running_line"]
+__all__ = ["cell_number", "cell_of_file", "running_cell", "running_line"]
 
 
 def running_cell() -> int | None:
     """The number of the cell that runs; None where this is no notebook or IPython terminal."""
+    shell = _shell()
+    return None if shell is None else cell_number(shell)
+
+
+def cell_of_file(filename: str) -> str:
+    """``In[3]``, as IPython's tracebacks call code that has this name for a file; else nothing."""
+    name = getattr(getattr(_shell(), "compile", None), "format_code_name", None)
+    found = None if name is None else name(filename)
+    return "" if found is None else str(found[1])
+
+
+def _shell() -> Any:
     # Another thread may be half-way through importing it.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = None if get_ipython is None else get_ipython()
-    return None if shell is None else cell_number(shell)
+    return None if get_ipython is None else get_ipython()
 
 
 def cell_number(shell: Any) -> int:

@@ -7,7 +7,14 @@ import re
 
 from distsession.errors import OptionsError
 
-__all__ = ["CellNames", "cell_name", "is_cell", "name_of_value", "parse_cell"]
+__all__ = [
+    "CellNames",
+    "cell_name",
+    "is_cell",
+    "is_notebook_file",
+    "name_of_value",
+    "parse_cell",
+]
 
 _BEGIN = "In["
 
@@ -53,6 +60,11 @@ def parse_cell(text: str) -> int | None:
 def is_cell(filename: str) -> bool:
     """Whether that is the name of a cell rather than of a file."""
     return filename.startswith(_BEGIN)
+
+
+def is_notebook_file(filename: str) -> bool:
+    """Whether that is what IPython names the code of a notebook's cell, in place of a file."""
+    return "ipykernel_" in filename or filename.startswith("<ipython-input-")
 
 
 def name_of_value(source: str) -> str:

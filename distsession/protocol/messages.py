@@ -154,11 +154,13 @@ class CallRequest(_Message):
     Attributes:
         source: Of a function of the notebook, the name that its code has for a file, and the lines
             of its cell, which no rank has; for its debugger.
+        cell: What the notebook calls that cell, such as ``"In[3]"``.
     """
 
     id: int
     name: str
     source: tuple[str, str] = ("", "")
+    cell: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +349,8 @@ class ErrorInfo(_Message):
 
     Attributes:
         cause: The exception before it, and whether it was its declared cause.
+        syntax: Where the code is that could not be read; its context is that line, and the marks
+            below it.
     """
 
     ename: str
@@ -355,6 +359,7 @@ class ErrorInfo(_Message):
     notes: tuple[str, ...] = ()
     cause: ErrorInfo | None = None
     cause_is_explicit: bool = False
+    syntax: FrameInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

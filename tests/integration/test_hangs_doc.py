@@ -858,13 +858,15 @@ def test_magics_diagnose_and_interrupt_what_was_submitted(notebook: Notebook) ->
     )
     shown = notebook.run("%session diagnose").result
     # of the function's own cell, from its top
-    assert "at notebook cell line 6" in shown
-    assert "running notebook cell line 5" in shown
+    cell = re.search(r"at (In\[\d+\]) line 6", shown)
+    assert cell is not None
+    assert f"running {cell[1]} line 5" in shown
+    assert "def late():" in notebook.run(f"print({cell[1]})").stdout
     assert "time.sleep(60)" in notebook.run("%session diagnose --stacks").result
     assert "interrupted" in notebook.run("%session interrupt").result
     stopped = notebook.run("run.result(20)")
     assert stopped.ename == "RunInterrupt"
-    assert "at notebook cell line 6" in stopped.error
+    assert f"at {cell[1]} line 6" in stopped.error
     notebook.run("%%distributed\ndist.barrier()")
 
 

@@ -90,6 +90,22 @@ def test_a_short_run_shows_its_output_in_the_end_and_equal_output_once(
     assert screen.texts == ["[ranks 0-1] same\n[rank 2] other"]
 
 
+def test_output_that_is_cut_names_the_command_that_shows_all_of_it(
+    output: CellOutput, screen: Screen
+) -> None:
+    output.cell = 7
+    output.write(text(0, "line\n" * 500))
+    output.close()
+    assert "(%session output In 7 shows them)" in screen.texts[0]
+    again = CellOutput(lambda rank: f"/logs/{rank}")
+    again.cell = 8
+    again.show_more()
+    again.write(text(0, "line\n" * 30_000))
+    again.close()
+    assert "left out" in screen.texts[1]
+    assert "%session output" not in screen.texts[1]
+
+
 def test_a_longer_run_has_a_row_for_each_rank_and_then_says_how_long_it_took(
     output: CellOutput, screen: Screen, clock: Clock
 ) -> None:

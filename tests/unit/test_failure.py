@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import linecache
 import pickle
 import sys
 import threading
+import tokenize
 from typing import Any
 
 import pytest
 
 from distsession.engine.execute import PlainFront, run_call, run_cell
-from distsession.engine.failure import describe, is_user_code, pickled
+from distsession.engine.failure import (
+    describe,
+    innermost,
+    is_user_code,
+    name_cell,
+    pickled,
+    short_name,
+)
 from distsession.protocol.messages import ErrorInfo
 from distsession.protocol.serialize import load
 
@@ -71,11 +80,55 @@ def test_a_very_deep_recursion_keeps_its_last_frames() -> None:
 
 
 def test_a_syntax_error_shows_its_line_with_a_caret() -> None:
-    info = from_cell("x = (1,\ny = 2 2")
+    info = from_cell("x = 1\ny = 2 2")
     assert info.ename == "SyntaxError"
-    assert "In[5]" in info.evalue
-    assert "^" in info.evalue
-    assert not info.evalue.startswith("SyntaxError")
+    assert info.evalue.startswith("invalid syntax")
+    assert info.syntax is not None
+    assert (info.syntax.filename, info.syntax.lineno) == ("In[5]", 2)
+    line, marks = (text for _, text in info.syntax.context)
+    assert line.strip() == "y = 2 2"
+    assert set(marks.strip()) == {"^"}
+
+
+class Front(PlainFront):
+    """Tokenizes a cell, as IPython does."""
+
+    def transform(self, source: str) -> str:
+        list(tokenize.generate_tokens(io.StringIO(source).readline))
+        return source
+
+
+def test_a_tokenizers_error_is_one_of_the_cell() -> None:
+    source = "\n\nif True:\n  y = 1\n z = 2\n"
+    error = raised(lambda: run_cell(source, "In[5]", {}, Front()))
+    info = describe(error)
+    assert info.ename == "IndentationError"
+    assert not any("tokenize" in frame.filename for frame in info.frames)
+    assert info.evalue == "unindent does not match any outer indentation level"
+    assert info.syntax is not None
+    assert (info.syntax.filename, info.syntax.lineno) == ("In[5]", 5)
+    assert info.syntax.context[0][1].strip() == "z = 2"
+
+
+@pytest.mark.parametrize("lineno", [None, 7])
+def test_a_syntax_error_that_is_raised_by_hand_is_told(lineno: int | None) -> None:
+    error = SyntaxError("not so", ("config.txt", lineno, None, None))
+    info = describe(error)
+    assert info.evalue.startswith("not so")
+    place = None if info.syntax is None else (info.syntax.filename, info.syntax.lineno)
+    assert place == (None if lineno is None else ("config.txt", 7))
+
+
+def test_code_of_the_notebook_is_named_after_its_cell() -> None:
+    name = "/tmp/ipykernel_5/99.py"
+    space: dict[str, Any] = {}
+    exec(compile("def f():\n    return 1 / 0", name, "exec"), space)
+    assert innermost(describe(raised(space["f"])).frames) == "notebook cell line 2"
+    name_cell(name, "In[8]")
+    assert innermost(describe(raised(space["f"])).frames) == "In[8] line 2"
+    assert short_name(name) == "In[8]"
+    name_cell("<ipython-input-4-abc>", "In[4]")
+    assert is_user_code("<ipython-input-4-abc>")
 
 
 def test_causes_are_told_from_errors_while_handling() -> None:

@@ -258,6 +258,15 @@ def test_it_is_said_how_many_lines_are_missing_in_all() -> None:
     assert "24,970 lines before these, 24,800 of them only in the log" in shown
 
 
+def test_where_lines_are_left_out_the_command_that_shows_them_is_named() -> None:
+    made = transcript((0, "".join(f"line {n}\n" for n in range(25_000))))
+    section = made.sections[0]
+    section.again = "%session output In 7"
+    said = "left out here; all of them: /logs/0 (%session output In 7 shows them)"
+    assert said in section_text(section, lambda _: "/logs/0")
+    assert "24,800 of them only in the log (%session output In 7)" in html(section)
+
+
 def test_of_a_long_value_the_beginning_is_shown() -> None:
     section = Section(is_value=True)
     section.texts[0] = RankText(HEAD_LINES + TAIL_LINES, 0)

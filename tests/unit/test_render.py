@@ -282,7 +282,26 @@ def test_without_a_cell_the_line_of_an_error_is_the_users_innermost() -> None:
     assert place("/home/me/train.py", "/home/me/net.py", torch) == "net.py line 2"
     assert place("/tmp/ipykernel_1/2.py", torch) == "notebook cell line 1"
     assert place("In[3]", "/home/me/net.py") == "In[3] line 1"
+    assert place("In[4]", "In[3]", torch) == "In[3] line 2"
     assert place(torch, "<string>") == ""
+
+
+def test_a_syntax_error_is_shown_as_ipython_does_it() -> None:
+    where = FrameInfo("In[3]", 2, "<module>", ((2, "    for i in x"), (2, "              ^")))
+    error = ErrorInfo("SyntaxError", "expected ':'", syntax=where)
+    line = render.error_line((0, 1), error, {})
+    assert line == "SyntaxError on ranks 0-1 at In[3] line 2: expected ':'"
+    assert render.remote_traceback(error).splitlines() == [
+        "  Cell In[3], line 2",
+        "    for i in x",
+        "              ^",
+        "SyntaxError: expected ':'",
+    ]
+    inner = replace(
+        error, frames=(replace(CELL, lineno=1),), syntax=replace(where, filename="a.py")
+    )
+    assert render.error_place(inner) == "In[3] line 1"
+    assert "  File a.py, line 2\n" in render.remote_traceback(inner)
 
 
 def test_a_frame_of_a_cell_shows_its_lines_and_points_at_one() -> None:

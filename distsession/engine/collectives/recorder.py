@@ -54,6 +54,7 @@ from distsession.protocol.messages import (
     Abort,
     Aborted,
     Called,
+    CallRequest,
     Mismatch,
     Operation,
     Request,
@@ -167,6 +168,8 @@ class Recorder(RequestListener):
     def begin_request(self, request: Request) -> None:
         self._show_request(request.id)
         self._expire_abort()
+        if isinstance(request, CallRequest):  # its cell may have another number by now
+            self._places.pop(request.source[0], None)
 
     def end_request(self, request: Request) -> None:
         self._show_request(0)
