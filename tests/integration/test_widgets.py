@@ -16,6 +16,8 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
+from distsession.display.widgets import WIDGET_VIEW
+
 from .kernel import Notebook
 
 BARS = """\
@@ -209,3 +211,62 @@ def test_a_script_on_ranks_writes_its_bars_as_text(tmp_path: Any) -> None:
         )
         for epoch in range(2):
             assert ended.stderr.count(f"epoch {epoch}: 100%|") == 2, ended.stderr
+
+
+WIDGETS = "application/vnd.jupyter.widget-state+json"
+
+
+def convert(to: str, source: Path, *options: str) -> Path:
+    """What nbconvert makes of a notebook."""
+    command = [sys.executable, "-m", "nbconvert", "--to", to, *options]
+    made = source.with_name(f"made.{'html' if to == 'html' else 'ipynb'}")
+    command += ["--output", made.name, str(source)]
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
+    return made
+
+
+def texts_below(state: dict[str, Any], model_id: str) -> Iterator[str]:
+    """What a widget that an executed notebook has kept, and all in it, say; none is missing."""
+    model = state[model_id.removeprefix("IPY_MODEL_")]
+    for name in ("value", "bar_style"):
+        if name in model["state"]:
+            yield str(model["state"][name]).replace("\u2007", " ")
+    for name in ("layout", "style", "children"):
+        references = model["state"].get(name) or []
+        for reference in references if isinstance(references, list) else [references]:
+            yield from texts_below(state, reference)
+
+
+@pytest.mark.timeout(600)
+def test_nbconvert_keeps_bars_and_sliders_as_they_were_last(tmp_path: Path) -> None:
+    nested = (
+        "%%distributed\nfrom tqdm.notebook import tqdm\n"
+        "for epoch in tqdm(range(2), desc='epochs'):\n"
+        "    for step in tqdm(range(3), desc='steps', leave=False):\n"
+        "        pass"
+    )
+    moved = "%%distributed\nslider.value = 70 + rank"
+    cells = ["%load_ext distsession\nsession = %session start 2", BARS, nested, SLIDER, moved]
+    source = tmp_path / "notebook.ipynb"
+    made = new_notebook(cells=[new_code_cell(cell) for cell in (*cells, "session.close()")])
+    made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(made, source)
+    executed = convert("notebook", source, "--execute")
+    notebook = nbformat.read(executed, as_version=4)
+    nbformat.validate(notebook)
+    state = notebook.metadata["widgets"][WIDGETS]["state"]
+    shown = [
+        list(texts_below(state, output["data"][WIDGET_VIEW]["model_id"]))
+        for cell in notebook.cells
+        for output in cell.outputs
+        if WIDGET_VIEW in output.get("data", {})
+    ]
+    assert len(shown) == 3
+    bars, inner, sliders = shown
+    assert [bars.count("success"), *(f"fit {rank}: 100%" in bars for rank in (0, 1))] == [2, 1, 1]
+    assert [inner.count("success"), inner.count("epochs: 100%")] == [2, 2]
+    assert not any("steps" in text for text in inner)
+    assert [text for text in sliders if text.isdigit()] == ["70", "71"]
+    page = convert("html", executed).read_text()
+    assert WIDGETS in page
+    assert "fit 1:" in page.replace("\\u2007", " ").replace("\u2007", " ")
