@@ -231,7 +231,8 @@ def diagnosis_html(
         html.table(_DIAGNOSIS_HEAD, _report_rows(reports)),
     ]
     for ranks, frames in _stacks(reports, culprits) if stacks else ():
-        blocks += [element("p", _stack_label(ranks, culprits)), *_frames_html(frames)]
+        label = html.label(f"{ranks_text(ranks)}{_waited_for(ranks, culprits)}", tag="p")
+        blocks += [label, *_frames_html(frames)]
     return html.join(blocks)
 
 
@@ -251,9 +252,12 @@ def _is_library(frame: FrameInfo) -> bool:
 
 
 def _stack_label(ranks: Sequence[int], culprits: Collection[int]) -> str:
+    return f"{rank_label(ranks)}{_waited_for(ranks, culprits)}"
+
+
+def _waited_for(ranks: Sequence[int], culprits: Collection[int]) -> str:
     it = "it" if len(ranks) == 1 else "them"
-    waited_for = f" (others wait for {it})" if set(ranks) & set(culprits) else ""
-    return f"{rank_label(ranks)}{waited_for}"
+    return f" (others wait for {it})" if set(ranks) & set(culprits) else ""
 
 
 def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:

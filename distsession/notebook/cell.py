@@ -25,6 +25,7 @@ from distsession.notebook.output import HEAD_LINES, TAIL_LINES, RankText, Sectio
 from distsession.notebook.output_html import (
     LiveRow,
     can_embed,
+    label_html,
     live_html,
     live_text,
     section_html,
@@ -417,6 +418,8 @@ def _display_separately(
     """Show by itself what cannot stand beside others, such as a widget, or is to be updated."""
     from IPython.display import display
 
-    display({"text/plain": rank_label(ranks, note_of((data, metadata)))}, raw=True)
+    note = note_of((data, metadata))
+    label = {"text/plain": rank_label(ranks, note), "text/html": label_html(ranks, note)}
+    display(label, raw=True)
     options = {"display_id": display_id} if display_id else {}
     display(data, raw=True, metadata=metadata, **options)

@@ -19,7 +19,8 @@ from ipywidgets.widgets import widget as _widget
 from ipywidgets.widgets.widget_string import HTMLStyle
 
 from distsession.cluster.base import Channel
-from distsession.display.html import CODE_FONT, element
+from distsession.display.figures import edge
+from distsession.display.html import CODE_FONT, LABEL, element
 from distsession.display.widgets import WIDGET_TARGET, Models
 from distsession.protocol.messages import CommInput, CommMessage
 
@@ -408,5 +409,7 @@ class WidgetRows:
 
 
 def _label(rank: int, more: str = "") -> str:
-    style = "opacity:.8;white-space:nowrap;margin-right:.8em"
-    return f'<span style="{style}">rank {rank}{more}</span>'
+    """As beside other output of a rank."""
+    border = f"padding-left:.6em;margin-right:.8em;border-left:{edge((rank,))}"
+    style = f"display:inline-block;white-space:nowrap;{border};{LABEL}"
+    return element("span", f"rank {rank}{more}", style=style)

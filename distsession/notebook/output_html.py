@@ -22,6 +22,7 @@ __all__ = [
     "LiveRow",
     "ansi_html",
     "can_embed",
+    "label_html",
     "live_html",
     "live_text",
     "section_html",
@@ -151,6 +152,11 @@ def section_text(section: Section, log: Callable[[int], str]) -> str:
     """What the ranks wrote and displayed, those that put out the same together."""
     parts = []
     for block in _blocks(section):
+        if rows := block.only_bars():
+            parts += [
+                f"{rank_label(row.ranks, row.note)} {_without_escapes(row.text)}" for row in rows
+            ]
+            continue
         lines = [_without_escapes(text) for _, text in block.lines(log, len(section.texts))]
         gap = "\n" if len(lines) > 1 or block.note else " "
         parts.append(rank_label(block.ranks, block.note) + gap + "\n".join(lines))
@@ -173,6 +179,15 @@ def section_html(section: Section, log: Callable[[int], str]) -> Html:
 
 def _bundles(section: Section) -> dict[int, Bundle]:
     return {rank: (shown.data, shown.metadata) for rank, shown in section.displays.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _BarRow:
+    """A progress bar, and whose it is."""
+
+    ranks: tuple[int, ...]
+    text: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +233,38 @@ class _Block:
         return f"{kept} ({self.again} shows them)" if self.again else kept
 
     def _line(self, lines: Sequence[OutputLine]) -> Iterator[tuple[str, str]]:
+        rows = self._bars(lines)
+        if not rows:
+            yield "bar" if lines[0].bar is not None else lines[0].stream, lines[0].text
+        for row in rows:
+            yield "bar", f"{rank_label(row.ranks, row.note)} {row.text}"
+
+    def _bars(self, lines: Sequence[OutputLine]) -> list[_BarRow]:
+        """The bars of ranks that have come to the same point, which differ in their times."""
         bars = [line.bar for line in lines if line.bar is not None]
         if len(bars) < len(lines) or len(lines) == 1:
-            yield "bar" if bars else lines[0].stream, lines[0].text
-        elif len(lines) <= MAX_BARS or any(bar.seconds is None for bar in bars):
-            for rank, line in zip(self.ranks[:MAX_BARS], lines, strict=False):
-                yield "bar", f"[{rank}] {line.text.strip()}"
-            if len(lines) > MAX_BARS:
-                yield "note", f"... and {len(lines) - MAX_BARS} more bars at {bars[0].count}"
-        else:
-            order = sorted(range(len(bars)), key=lambda at: bars[at].seconds or 0)
-            for name, at in (("slowest", order[-1]), ("fastest", order[0])):
-                text = lines[at].text.strip()
-                yield "bar", f"[{name}: rank {self.ranks[at]}] {text}"
+            return []
+        texts = [line.text.strip() for line in lines]
+        if len(lines) <= MAX_BARS or any(bar.seconds is None for bar in bars):
+            shown = zip(self.ranks[:MAX_BARS], texts, strict=False)
+            rows = [_BarRow((rank,), text) for rank, text in shown]
+            more = self.ranks[MAX_BARS:]
+            return [*rows, _BarRow(more, f"at {bars[0].count}, too")] if more else rows
+        order = sorted(range(len(bars)), key=lambda at: bars[at].seconds or 0)
+        ends = (("slowest", order[-1]), ("fastest", order[0]))
+        return [_BarRow((self.ranks[at],), texts[at], name) for name, at in ends]
+
+    def only_bars(self) -> list[_BarRow]:
+        """Its bars, where it has nothing else: each has a label, so that it needs none itself."""
+        if self.is_value or self.note or self.written[0].left_out:
+            return []
+        rows = []
+        for at in range(len(self.written[0].head)):
+            bars = self._bars([written.head[at] for written in self.written])
+            if not bars or any(row.note for row in bars):
+                return []
+            rows += bars
+        return [] if self.written[0].tail else rows
 
 
 def _blocks(section: Section) -> Iterator[_Block]:
@@ -243,22 +277,34 @@ def _blocks(section: Section) -> Iterator[_Block]:
 
 
 def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded: bool) -> Html:
-    name = ranks_text(block.ranks)
+    if rows := block.only_bars():
+        return html.join(
+            _labelled_html(row.ranks, _lines_html([("bar", row.text)]), row.note) for row in rows
+        )
     lines = list(block.lines(log, blocks))
     note = _lines_html([("note", block.note)]) if block.note else ""
     body = _value_html(lines) if block.is_value else _log_html(lines, block, blocks)
     if folded and block.count > 3:
         last = _without_escapes(lines[-1][1])[:100]
         body = _details(f"{block.count:,} lines, the last: {last}", body)
+    return _labelled_html(block.ranks, html.join((note, body)))
+
+
+def _labelled_html(ranks: Sequence[int], body: Html, note: str = "") -> Html:
+    name = ranks_text(ranks)
     return element(
         "div",
-        html.label(name, title=format_ranks(block.ranks)),
-        element("div", note, body, style="flex:1;min-width:0"),
+        html.label(f"{name} ({note})" if note else name, title=format_ranks(ranks)),
+        element("div", body, style="flex:1;min-width:0"),
         role="group",
         aria_label=name,
-        style=f"display:flex;gap:.8em;margin:.15em 0;padding-left:.6em;"
-        f"border-left:{edge(block.ranks)}",
+        style=f"display:flex;gap:.8em;margin:.15em 0;padding-left:.6em;border-left:{edge(ranks)}",
     )
+
+
+def label_html(ranks: Sequence[int], note: str = "") -> Html:
+    """Whose the output below is, where that cannot be part of other HTML."""
+    return _labelled_html(ranks, Html(), note)
 
 
 def _log_html(lines: Sequence[tuple[str, str]], block: _Block, blocks: int) -> Html:

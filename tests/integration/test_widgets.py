@@ -184,7 +184,7 @@ def test_bars_of_many_ranks_are_lines_of_text() -> None:
     )
     outputs = made.cells[1].outputs
     texts = [output["data"].get("text/plain", "") for output in outputs]
-    assert any("slowest: rank" in text for text in texts)
+    assert any("(slowest)] fit" in text for text in texts)
     assert any(text.count("IntSlider(value=") == 9 for text in texts)
     state = made.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
     names = [model["model_name"] for model in state.values()]

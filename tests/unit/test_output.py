@@ -181,17 +181,32 @@ def bars(*seconds: int) -> Transcript:
 
 
 def test_bars_of_few_ranks_are_shown_one_by_one() -> None:
-    lines = text(bars(1, 2)).splitlines()
-    assert lines[0] == "[ranks 0-1]"
-    assert lines[1].startswith("[0] fit: 100%|####| 8/8 [00:01<")
-    assert lines[2].startswith("[1] fit: 100%|####| 8/8 [00:02<")
+    made = bars(1, 2)
+    lines = text(made).splitlines()
+    assert lines[0].startswith("[rank 0] fit: 100%|####| 8/8 [00:01<")
+    assert lines[1].startswith("[rank 1] fit: 100%|####| 8/8 [00:02<")
+    assert len(lines) == 2
+    shown = html(made.sections[0])
+    assert re.findall(r'aria-label="([^"]*)"', shown) == ["rank 0", "rank 1"]
+    assert "ranks 0-1" not in shown
+
+
+def test_bars_that_stand_below_text_have_its_label_above() -> None:
+    made = Transcript()
+    for rank in range(2):
+        made.write(rank, "stdout", "begin\n")
+        made.write(rank, "stderr", f"\rfit:  50%|##  | 4/8 [00:0{rank}<00:00, 9it/s]\n")
+    made.finish()
+    lines = text(made).splitlines()
+    assert lines[:2] == ["[ranks 0-1]", "begin"]
+    assert [line[:13] for line in lines[2:]] == ["[rank 0] fit:", "[rank 1] fit:"]
 
 
 def test_bars_of_many_ranks_are_the_slowest_and_the_fastest() -> None:
     lines = text(bars(3, 2, 7, 1, 5, 4)).splitlines()
     assert lines[0] == "[ranks 0-5]"
-    assert lines[1].startswith("[slowest: rank 2] fit: 100%|")
-    assert lines[2].startswith("[fastest: rank 3] fit: 100%|")
+    assert lines[1].startswith("[rank 2 (slowest)] fit: 100%|")
+    assert lines[2].startswith("[rank 3 (fastest)] fit: 100%|")
     assert len(lines) == 3
 
 
@@ -230,7 +245,9 @@ def test_ranks_whose_bars_came_equally_far_are_alike_wherever_their_text_is_cut(
     for character in text.replace("00:01", "00:07"):
         made.write(1, "stderr", character)
     made.finish()
-    assert "[ranks 0-1]" in section_text(made.sections[0], str)
+    shown = section_text(made.sections[0], str).splitlines()
+    outer = [line[:16] for line in shown if "outer" in line]
+    assert outer == ["[rank 0] outer: ", "[rank 1] outer: "]  # beside each other, as of one block
 
 
 def test_bars_that_go_on_stand_below_what_is_displayed_meanwhile() -> None:
