@@ -50,6 +50,8 @@ DISPLAY_PAUSE_FACTOR = 10
 """How many times longer than it takes to show something the pause after it is."""
 
 
+MAX_EMBEDDED = 100
+"""Displays that can still be updated where they stand among those of other ranks."""
 MAX_WIDGET_RANKS = 8
 """Ranks whose progress bars are shown as widgets; those of more are lines of text."""
 
@@ -73,6 +75,25 @@ def make_output(log: Callable[[int], str] | None) -> CellOutput | TerminalOutput
     if shell is not None:
         made.cell = cell_number(shell)
     return made
+
+
+class _Embedded:
+    """Where displays stand that a rank may update, in this cell or in a later one."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int, str], tuple[CellOutput, Transcript]] = {}
+
+    def keep(self, place: tuple[int, int, str], where: tuple[CellOutput, Transcript]) -> None:
+        self._places.pop(place, None)
+        self._places[place] = where
+        while len(self._places) > MAX_EMBEDDED:
+            del self._places[next(iter(self._places))]
+
+    def get(self, place: tuple[int, int, str]) -> tuple[CellOutput, Transcript] | None:
+        return self._places.get(place)
+
+
+_embedded = _Embedded()
 
 
 class CapturedOutput(TerminalOutput):
@@ -231,19 +252,39 @@ class CellOutput(Output):
         if message.display_id or message.update:
             self._show_apart(message)
         if message.update:
-            _update(message)
+            self._update(message)
         elif self._show_widget(message):
             pass
-        elif message.display_id or not can_embed((message.data, message.metadata)):
+        elif not can_embed((message.data, message.metadata)):
             self._show_displays()
             _display_separately(
                 [message.rank], message.data, message.metadata, _rank_display_id(message)
             )
-        elif set(message.data) == {"text/plain"}:
+        elif set(message.data) == {"text/plain"} and not message.display_id:
             text = f"{message.data['text/plain']}\n"
             self._transcript.write(message.rank, "stdout", text)
         else:
             self._transcript.display(message)
+            if message.display_id:
+                _embedded.keep(self._place(message), (self, self._transcript))
+
+    def _update(self, message: Display) -> None:
+        """Show what something displayed is now: in this output, in an earlier one, or by itself."""
+        found = _embedded.get(self._place(message))
+        if found is None:
+            _update(message)
+            return
+        output, transcript = found
+        if not can_embed((message.data, message.metadata)):
+            text = str(message.data.get("text/plain", f"<{', '.join(message.data)}>"))
+            message = replace(message, data={"text/plain": text})
+        if transcript.update(message) and transcript is not self._transcript:
+            for section in transcript:
+                if section.changed:
+                    output._show_section(section)
+
+    def _place(self, message: Display) -> tuple[int, int, str]:
+        return id(self._channel), message.rank, message.display_id
 
     # --- widgets ----------------------------------------------------------------------------------
 

@@ -193,6 +193,16 @@ class Transcript:
         self._section_index[message.rank] = self._section_index.get(message.rank, 0) + 1
         self._add(message.rank, bars)
 
+    def update(self, message: Display) -> bool:
+        """Take what something displayed is now; False where it does not stand here."""
+        is_here = False
+        for section in self.sections:
+            shown = section.displays.get(message.rank)
+            if shown is not None and shown.display_id == message.display_id:
+                section.displays[message.rank] = message
+                section.changed = is_here = True
+        return is_here
+
     def add_bar(self, rank: int, text: str) -> None:
         """Take the last state of a progress bar that was no text."""
         self._add(rank, [Line(text, "stderr", drawn=True)])

@@ -11,7 +11,13 @@ import pytest
 from distsession.cluster.base import Channel
 from distsession.display.widgets import WIDGET_VIEW
 from distsession.notebook import cell
-from distsession.notebook.cell import LIVE_AFTER_S, LIVE_INTERVAL_S, PLACE_AFTER_S, CellOutput
+from distsession.notebook.cell import (
+    LIVE_AFTER_S,
+    LIVE_INTERVAL_S,
+    MAX_EMBEDDED,
+    PLACE_AFTER_S,
+    CellOutput,
+)
 from distsession.notebook.comms import relay
 from distsession.protocol.messages import ClearOutput, CommMessage, Display, RankReport, Text
 from distsession.protocol.rank_state import Ending, Outcome
@@ -175,7 +181,38 @@ def test_two_ranks_that_update_the_same_display_do_not_overwrite_each_other(
         output.write(Display(rank, 1, {"text/plain": f"{rank}"}, {}, display_id="bar"))
     changed = Display(1, 1, {"text/plain": "new"}, {}, display_id="bar", update=True)
     output.write(changed)
-    assert screen.texts == ["[rank 0]", "0", "[rank 1]", "new"]
+    output.close()
+    assert screen.texts == ["[rank 0] 0\n[rank 1] new"]
+
+
+def test_displays_with_an_id_stand_in_the_order_of_ranks_and_change_where_they_stand(
+    output: CellOutput, screen: Screen
+) -> None:
+    def table(rank: int, written: str, update: bool = True, **data: str) -> Display:
+        data = data or {"text/html": f"<b>{written}</b>", "text/plain": written}
+        return Display(rank, 1, dict(data), {}, display_id="table", update=update)
+
+    for rank in (1, 0):
+        output.write(table(rank, f"step {rank}", update=False))
+    output.write(text(0, "after\n"))
+    output.write(table(1, "step 8"))
+    output.close()
+    assert screen.texts == ["[rank 0] step 0\n[rank 1] step 8", "[rank 0] after"]
+    later = CellOutput(lambda rank: f"/logs/{rank}")
+    later.write(table(0, "step 9"))
+    later.write(table(1, "", **{"text/latex": "$x$", "text/plain": "x"}))
+    later.close()
+    assert screen.texts == ["[rank 0] step 9\n[rank 1] x", "[rank 0] after"]
+
+
+def test_of_displays_with_an_id_as_many_are_known_as_a_bound(
+    output: CellOutput, screen: Screen
+) -> None:
+    for number in range(MAX_EMBEDDED + 5):
+        shown = {"text/html": "<b>x</b>", "text/plain": "x"}
+        output.write(Display(0, 1, shown, {}, display_id=f"number {number}"))
+    output.close()
+    assert len(cell._embedded._places) == MAX_EMBEDDED
 
 
 def test_a_figure_does_not_wait_for_the_end(
