@@ -77,9 +77,10 @@ class Lab:
     Args:
         folder: Where its notebooks, settings and log go.
         warm: What its kernels get their agents from, but for those named ``COLD``.
+        without: Extensions of the page that are not loaded.
     """
 
-    def __init__(self, folder: Path, warm: WarmAgents):
+    def __init__(self, folder: Path, warm: WarmAgents, without: Sequence[str] = ()):
         self.notebooks = folder / "notebooks"
         self.notebooks.mkdir()
         self.log = folder / "lab.log"
@@ -87,11 +88,11 @@ class Lab:
         settings = folder / "config" / "lab" / "user-settings" / "@jupyterlab"
         for name, values in SETTINGS.items():
             _write(settings / f"{name}.jupyterlab-settings", values)
-        without = {"jpserver_extensions": dict.fromkeys(SERVER_EXTENSIONS, False)}
-        _write(folder / "config" / "jupyter_server_config.json", {"ServerApp": without})
+        server = {"jpserver_extensions": dict.fromkeys(SERVER_EXTENSIONS, False)}
+        _write(folder / "config" / "jupyter_server_config.json", {"ServerApp": server})
         page = {
             "buildCheck": False,  # it runs node whenever a page is loaded
-            "disabledExtensions": dict.fromkeys(EXTENSIONS, True),
+            "disabledExtensions": dict.fromkeys([*EXTENSIONS, *without], True),
         }
         _write(folder / "config" / "labconfig" / "page_config.json", page)
         cold = {**kernelspec.get_kernel_dict(), "env": {STARTED: "1"}}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import expect
 
-from tests.browser.lab import Notebook
+from tests.browser.lab import Lab, Notebook, Tab, write_notebook
 from tests.browser.test_reopened import reload, save
 from tests.until import until
+from tests.warm_agents import WarmProcess
 
 Open = Callable[..., Notebook]
 
@@ -130,3 +133,28 @@ bar.update(4)"""
         notebook.screenshot("widgets-ended")
         reload(notebook)
     assert "not found" not in notebook.page.inner_text("body")
+
+
+def test_a_page_that_knows_no_widgets_shows_bars_as_text(
+    browser: Any, warm: WarmProcess, tmp_path: Path
+) -> None:
+    lab = Lab(tmp_path, warm, without=["@jupyter-widgets/jupyterlab-manager"])
+    tab = Tab(lab, browser)
+    try:
+        cells = write_notebook([START.format(2), BARS, BARS])
+        notebook = tab.open(cells, "without-widgets", "python3")
+        notebook.run(0)
+        ends = [("0", "0"), ("1", "1")]
+        for number in (1, 2):
+            notebook.run(number)
+            shown = notebook.output(number)
+            until(
+                lambda shown=shown: (  # type: ignore[misc]
+                    re.findall(r"rank (\d)\W+fit (\d): 100%", plain(shown.inner_text())) == ends
+                )
+            )
+        notebook.screenshot("without-widgets")
+        lab.ask("DELETE", f"api/kernels/{notebook.kernel}")
+    finally:
+        tab.close()
+        lab.close()
