@@ -153,6 +153,7 @@ def test_a_page_that_knows_no_widgets_shows_bars_as_text(
                     re.findall(r"rank (\d)\W+fit (\d): 100%", plain(shown.inner_text())) == ends
                 )
             )
+        notebook.output(2).get_by_role("group", name="rank 1").get_by_text("30/30").wait_for()
         notebook.screenshot("without-widgets")
         lab.ask("DELETE", f"api/kernels/{notebook.kernel}")
     finally:
