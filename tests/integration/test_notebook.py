@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -323,3 +324,24 @@ def test_capture_keeps_what_the_ranks_print_and_display(notebook: Notebook) -> N
     for line in ("[0] said by 0\\n", "[1] said by 1\\n", "[rank 1] 1\\n"):
         assert line in shown.result
     assert shown.result.count("<b>bold</b>") == 2
+
+
+def test_an_error_of_a_function_names_the_notebooks_cells(notebook: Notebook) -> None:
+    notebook.run("def inner(x):\n    return 1 // x")
+    notebook.run("def outer(x):\n    one = 1\n    return inner(x)")
+    notebook.run("from distsession import current_session\nsession = current_session()")
+    shown = notebook.run("session.run(outer, 0)")
+    first = re.search(r"^ZeroDivisionError on ranks .* at In\[(\d+)\] line 2: ", shown.error)
+    assert first is not None, shown.error
+    cell = int(first[1])
+    assert f"Cell In[{cell + 1}], line 3, in outer" in shown.error
+    assert f"Cell In[{cell}], line 2, in inner\n        1 def inner(x):" in shown.error
+    assert "notebook cell" not in shown.error
+
+
+def test_a_syntax_error_begins_with_its_line_and_its_reason(notebook: Notebook) -> None:
+    shown = notebook.run("%%distributed\nif rank > 5:\n    x = 1\n  y = 2")
+    first, *rest = shown.error.splitlines()
+    assert re.match(r"IndentationError on ranks .* at In\[\d+\] line 4: unindent", first)
+    assert re.fullmatch(r"  Cell In\[\d+\], line 4", next(line for line in rest if line))
+    assert "tokenize" not in shown.error
