@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["has_ipywidgets", "shows_widgets"]
@@ -41,5 +42,10 @@ def _is_without_widgets(parent: int) -> bool:
         words = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return False
+    return not _shows(words)
+
+
+def _shows(command: Sequence[str]) -> bool:
+    """Whether a program shows widgets, by its command line."""
     # The interpreter, its options, and the program or, behind -m, the module.
-    return any(os.path.basename(word) in PROGRAMS_WITHOUT_WIDGETS for word in words[:4])
+    return not any(os.path.basename(word) in PROGRAMS_WITHOUT_WIDGETS for word in command[:4])

@@ -347,3 +347,29 @@ def test_a_page_that_closes_what_it_hears_of_shows_no_widgets(
     assert shows_widgets()
     for comm_id in "ab":
         relay.receive(message(comm_id, "comm_close"), link)
+
+
+def test_text_stands_for_a_widget_that_the_page_drops(
+    monkeypatch: pytest.MonkeyPatch, published: list[tuple[str, str, Any]]
+) -> None:
+    relay, link, rows = Relay(), Link(), comms.WidgetRows()
+    monkeypatch.setattr(comms, "relay", relay)
+    monkeypatch.setattr(comms, "MAX_ENDED_MODELS", 1)
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    for comm_id, value in (("first", 3), ("second", 9)):
+        state = {"_model_name": "IntProgressModel", "value": value, "max": 9}
+        relay.receive(message(comm_id, **state), link)
+        rows.add(1, comm_id, "IntProgress(...)")
+    first, second = rows._box.children
+    del link.processes[1]
+    relay.close_ended()
+    assert [type(child).__name__ for child in first.children] == ["HTML"]
+    assert [type(child).__name__ for child in second.children] == ["HTML", "_Child"]
+    assert "rank 1 (ended)" in first.children[0].value
+    assert "|#######             |" in first.children[0].value
+    assert "(ended)" not in second.children[0].value  # it had come to its end
+    assert closed(published) == ["first"]
+    text = rows._bundle()["text/plain"].splitlines()
+    assert [line.count("#") for line in text] == [7, 20]
+    rows.clear(1)
+    assert [name for name in closed(published) if name in ("first", "second")][1:] == ["second"]
