@@ -118,7 +118,7 @@ def test_a_callback_that_hangs_is_ended_by_a_stop(notebook: Notebook, tmp_path: 
     assert shown.result == "[rank 0] 5\n[rank 1] 1"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_ten_thousand_comms_of_two_ranks_leave_nothing_in_the_kernel(notebook: Notebook) -> None:
     notebook.run(SLIDER)
     before = notebook.run(SIZES).result
