@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import expect
+from playwright.sync_api import Locator, expect
 
 from tests.browser.lab import Lab, Notebook, Tab, write_notebook
 from tests.browser.test_reopened import reload, save
@@ -47,6 +47,11 @@ slider"""
 def plain(text: str) -> str:
     """Text with ordinary spaces; tqdm has others."""
     return text.replace("\u2007", " ")
+
+
+def ended_bars(part: Locator) -> int:
+    """How many bars say that their rank has ended."""
+    return len(re.findall(r"rank \d \(ended\)\s+fit:\s+40%", plain(part.inner_text())))
 
 
 def test_bars_of_four_ranks_reach_their_end_in_the_ranks_order(open_notebook: Open) -> None:
@@ -128,8 +133,7 @@ bar.update(4)"""
         notebook.output(1).locator(".widget-slider").nth(1).wait_for()
         shown = notebook.output(2)
         shown.locator(".progress-bar-danger").nth(1).wait_for()
-        ended = re.compile(r"rank \d \(ended\)\s+fit:\s+40%")
-        until(lambda: len(ended.findall(plain(shown.inner_text()))) == 2)
+        until(lambda: ended_bars(notebook.output(2)) == 2)
         notebook.screenshot("widgets-ended")
         reload(notebook)
     assert "not found" not in notebook.page.inner_text("body")
@@ -144,14 +148,10 @@ def test_a_page_that_knows_no_widgets_shows_bars_as_text(
         cells = write_notebook([START.format(2), BARS, BARS])
         notebook = tab.open(cells, "without-widgets", "python3")
         notebook.run(0)
-        ends = [("0", "0"), ("1", "1")]
         for number in (1, 2):
             notebook.run(number)
-            shown = notebook.output(number)
-            until(
-                lambda shown=shown: (  # type: ignore[misc]
-                    re.findall(r"rank (\d)\W+fit (\d): 100%", plain(shown.inner_text())) == ends
-                )
+            notebook.expect(
+                number, re.compile(r"rank 0\W+fit 0: 100%.*rank 1\W+fit 1: 100%", re.DOTALL)
             )
         notebook.output(2).get_by_role("group", name="rank 1").get_by_text("30/30").wait_for()
         notebook.screenshot("without-widgets")
