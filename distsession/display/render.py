@@ -42,7 +42,6 @@ __all__ = [
     "state_and_since",
     "table_text",
     "with_notes",
-    "without_times",
 ]
 
 _LONGEST_REASON = 500
@@ -281,11 +280,6 @@ def state_text(report: RankReport) -> str:
         return f"{state.label} at {report.place}" if report.place else state.label
     outcome = report.outcome.text if report.outcome is not None else ""
     return f"{state.label} ({outcome})" if outcome else state.label
-
-
-def without_times(text: str) -> str:
-    """A notice without how long something lasts, which is no news by itself."""
-    return re.sub(r"[\d.]+ (s|min|h)\b", "", text)
 
 
 def _seconds(seconds: float) -> str:

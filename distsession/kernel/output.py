@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from distsession.cluster.base import Channel
 from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle
 from distsession.protocol.messages import RankReport
 
-__all__ = ["Output", "Silent"]
+__all__ = ["NO_NOTICE", "Notice", "Output", "Silent"]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A line about a run. Two are equal if they say the same, however much time lies between.
+
+    Attributes:
+        what: The line, without how long something has lasted.
+        timed: The line with it; empty where it says nothing of time.
+    """
+
+    what: str = ""
+    timed: str = field(default="", compare=False)
+
+    @property
+    def text(self) -> str:
+        """What people read."""
+        return self.timed or self.what
+
+
+NO_NOTICE = Notice()
+"""Takes the one before away."""
 
 
 class Output:
@@ -47,7 +70,7 @@ class Output:
     def show_more(self) -> None:
         """Called before all else where output is shown again: as much of it as can be read."""
 
-    def notify(self, text: str) -> None:
+    def notify(self, notice: Notice) -> None:
         """Show a line about the run that replaces the one before; an empty one takes it away."""
 
     def ask(self, prompt: str, secret: bool) -> str:

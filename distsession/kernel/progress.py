@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from distsession.kernel.output import Output
+from distsession.kernel.output import Notice, Output
 from distsession.ranks import ranks_text
 
 __all__ = ["ProgressNotice", "TransferProgress"]
@@ -65,8 +65,8 @@ class ProgressNotice:
             reason = ""
             with suppress(Exception):  # what it looks at changes meanwhile
                 reason = self._waits_for()
-            waits = f", waiting for {reason}" if reason else ""
-            self._output.notify(f"{self._doing}{waits} ({time.monotonic() - began:.0f} s)")
+            what = f"{self._doing}{f', waiting for {reason}' if reason else ''}"
+            self._output.notify(Notice(what, f"{what} ({time.monotonic() - began:.0f} s)"))
             if self._over.wait(SHOW_EVERY_S):
                 return
 
@@ -79,7 +79,7 @@ class TransferProgress:
         verb: What is done: ``"sending"`` or ``"bringing"``.
     """
 
-    def __init__(self, show: Callable[[str], None], verb: str):
+    def __init__(self, show: Callable[[Notice], None], verb: str):
         self._show = show
         self._verb = verb
         self._began = time.monotonic()
@@ -92,7 +92,7 @@ class TransferProgress:
         if now - self._began < SHOW_AFTER_S or now - self._shown < SHOW_TRANSFER_EVERY_S:
             return
         self._shown = now
-        self._show(self.text(now - self._began))
+        self._show(Notice(self.text(now - self._began)))
 
     def text(self, seconds: float) -> str:
         """``sending [######----] 512 of 1024 MB, 850 MB/s``, with the slowest rank if known."""

@@ -13,6 +13,7 @@ from typing import Any
 from distsession.cluster.base import Launcher
 from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import ENDED, has_ended, process_state
+from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.protocol import diagnosis
 from distsession.protocol.diagnosis import (
     Kind,
@@ -206,7 +207,7 @@ class Recovery:
         )
 
     def wait_for_ranks(
-        self, ranks: Iterable[int], notify: Callable[[str], None], deadline: float | None = None
+        self, ranks: Iterable[int], notify: Callable[[Notice], None], deadline: float | None = None
     ) -> str:
         """Before a run: connect the group anew where it has been given up.
 
@@ -224,7 +225,7 @@ class Recovery:
         launcher = self.launcher
         began = freed = time.monotonic()
         given_up = threading.Event()
-        noticed, late = "", list[int]()
+        noticed, late = False, list[int]()
         self._waits.add(given_up)
         try:
             while True:
@@ -236,8 +237,8 @@ class Recovery:
                     return ""
                 now = time.monotonic()
                 if now - began > RETURN_NOTICE_AFTER_S:
-                    noticed = self._busy_text(late)
-                    notify(noticed)
+                    noticed = True
+                    notify(Notice(self._busy_text(late)))
                 if given_up.is_set():
                     return self._stop_late(late)
                 if deadline is not None and now > deadline:
@@ -251,7 +252,7 @@ class Recovery:
         finally:
             self._waits.discard(given_up)
             if noticed:
-                notify("")
+                notify(NO_NOTICE)
 
     def _stop_late(self, late: Sequence[int]) -> str:
         """Somebody who waits in :meth:`wait_for_ranks` stops: interrupt that again."""

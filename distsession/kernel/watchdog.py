@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import processor_time
+from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.kernel.recovery import Recovery
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_from_any
 from distsession.protocol.messages import RankReport, TimedOut
@@ -42,7 +43,9 @@ class Watchdog:
         notify: Shows a line that replaces the one before.
     """
 
-    def __init__(self, recovery: Recovery, pending: PendingRequest, notify: Callable[[str], None]):
+    def __init__(
+        self, recovery: Recovery, pending: PendingRequest, notify: Callable[[Notice], None]
+    ):
         self._recovery = recovery
         self._pending = pending
         self._notify = notify
@@ -211,7 +214,7 @@ class Watchdog:
         if state != self._progress:
             self._progress, self._progress_at = state, now
             if self._noticed_at:
-                self._notify("")
+                self._notify(NO_NOTICE)
                 self._noticed_at = 0.0
 
     def _notice(self, now: float, sole: PendingRequest | None) -> None:
@@ -219,7 +222,8 @@ class Watchdog:
             return
         self._noticed_at = now
         reports = self._recovery.reports(ask=True, sole=sole)
-        self._notify(self._recovery.diagnose(reports, sole).sentence)
+        verdict = self._recovery.diagnose(reports, sole)
+        self._notify(Notice(verdict.untimed or verdict.sentence, verdict.sentence))
 
 
 def _blocked(report: RankReport) -> RankReport:

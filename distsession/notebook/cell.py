@@ -17,7 +17,7 @@ from distsession.cluster.base import Channel
 from distsession.cluster.pending import OutputMessage
 from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, state_and_since
 from distsession.display.widgets import Bars, model_of
-from distsession.kernel.output import Output
+from distsession.kernel.output import Notice, Output
 from distsession.notebook import stdin
 from distsession.notebook.front_end import has_ipywidgets, shows_widgets
 from distsession.notebook.lines import MAX_LIVE_BARS, Line
@@ -206,9 +206,9 @@ class CellOutput(Output):
         self._shows_more = True
         self._transcript = Transcript(MORE_LINES)
 
-    def notify(self, text: str) -> None:
+    def notify(self, notice: Notice) -> None:
         """Show a line about the run that replaces the one before."""
-        self._notice = text
+        self._notice = notice.text
         self._refresh_live()
 
     def show(self, shown: dict[int, Bundle]) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distsession.cluster.pending import OutputMessage
-from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, without_times
+from distsession.display.render import Bundle, fold_bundles, note_of, rank_label
 from distsession.display.widgets import Bars, Models
-from distsession.kernel.output import Output
+from distsession.kernel.output import NO_NOTICE, Notice, Output
 from distsession.notebook import stdin
 from distsession.notebook.lines import Line, Lines
 from distsession.protocol.messages import CommMessage, Display, RankReport, Text
@@ -81,20 +81,20 @@ class TerminalOutput(Output):
             self._write_batched("stdout", f"{text}\n")
         self._flush()
 
-    def notify(self, text: str) -> None:
+    def notify(self, notice: Notice) -> None:
         """Show a line about the run that replaces the one before; it does not stay."""
         self._flush()
-        self._notice.show(text)
+        self._notice.show(notice)
 
     def close(self) -> None:
         """Write what is still held back."""
         self._finish_lines()
-        self._notice.show("")
+        self._notice.show(NO_NOTICE)
 
     def ask(self, prompt: str, secret: bool) -> str:
         """Have somebody answer a rank, below all that has been put out so far."""
         self._finish_lines()
-        self._notice.show("")
+        self._notice.show(NO_NOTICE)
         return stdin.read_input(prompt, secret)
 
     # --- text -------------------------------------------------------------------------------------
@@ -186,13 +186,12 @@ class _Notice:
     """A line about the run, written as it changes."""
 
     def __init__(self) -> None:
-        self._written = ""
+        self._written = NO_NOTICE
 
-    def show(self, text: str) -> None:
-        lasting = without_times(text)
-        if text and lasting != self._written:
-            self._written = lasting
-            sys.stderr.write(f"distsession: {text}\n")
+    def show(self, notice: Notice) -> None:
+        if notice not in (NO_NOTICE, self._written):
+            self._written = notice
+            sys.stderr.write(f"distsession: {notice.text}\n")
             sys.stderr.flush()
 
 

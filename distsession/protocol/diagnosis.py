@@ -56,6 +56,7 @@ class Verdict:
         failed: Some missing rank has died or failed, so its own error is the cause.
         reason: Why the process group is to be given up for it.
         lines: The sentence in lines: who waits, and for whom.
+        untimed: The sentence without how long ranks have waited, where it says that.
     """
 
     kind: Kind
@@ -65,6 +66,7 @@ class Verdict:
     failed: bool = False
     reason: AbortReason = AbortReason.HANG
     lines: tuple[str, ...] = field(default=(), compare=False)
+    untimed: str = field(default="", compare=False)
 
 
 def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
@@ -91,7 +93,9 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
     if found.late:
         missing = _union(found.missing[rank] for rank in found.late)
         lines = _lines(found.waits(found.late, timed=True))
-        return Verdict(Kind.WAIT, " ".join(lines), _sorted(found.late), missing, lines=lines)
+        untimed = " ".join(_lines(found.waits(found.late)))
+        late = _sorted(found.late)
+        return Verdict(Kind.WAIT, " ".join(lines), late, missing, lines=lines, untimed=untimed)
     lines = _lines(found.nothing())
     return Verdict(Kind.NOTHING, " ".join(lines), lines=lines)
 

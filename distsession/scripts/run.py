@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distsession.cluster.pending import OutputMessage, PendingRequest
-from distsession.display import render
 from distsession.display.widgets import Bars, Models
 from distsession.engine.script import run_script
 from distsession.errors import (
@@ -25,7 +24,7 @@ from distsession.errors import (
     RunInterrupt,
 )
 from distsession.kernel.outcome import collect, run_error
-from distsession.kernel.output import Silent
+from distsession.kernel.output import NO_NOTICE, Notice, Silent
 from distsession.options import add_arguments
 from distsession.protocol.messages import CommMessage, Display, Text
 from distsession.session import Session
@@ -49,7 +48,7 @@ class PlainOutput(Silent):
     """
 
     def __init__(self) -> None:
-        self._notice = ""
+        self._notice = NO_NOTICE
         self._begun: dict[tuple[int, str], str] = {}
         self.is_file = not sys.stderr.isatty()
         self._models = Models()
@@ -84,12 +83,11 @@ class PlainOutput(Silent):
         stream.write(text)
         stream.flush()
 
-    def notify(self, text: str) -> None:
+    def notify(self, notice: Notice) -> None:
         """Show a line about the run, if it is other than the last."""
-        lasting = render.without_times(text)
-        if text and lasting != self._notice:
-            self._notice = lasting
-            sys.stderr.write(f"distsession: {text}\n")
+        if notice not in (NO_NOTICE, self._notice):
+            self._notice = notice
+            sys.stderr.write(f"distsession: {notice.text}\n")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

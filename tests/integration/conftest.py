@@ -10,7 +10,7 @@ from jupyter_client.provisioning import local_provisioner
 
 from distsession import Session
 from distsession.cluster import agents
-from distsession.kernel.output import Output
+from distsession.kernel.output import Notice, Output
 from distsession.protocol.messages import Display, Text
 from tests.warm_agents import STARTED, WarmProcess, fork_agents, fork_agents_of_kernels
 
@@ -35,8 +35,8 @@ class Recorder(Output):
     def show(self, shown: dict[int, Any]) -> None:
         self.shown.append(shown)
 
-    def notify(self, text: str) -> None:
-        self.notices.append(text)
+    def notify(self, notice: Notice) -> None:
+        self.notices.append(notice.text)
 
     def close(self) -> None:
         pass

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from distsession.kernel.output import Notice
 from distsession.protocol.messages import Text
 from distsession.view import Output
 from tests.benchmarks import bench as bench_module
@@ -64,7 +65,7 @@ def test_every_start_has_an_end_also_one_that_failed(bench: Bench) -> None:
 
 def test_a_session_can_write_all_that_it_has_to_say_to_the_counter() -> None:
     counter: Output = Counter()
-    counter.notify("rank 1 waits")
+    counter.notify(Notice("rank 1 waits"))
     counter.write(Text(0, 0, "stdout", "a\nb\n"))
     assert counter.lines == 2
 

@@ -10,6 +10,7 @@ import pytest
 
 from distsession.cluster.base import Channel
 from distsession.display.widgets import WIDGET_VIEW
+from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.notebook import cell
 from distsession.notebook.cell import (
     LIVE_AFTER_S,
@@ -152,9 +153,9 @@ def test_ranks_are_asked_for_their_lines_now_and_then_and_what_they_said_stays(
 def test_a_notice_is_shown_at_once_and_goes_when_it_is_empty(
     output: CellOutput, screen: Screen
 ) -> None:
-    output.notify("rank 1 waits")
+    output.notify(Notice("rank 1 waits"))
     assert screen.texts == ["rank 1 waits"]
-    output.notify("")
+    output.notify(NO_NOTICE)
     assert screen.texts == [""]
 
 

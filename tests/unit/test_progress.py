@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from distsession.kernel import progress
+from distsession.kernel.output import Notice
 from distsession.kernel.progress import ProgressNotice
 from distsession.view import Silent
 
@@ -20,8 +21,8 @@ class Notices(Silent):
         self.is_file = False
         self.is_closed = False
 
-    def notify(self, text: str) -> None:
-        self.texts.append(text)
+    def notify(self, notice: Notice) -> None:
+        self.texts.append(notice.text)
 
     def close(self) -> None:
         self.is_closed = True

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.kernel.output import Notice
 from distsession.notebook import terminal
 from distsession.notebook.terminal import TerminalOutput
 from distsession.protocol.messages import ClearOutput, Display, Text
@@ -145,8 +146,8 @@ def test_a_notice_is_written_once_however_long_it_lasts(
 ) -> None:
     output = TerminalOutput()
     for seconds in (1, 2, 3):
-        output.notify(f"rank 1 waits ({seconds} s)")
-    output.notify("rank 2 waits (4 s)")
+        output.notify(Notice("rank 1 waits", f"rank 1 waits ({seconds} s)"))
+    output.notify(Notice("rank 2 waits", "rank 2 waits (4 s)"))
     output.close()
     notices = "distsession: rank 1 waits (1 s)\ndistsession: rank 2 waits (4 s)\n"
     assert capsys.readouterr().err == notices
