@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distsession.display import render
-from distsession.errors import DistsessionError
+from distsession.errors import DOCTOR_REMEDY, DistsessionError
 from distsession.options import add_arguments
 from distsession.protocol import shared_memory
 from distsession.ranks import RankInfo
@@ -185,7 +184,6 @@ def _folder() -> Iterator[Finding]:
     yield Finding("temporary files", f"{folder}, {free / 2**30:.1f} GiB free", mend)
 
 
-_DOCTOR = r" `distsession doctor` says[^.]*\.|, or see what `distsession doctor` says"
 """Advice that is of no use to who is asking the doctor."""
 
 
@@ -206,8 +204,9 @@ def _trial(options: dict[str, object]) -> Iterator[Finding]:
             yield Finding("all_reduce", f"{'right' if right else 'wrong'}, start {started:.1f} s",
                           mend, fatal=not right)  # fmt: skip
     except DistsessionError as error:
-        text = re.sub(_DOCTOR, "", str(error)).rstrip()
-        yield Finding("trial session", "failed", text, fatal=True)
+        if error.remedy == DOCTOR_REMEDY:
+            error.remedy = ""
+        yield Finding("trial session", "failed", str(error), fatal=True)
 
 
 def _ranks(infos: Sequence[RankInfo]) -> Iterator[Finding]:
@@ -215,6 +214,5 @@ def _ranks(infos: Sequence[RankInfo]) -> Iterator[Finding]:
     if infos[0].nodes > 1:
         each = infos[0].local_world_size
         yield Finding("nodes", f"{infos[0].nodes}, {each} rank{'s' * (each > 1)} on each")
-    for text in render.devices_text(infos).splitlines()[1:]:
-        rank, rest = text.split(None, 1)
-        yield Finding(f"rank {rank}", " ".join(rest.split()))
+    for rank, *device in render.device_rows(infos):
+        yield Finding(f"rank {rank}", " ".join(device))

@@ -51,6 +51,9 @@ __all__ = [
 ]
 
 
+DOCTOR_REMEDY = "`distsession doctor` says what this machine lacks."
+"""What to do about an error that comes from the machine."""
+
 E = TypeVar("E", bound="DistsessionError | RunInterrupt")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from distsession.errors import OptionsError
+from distsession.errors import DOCTOR_REMEDY, OptionsError
 from distsession.ranks import HostInfo
 
 __all__ = [
@@ -419,7 +419,8 @@ def _wants_gpu(options: SessionOptions, host: HostInfo, pairs: list[tuple[str, s
     if not host.gpus and any(d == "cuda" or "cpu" not in serves[name] for d, name in pairs):
         raise OptionsError(
             f"backend {options.backend!r} needs a GPU, and {host.host} shows none: "
-            "use backend='gloo', or see what `distsession doctor` says."
+            "use backend='gloo'.",
+            remedy=DOCTOR_REMEDY,
         )
     return bool(host.gpus) and any(
         device == "cuda" or (not device and "cuda" in serves[name] and name != "gloo")

@@ -41,7 +41,7 @@ CLIENT_TIMEOUT = 60.0
 """Seconds that ``session.client`` waits for ipyparallel."""
 
 _open: list[Session] = []
-_names = itertools.count(1)
+_numbers = itertools.count(1)
 
 output_factory: Callable[[Callable[[int], str] | None], Output] | None = None
 """Makes the place for output where a session was given none; the package's face sets it. It gets
@@ -102,7 +102,8 @@ class Session(RankView):
             options["ranks"] = ranks
         self.options: SessionOptions = resolve_options(options)
         self.option_sources = option_sources(options)
-        self.name = f"session {next(_names)}"
+        self._number = next(_numbers)
+        self.name = f"session {self._number}"
         self._output = output
         self._closed = False
         self._owner = os.getpid()
@@ -393,19 +394,22 @@ class Session(RankView):
 
     def status(self) -> str:
         """One line on how the session is."""
+        return f"{self.name}: {self._condition()}"
+
+    def _condition(self) -> str:
         if self._closed:
-            return f"{self.name}: closed"
+            return "closed"
         if not self.infos:
-            return f"{self.name}: its ranks are being started"
+            return "its ranks are being started"
         facts = f"{self.world_size} ranks, {self.infos[0].backend}"
         if not self._launcher.is_alive:
-            return f"{self.name}: its agent is gone ({facts}); session.restart() brings it back"
+            return f"its agent is gone ({facts}); session.restart() brings it back"
         dead = self._launcher.dead_ranks()
         if dead:
             ranks = sorted(dead)
             be = "is" if len(ranks) == 1 else "are"
             return (
-                f"{self.name}: {ranks_text(ranks)} {be} dead ({facts}); "
+                f"{ranks_text(ranks)} {be} dead ({facts}); "
                 f"session.restart({ranks}) replaces {'it' if len(ranks) == 1 else 'them'}"
             )
         running = self.channel.pending()
@@ -420,10 +424,10 @@ class Session(RankView):
                 what = "is in the debugger" if region.is_in_debugger else "waits for input"
                 state += f", rank {region.rank} {what} at {region.asks_at or 'an unknown place'}"
         problems = self._launcher.problems()
-        return f"{self.name}: {state} ({facts}){f'. {problems}' if problems else ''}"
+        return f"{state} ({facts}){f'. {problems}' if problems else ''}"
 
     def __repr__(self) -> str:
-        return f"<Session {self.status().removeprefix('session ')}>"
+        return f"<Session {self._number}: {self._condition()}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self.show_config().bundle() if self.is_open else {"text/plain": repr(self)}

@@ -27,6 +27,7 @@ from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.cluster.process_state import GONE, STOPPED, has_ended, process_state
 from distsession.cluster.reconnect import Halted, Reconnect, failure_of
 from distsession.errors import (
+    DOCTOR_REMEDY,
     EngineDiedError,
     LaunchError,
     LaunchTimeoutError,
@@ -161,8 +162,8 @@ class LocalLauncher(Launcher):
         except OSError as error:
             self.close()
             raise LaunchError(
-                f"the session could not be set up: {with_remedy(str(error))}. "
-                "`distsession doctor` says what this machine lacks."
+                f"the session could not be set up: {with_remedy(str(error))}.",
+                remedy=DOCTOR_REMEDY,
             ) from error
         except BaseException:  # also Ctrl-C: nothing stays
             self.close()

@@ -25,6 +25,7 @@ from distsession.ranks import RankInfo, ranks_text
 __all__ = [
     "Bundle",
     "config_rows",
+    "device_rows",
     "devices_html",
     "devices_text",
     "diagnosis_html",
@@ -157,7 +158,8 @@ def config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
 _DEVICE_HEAD = ("rank", "host", "device", "name", "memory")
 
 
-def _device_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
+def device_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
+    """Of each rank: its number, host and device, and the device's name and memory."""
     return [
         (
             str(info.rank),
@@ -172,12 +174,12 @@ def _device_rows(infos: Sequence[RankInfo]) -> list[tuple[str, ...]]:
 
 def devices_text(infos: Sequence[RankInfo]) -> str:
     """A line for each rank's device."""
-    return table_text(_DEVICE_HEAD, _device_rows(infos))
+    return table_text(_DEVICE_HEAD, device_rows(infos))
 
 
 def devices_html(infos: Sequence[RankInfo]) -> Html:
     """The same as :func:`devices_text`, for a notebook."""
-    return html.table(_DEVICE_HEAD, _device_rows(infos))
+    return html.table(_DEVICE_HEAD, device_rows(infos))
 
 
 def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -114,7 +114,7 @@ class UserHandlers(RequestListener):
         """Its text, for the error itself would keep alive all that its frames have."""
         self._count += 1
         if len(self._texts) < MAX_SHOWN:
-            what = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+            what = ": ".join(filter(None, (type(error).__name__, message_of(error))))
             if len(what) > MAX_TEXT:
                 what = f"{what[:MAX_TEXT]}..."
             self._texts.append(f"the handler of {signal.Signals(number).name} raised {what}")

@@ -107,15 +107,19 @@ def describe_operation(operation: Operation) -> str:
     """
     group = _group_name(operation.group)
     if _is_store_wait(operation):
-        key = "key" if operation.detail.count("'") <= 2 else "keys"
-        at = f" at {operation.place}" if operation.place else ""
-        return f"a wait for the {key} {operation.detail} of the store{at}"
+        return f"a wait for {_described_keys(operation)}"
     return (
         f"{operation.name} #{operation.sequence}"
         + (f" of {group}" if group not in ("", WORLD) else "")
         + (f" ({operation.detail})" if operation.detail else "")
         + (f" at {operation.place}" if operation.place else "")
     )
+
+
+def _described_keys(operation: Operation) -> str:
+    """What a rank waits for that waits for the store: ``"the key 'x' of the store"``."""
+    at = f" at {operation.place}" if operation.place else ""
+    return f"the {operation.detail} of the store{at}"
 
 
 IN_DIFFERENT_ORDERS = "the ranks issue their operations in different orders"
@@ -206,11 +210,8 @@ class _Findings:
             text = f"{_name(together)} {wait} in {described}{since}\nfor {missing}"
             if _is_store_wait(operation):
                 does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
-                described = described.removeprefix("a wait for ")
-                text = (
-                    f"{_name(together)} {wait} for {described}{since}, which no rank has set:\n"
-                    f"{does_what}"
-                )
+                keys = f"{_described_keys(operation)}{since}, which no rank has set"
+                text = f"{_name(together)} {wait} for {keys}:\n{does_what}"
             parts.append((min(grade for grade, _, _ in reasons), together, text))
         return [text for _, _, text in sorted(parts)]
 
@@ -368,8 +369,7 @@ def _idle(outcome: Outcome | None, as_missing: bool) -> tuple[int, str, str]:
     match outcome.ending if outcome is not None else None:
         case Ending.FAILED | Ending.DIED:
             assert outcome is not None
-            error = _shorten(outcome.text.removeprefix("failed: "))
-            failed = f"failed ({error})" if outcome.detail or outcome.ename else "failed"
+            failed = f"failed ({_shorten(outcome.reason)})" if outcome.reason else "failed"
             return 1, failed, failed
         case Ending.NO_PART:
             return 3, "has no part in this run", "have no part in this run"

@@ -82,16 +82,21 @@ class Outcome:
     @property
     def text(self) -> str:
         """In words, on one line: ``"failed: ValueError: x"``."""
-        first = self.detail.strip().partition("\n")[0]
         match self.ending:
             case Ending.FINISHED:
                 return "finished"
             case Ending.FAILED:
-                return f"failed: {self.ename}: {first}" if self.ename else "failed"
+                return f"failed: {self.reason}" if self.ename else "failed"
             case Ending.NO_PART:
                 return "no part in this run"
             case Ending.DIED:
-                return first
+                return self.reason
+
+    @property
+    def reason(self) -> str:
+        """Its error, or how it died, on one line: ``"ValueError: x"``."""
+        first = self.detail.strip().partition("\n")[0]
+        return f"{self.ename}: {first}" if self.ename else first
 
 
 NO_PART = Outcome(Ending.NO_PART)

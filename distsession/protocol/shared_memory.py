@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from distsession.errors import SerializationError
+from distsession.errors import DOCTOR_REMEDY, SerializationError
 from distsession.protocol.messages import Shared
 
 __all__ = [
@@ -304,8 +304,9 @@ def _warn(error: OSError) -> None:
         _has_warned = True
         log.warning(
             "shared memory cannot be had (%s): tensors are sent through sockets, which is slower. "
-            "`distsession doctor` says what this machine lacks.",
+            "%s",
             error,
+            DOCTOR_REMEDY,
         )
 
 

@@ -649,8 +649,21 @@ def test_ranks_in_different_operations_have_a_sentence_each(other: Operation) ->
     )
 
 
-KEY = Operation(STORE_WAIT, "world 0->0", (0, 0), 1, "'x'", "In[3] line 2", 12.4, is_waiting=True)
+KEY = Operation(
+    STORE_WAIT, "world 0->0", (0, 0), 1, "key 'x'", "In[3] line 2", 12.4, is_waiting=True
+)
 KEY_TEXT = "rank 0 waits for the key 'x' of the store at In[3] line 2"
+
+
+def test_a_verdict_says_the_same_without_times() -> None:
+    verdicts = [
+        diagnose({**waiting(0, op=replace(KEY, seconds=seconds)), **computing(1)})
+        for seconds in (12.4, 13.4)
+    ]
+    assert verdicts[0].sentence != verdicts[1].sentence
+    assert {verdict.untimed for verdict in verdicts} == {
+        f"{KEY_TEXT}, which no rank has set: rank 1 runs In[3] line 7."
+    }
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,7 @@ def test_a_wait_for_the_store_is_recorded_with_the_keys_as_the_user_knows_them(
     for is_limited, name in ((False, "store_wait"), (True, "limited_store_wait")):
         with rank.groups.record_store_wait(["generation3/a", "b"], is_limited):
             [operation] = under_way(rank)
-            assert (operation.name, operation.detail) == (name, "'a', 'b'")
+            assert (operation.name, operation.detail) == (name, "keys 'a', 'b'")
             assert operation.is_waiting
         assert under_way(rank) == []
 

@@ -153,6 +153,16 @@ def test_a_notice_is_written_once_however_long_it_lasts(
     assert capsys.readouterr().err == notices
 
 
+def test_a_notice_is_written_again_if_it_names_another_thing_that_looks_like_a_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = TerminalOutput()
+    for batch in ("3 s", "4 s"):
+        output.notify(Notice(f"rank 1 runs {batch}", f"rank 1 runs {batch} (7 s)"))
+    output.close()
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_a_terminals_last_line_has_the_unfinished_lines_of_all_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

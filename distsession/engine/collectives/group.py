@@ -126,7 +126,8 @@ class Groups:
         me, start = recorder.rank, f"generation{self.generation}/"
         stream = recorder.stream((self.generation, -1), Pair(WORLD, me, me).name, (me, me))
         names = ", ".join(repr(key.removeprefix(start)) for key in keys)
-        at = stream.post((LIMITED_STORE_WAIT if is_limited else STORE_WAIT, names))
+        described = f"{'key' if len(keys) == 1 else 'keys'} {names}"
+        at = stream.post((LIMITED_STORE_WAIT if is_limited else STORE_WAIT, described))
         recorder.block(at)
         try:
             yield
