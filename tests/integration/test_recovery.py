@@ -5,11 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.kernel import watchdog
 from tests.integration.conftest import Recorder
-from tests.until import until, until_busy
+from tests.until import LIMIT_S, Press, until, until_busy, until_settled
 
 SETUP = """
 import os, time, ctypes, asyncio
@@ -69,16 +68,30 @@ class Cluster:
         assert set(map(tuple, sums.values())) == {(self.ranks * (self.ranks + 1) / 2,) * 2}
         assert dict(self.session.evaluate("state()")) == self.state
 
-    def stop(self, code: str, *, after: float = 0.4, press: Callable[[], Any] | None = None) -> str:
-        """Run code, stop it, and give the message."""
-        timer = threading.Timer(after, press or self.session.interrupt)
-        timer.start()
-        began = time.monotonic()
-        with pytest.raises(RunInterrupt) as caught:
-            self.session.execute(code, label="In[7]")
-        assert time.monotonic() - began < 10
-        timer.join()
+    def stop(
+        self,
+        code: str,
+        *,
+        press: Callable[[], Any] | None = None,
+        when: Callable[[], object] | None = None,
+    ) -> str:
+        """Run code, stop it once it gets no further, and give the message."""
+        with Press(self.session, press or self.session.interrupt, when) as pressed:
+            with pytest.raises(RunInterrupt) as caught:
+                self.session.execute(code, label="In[7]")
+            assert time.monotonic() - pressed.pressed_at < HANG_S
         return str(caught.value)
+
+
+HANG_S = 30
+"""Tells a Stop that works from one after which ranks sleep on, for a minute."""
+
+
+def wait_for_file(path: str) -> str:
+    """On a rank."""
+    while not os.path.exists(path):
+        time.sleep(0.02)
+    return "done"
 
 
 def press_stop() -> None:
@@ -164,48 +177,12 @@ def test_stop_when_nothing_runs_and_stop_again_are_harmless(cluster: Cluster) ->
         time.sleep(0.02)
         press_stop()
 
-    timer = threading.Timer(0.3, twice)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  the second may come a little later
+    pressing = Press(cluster.session, twice)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
         cluster.session.execute("dist.barrier() if rank == 0 else time.sleep(60)")
-        time.sleep(0.5)
-    with contextlib.suppress(KeyboardInterrupt):
-        timer.join()
-        time.sleep(0.1)
-    cluster.check()
-
-
-ENDLESS = (
-    "dist.barrier() if rank == 0 else time.sleep(60)",
-    "time.sleep(60)",
-    "while True: dist.all_reduce(torch.ones(2))",
-)
-
-
-def test_stop_is_pressed_at_any_moment_and_again(cluster: Cluster) -> None:
-    """While the request is sent, begun, stopped, and while the group is connected anew."""
-    dice = random.Random(0)
-    for n in range(45):
-        pauses = [dice.uniform(0, 0.03) for _ in range(dice.randint(1, 3))]
-        pressed = threading.Event()
-
-        def press(pauses: list[float] = pauses, pressed: threading.Event = pressed) -> None:
-            for pause in pauses:
-                time.sleep(pause)
-                press_stop()
-            pressed.set()
-
-        threading.Thread(target=press).start()
-        with contextlib.suppress(KeyboardInterrupt):
-            cluster.session.execute(ENDLESS[n % 3])
-            pytest.fail("it ended by itself")
-        while True:  # the last may come a little later
-            with contextlib.suppress(KeyboardInterrupt):
-                assert pressed.wait(10)
-                time.sleep(0.01)
-                break
-        assert not cluster.session.channel.pending()
-        cluster.session.run(int)
+    with contextlib.suppress(KeyboardInterrupt):  # the second may come a little later
+        pressing.join()
     cluster.check()
 
 
@@ -216,20 +193,23 @@ def test_what_waits_behind_a_stopped_run_is_not_run_and_says_so(cluster: Cluster
     until_busy(session)
     session.recovery.stop(session.channel.pending()[0])
     with pytest.raises(RunInterrupt):
-        first.result(10)
+        first.result(LIMIT_S)
     with pytest.raises(RunError, match="was not run"):
-        later.result(10)
+        later.result(LIMIT_S)
     assert session.evaluate("'surprise' in globals()")[0] is False
     cluster.check()
 
 
 def test_a_run_that_is_stopped_before_it_begins_leaves_the_one_before_alone(
-    cluster: Cluster,
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    before = cluster.session.submit(lambda: time.sleep(1.2) or "done")
-    text = cluster.stop("surprise = 1", press=press_stop)
+    go = tmp_path / "go"
+    before = cluster.session.submit(wait_for_file, str(go))
+    is_behind = lambda: len(cluster.session.channel.pending()) == 2  # noqa: E731
+    text = cluster.stop("surprise = 1", press=press_stop, when=lambda: until(is_behind))
     assert "before it began" in text
-    assert before.result(10)[0] == "done"
+    go.touch()
+    assert before.result(LIMIT_S)[0] == "done"
     assert cluster.session.evaluate("'surprise' in globals()")[0] is False
     cluster.check()
 
@@ -296,15 +276,19 @@ def test_ranks_that_wait_for_each_other_are_freed(cluster: Cluster) -> None:
 
 
 def test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(watchdog, "NOTICE_AFTER_S", 0.5)
     monkeypatch.setattr(watchdog, "NOTICE_EVERY_S", 0.3)
     cluster.output.clear()
-    cluster.session.execute(
-        "if rank == 1: time.sleep(2)\ndist.all_reduce(x.clone())", label="In[5]"
-    )
-    assert any("for rank 1, which runs In[5] line 1" in text for text in cluster.output.notices)
+    go, told = tmp_path / "go", "for rank 1, which runs In[5] line 1"
+    is_told = lambda: any(told in text for text in cluster.output.notices)  # noqa: E731
+    with Press(cluster.session, go.touch, lambda: until(is_told)):
+        cluster.session.execute(
+            f"while rank == 1 and not os.path.exists({str(go)!r}): time.sleep(0.02)\n"
+            "dist.all_reduce(x.clone())",
+            label="In[5]",
+        )
     cluster.check()
 
 
@@ -313,7 +297,7 @@ def test_a_rank_that_can_still_be_given_its_part_is_waited_for(cluster: Cluster)
     time.sleep(1.5)
     assert not waiting.done()
     cluster.session[1:].run(dist.barrier)
-    assert waiting.result(10)[0] is None
+    assert waiting.result(LIMIT_S)[0] is None
     cluster.check()
 
 
@@ -345,7 +329,7 @@ def in_background(session: Session, code: str) -> concurrent.futures.Future[Any]
     pool = concurrent.futures.ThreadPoolExecutor(1)
     future = pool.submit(session.execute, code, label="In[6]")
     pool.shutdown(wait=False)
-    time.sleep(0.4)
+    until_settled(session)
     return future
 
 
@@ -353,7 +337,6 @@ def test_diagnose_says_what_each_rank_does(cluster: Cluster) -> None:
     session = cluster.session
     assert "idle" in repr(session.diagnose())
     run = in_background(session, "dist.barrier() if rank == 0 else time.sleep(60)")
-    until_busy(session, "waits in barrier", "running In[6] line 1")
     text = repr(session.diagnose())
     assert "rank 0 waits in barrier #" in text
     assert "running In[6] line 1" in text
@@ -361,38 +344,48 @@ def test_diagnose_says_what_each_rank_does(cluster: Cluster) -> None:
     assert "time.sleep(60)" in repr(session.diagnose(stacks=True))
     assert session.interrupt()
     with pytest.raises(RunInterrupt):
-        run.result(10)
+        run.result(LIMIT_S)
     cluster.check()
 
 
 def test_diagnose_knows_a_stopped_process(cluster: Cluster) -> None:
-    run = in_background(cluster.session, "dist.barrier() if rank == 0 else time.sleep(1.5)")
+    run = in_background(cluster.session, "dist.barrier() if rank == 0 else time.sleep(60)")
     pid = cluster.session.infos[1].pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        time.sleep(0.1)
-        assert "SIGSTOP" in repr(cluster.session.diagnose())
+        until(lambda: "SIGSTOP" in repr(cluster.session.diagnose()))
     finally:
         os.kill(pid, signal.SIGCONT)
-    with pytest.raises(errors.CollectiveHangError):
-        run.result(10)
+    assert cluster.session.interrupt()
+    with pytest.raises(RunInterrupt):
+        run.result(LIMIT_S)
     cluster.check()
 
 
 def test_diagnose_knows_a_rank_that_holds_the_interpreter(cluster: Cluster) -> None:
-    run = in_background(cluster.session, "if rank == 1: ctypes.PyDLL(None).sleep(2)")
-    assert "not answering" in repr(cluster.session.diagnose())
-    run.result(10)
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    run = pool.submit(cluster.session.execute, "if rank == 1: ctypes.PyDLL(None).sleep(6)")
+    pool.shutdown(wait=False)
+    until(lambda: run.done() or "not answering" in repr(cluster.session.diagnose()))
+    assert not run.done()
+    run.result(LIMIT_S)
     cluster.check()
 
 
-def test_a_rank_that_waits_holds_nothing_even_if_it_answers_late(cluster: Cluster) -> None:
-    run = in_background(cluster.session, "dist.barrier() if rank == 0 else time.sleep(1.5)")
-    reports = cluster.session.recovery.reports(ask=True, timeout=0)
-    assert [report.state for report in reports.values()][:2] == ["running", "silent"]
+def test_a_rank_that_waits_holds_nothing_even_if_it_answers_late(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = cluster.session
+    run = in_background(session, "dist.barrier() if rank == 0 else time.sleep(60)")
+    with monkeypatch.context() as patched:
+        patched.setattr(session.recovery.launcher, "request_stacks", lambda ranks, timeout: {})
+        reports = session.recovery.reports(ask=True)
+    states = [report.state for report in reports.values()]
+    assert states == ["running", *["silent"] * (cluster.ranks - 1)]
     assert reports[0].place.endswith("line 1")
-    with pytest.raises(errors.CollectiveHangError):
-        run.result(10)
+    assert session.interrupt()
+    with pytest.raises(RunInterrupt):
+        run.result(LIMIT_S)
     cluster.check()
 
 
@@ -425,7 +418,7 @@ def test_a_dead_rank_is_named_and_replaced(cluster: Cluster, code: str, how: str
         session[0].execute("dist.barrier()")
     session.restart([1], restore=["model", "optim", "x", "loss", "state"])
     shared = session[1].evaluate(
-        "optim.param_groups[0]['params'][0] is next(model.parameters())", timeout=10
+        "optim.param_groups[0]['params'][0] is next(model.parameters())", timeout=LIMIT_S
     )
     assert shared[1] is True
     session[1].execute("number = 41\nx = x * 0 + 2\nimport os, time, ctypes, asyncio")
@@ -462,12 +455,14 @@ def test_what_cannot_be_restored_is_said_and_the_rank_is_there(cluster: Cluster)
     cluster.check()
 
 
-def test_a_busy_survivor_is_not_torn_away_by_a_restart(cluster: Cluster) -> None:
-    run = cluster.session[0].submit(lambda: time.sleep(2.5) or "kept")
-    time.sleep(0.2)
+def test_a_busy_survivor_is_not_torn_away_by_a_restart(cluster: Cluster, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    run = cluster.session[0].submit(wait_for_file, str(go))
+    until(lambda: cluster.session.channel.is_busy(0))
     with pytest.raises(errors.SessionStateError, match="rank 0 still runs something"):
         cluster.session.restart([1])
-    assert run.result(10)[0] == "kept"
+    go.touch()
+    assert run.result(LIMIT_S)[0] == "done"
     cluster.check()
 
 
@@ -489,10 +484,7 @@ def test_the_end_of_ipyparallels_controller_is_said_and_restart_brings_it_back()
         assert session.client.ids == [0, 1]
         controller = session._launcher._controller._cluster.controller.process
         os.killpg(controller.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while "controller has died" not in session.status() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert "controller has died" in session.status()
+        until(lambda: "controller has died" in session.status())
         made.check()
         with pytest.raises(errors.LaunchError, match=r"session\.restart\(\)"):
             session.client  # noqa: B018
