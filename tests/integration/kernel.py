@@ -51,11 +51,27 @@ class Notebook:
     def run(self, code: str, timeout: float = 60, answers: Sequence[Answer] = ()) -> Shown:
         return self.collect(self.client.execute(code), timeout, answers)
 
-    def collect(self, request: str, timeout: float = 60, answers: Sequence[Answer] = ()) -> Shown:
-        """What a cell shows until it has ended; asks are answered in turn."""
+    def collect(
+        self,
+        request: str,
+        timeout: float = 60,
+        answers: Sequence[Answer] = (),
+        stop_at: Sequence[str] = (),
+    ) -> Shown:
+        """What a cell shows until it has ended; asks are answered in turn.
+
+        Args:
+            request: The cell.
+            timeout: Seconds.
+            answers: To what is asked.
+            stop_at: Stop is pressed, once, as soon as the cell shows all of this.
+        """
         shown, displays, left = Shown(), {}, deque(answers)
         deadline = time.monotonic() + timeout
         while True:
+            if stop_at and all(text in shown.plain for text in stop_at):
+                stop_at = ()
+                self.manager.interrupt_kernel()
             self._answer(shown, left)
             try:
                 message = self.client.get_iopub_msg(timeout=0.05)

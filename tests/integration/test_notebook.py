@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 
 import pytest
 
@@ -267,8 +266,7 @@ def test_px_shares_the_engines(notebook: Notebook) -> None:
 def test_stop_ends_the_cell_and_keeps_the_state(notebook: Notebook) -> None:
     notebook.run("%%distributed\nkept = rank + 100")
     request = notebook.client.execute("%%distributed\nimport time\ntime.sleep(600)")
-    threading.Timer(0.7, notebook.manager.interrupt_kernel).start()
-    shown = notebook.collect(request)
+    shown = notebook.collect(request, stop_at=["[rank 0] running In[", "[rank 1] running In["])
     assert shown.ename == "RunInterrupt"
     assert "was stopped" in shown.error
     assert notebook.run("%distributed kept").result == "[rank 0] 100\n[rank 1] 101"
@@ -279,8 +277,7 @@ def test_stop_frees_a_hung_collective_and_keeps_the_state(notebook: Notebook) ->
     request = notebook.client.execute(
         "%%distributed\nif rank == 0:\n    dist.barrier()\nelse:\n    import time; time.sleep(600)"
     )
-    threading.Timer(0.7, notebook.manager.interrupt_kernel).start()
-    shown = notebook.collect(request)
+    shown = notebook.collect(request, stop_at=["[rank 0] in barrier #", "line 4"])
     assert shown.ename == "RunInterrupt"
     assert "Rank 0 waits in barrier" in shown.error
     assert "line 3\nfor rank 1, which runs" in shown.error

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,66 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_the_one_before_alone(
     go.touch()
     assert before.result(LIMIT_S)[0] == "done"
     assert cluster.session.evaluate("'surprise' in globals()")[0] is False
+    cluster.check()
+
+
+def test_a_stop_just_as_a_rank_begins_frees_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have not begun, and are not to."""
+    session = cluster.session
+    launcher, board = session._launcher, session._launcher.board
+    assert board is not None
+    pids = [info.pid for info in session.infos]
+    refuse = launcher.refuse
+
+    def begin_first(requests: Sequence[int]) -> None:
+        os.kill(pids[0], signal.SIGCONT)
+        until(lambda: board.regions[0].request)
+        refuse(requests)
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGCONT)
+
+    monkeypatch.setattr(launcher, "refuse", begin_first)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    is_sent = lambda: session.channel.pending()  # noqa: E731
+    text = cluster.stop("dist.barrier()", press=press_stop, when=lambda: until(is_sent))
+    assert "what it waited for goes on" not in text
+    assert "connected anew" in text
+    cluster.check()
+
+
+def test_a_stop_while_a_run_is_sent_reaches_all_ranks(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = cluster.session.channel
+    route, presses = channel._route, [press_stop]
+
+    def press_once(*args: Any, **kwargs: Any) -> None:
+        route(*args, **kwargs)
+        if presses:
+            presses.pop()()
+
+    monkeypatch.setattr(channel, "_route", press_once)
+    with pytest.raises(RunInterrupt, match="was stopped"):
+        cluster.session.execute("dist.barrier() if rank == 0 else time.sleep(60)")
+    cluster.check()
+
+
+def test_a_second_stop_during_the_first_does_not_leave_ranks_where_they_are(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = cluster.session.recovery.stop
+
+    def press_again(*args: Any) -> None:
+        press_stop()
+        stop(*args)
+
+    monkeypatch.setattr(cluster.session.recovery, "stop", press_again)
+    code = "dist.barrier() if rank == 0 else time.sleep(60)"
+    assert "was stopped" in cluster.stop(code, press=press_stop)
+    assert cluster.session.evaluate("number", timeout=HANG_S)[0] == 40
     cluster.check()
 
 
