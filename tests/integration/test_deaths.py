@@ -18,7 +18,7 @@ import pytest
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.cluster.process_state import has_ended, process_state
 from tests.integration.conftest import Recorder
-from tests.until import until
+from tests.until import LIMIT_S, Press, until, until_settled
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -27,12 +27,26 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0]
 
 
+PLACE_KNOWN_S = 1.5
+"""Where a rank is, it notes now and then, so that its agent can tell it."""
+
+
 def death(session: Session, code: str, kill: int = 0) -> errors.EngineDiedError:
     """Rank 1 dies in this cell, of what it does itself or of a signal from outside."""
-    if kill:
-        threading.Timer(1.5, os.kill, (session.infos[1].pid, kill)).start()
-    with pytest.raises(RunError) as caught:
-        session.execute(code, label="In[7]", timeout=60)
+
+    def press() -> None:
+        if kill:
+            os.kill(session.infos[1].pid, kill)
+
+    def until_known() -> None:
+        until_settled(session)
+        time.sleep(PLACE_KNOWN_S)
+
+    with (
+        Press(session, press, until_known if kill else int),
+        pytest.raises(RunError) as caught,
+    ):
+        session.execute(code, label="In[7]", timeout=LIMIT_S)
     error = caught.value.by_rank[1]
     assert isinstance(error, errors.EngineDiedError)
     return error
@@ -122,7 +136,7 @@ ENDS = {
         "was killed by SIGKILL, ",
     ),
     "SIGKILL in a collective": (
-        "dist.barrier()\nelse:\n    time.sleep(4)",
+        "dist.barrier()\nelse:\n    time.sleep(20)",
         signal.SIGKILL,
         "was killed by SIGKILL in barrier #",
     ),
@@ -152,10 +166,7 @@ def test_a_death_in_a_function_of_the_notebook_names_it(whole: Session) -> None:
 
 def test_a_rank_that_dies_idle_says_so(whole: Session) -> None:
     os.kill(whole.infos[1].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while "dead" not in whole.status():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: "dead" in whole.status())
     with pytest.raises(errors.EngineDiedError, match="by SIGKILL while it was idle"):
         whole.run(int)
 
@@ -262,7 +273,8 @@ def in_background(session: Session, code: str) -> tuple[threading.Thread, list[A
     board = session._launcher.board
     assert board is not None
     until(lambda: board.regions[1].request != 0)
-    time.sleep(0.7)
+    until_settled(session)
+    time.sleep(PLACE_KNOWN_S)
     return thread, found
 
 
@@ -281,7 +293,7 @@ def test_a_death_is_told_while_the_agent_is_stopped(whole: Session) -> None:
         assert f"kill -CONT {agent}" in text
         assert "C code" not in text
         assert "not answering" not in text
-        thread.join(20)
+        thread.join(LIMIT_S)
         assert not thread.is_alive(), "the run does not end"
         assert isinstance(found[0], RunError)
         line = first_line(found[0])
@@ -289,10 +301,7 @@ def test_a_death_is_told_while_the_agent_is_stopped(whole: Session) -> None:
         assert f"kill -CONT {agent}" in line
         with pytest.raises(errors.SessionStateError, match=f"kill -CONT {agent}"):
             session.restart([1])
-    deadline = time.monotonic() + 10
-    while "SIGKILL" not in str(session._launcher.dead_ranks()[1]):
-        assert time.monotonic() < deadline, "what the agent says later is not taken"
-        time.sleep(0.05)
+    until(lambda: "SIGKILL" in str(session._launcher.dead_ranks()[1]), "what the agent says later")
 
 
 def test_a_rank_that_dies_idle_is_told_while_the_agent_is_stopped(whole: Session) -> None:
@@ -315,11 +324,9 @@ def test_stop_says_that_a_rank_has_ended_and_that_the_agent_is_stopped(
         def end() -> None:
             os.kill(pid, signal.SIGKILL)
             wait_zombie(pid)
-            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGINT)
 
-        threading.Timer(0.7, end).start()
-        with pytest.raises(RunInterrupt) as caught:
+        with Press(session, end), pytest.raises(RunInterrupt) as caught:
             session.execute("import time\ntime.sleep(60)")
         assert f"Rank 1 has ended; the agent (pid {agent}) cannot say how" in str(caught.value)
         assert "C code" not in str(caught.value)
@@ -332,7 +339,7 @@ def test_an_agent_that_only_tells_late_is_waited_for(whole: Session, output: Rec
     with stopped_agent(session):
         os.kill(pid, signal.SIGKILL)
         wait_zombie(pid)
-    thread.join(20)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     assert "by SIGKILL" in first_line(found[0])
     assert "In[6]" in first_line(found[0])

@@ -16,6 +16,7 @@ import pytest
 
 from distsession import RunInterrupt, Session, errors
 from tests.integration.conftest import Recorder
+from tests.until import Press, until, until_settled
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,10 +42,14 @@ def children(session: Session) -> list[psutil.Process]:
 
 
 def none_left(session: Session) -> None:
-    deadline = time.monotonic() + 5
-    while left := children(session):
-        assert time.monotonic() < deadline, [(p, p.parent(), p.cmdline()) for p in left]
-        time.sleep(0.05)
+    until(lambda: not children(session), "the end of what the ranks have started")
+
+
+def until_started(session: Session, count: int) -> None:
+    """Wait until each rank has started so many processes and gets no further."""
+    pids = [info.pid for info in session.infos]
+    until(lambda: all(len(psutil.Process(pid).children()) >= count for pid in pids))
+    until_settled(session)
 
 
 def press_stop() -> None:
@@ -408,10 +413,9 @@ WAITS = {
 @pytest.mark.parametrize("code", WAITS.values(), ids=WAITS)
 def test_stop_reaches_what_the_rank_waits_for(session: Session, code: str) -> None:
     session.execute("import multiprocessing, os, time")
-    timer = stop_after(session, 0.7)
-    with pytest.raises(RunInterrupt) as caught:
-        session.execute(code)
-    timer.join()
+    with Press(session, press_stop, lambda: until_started(session, 1)):  # noqa: SIM117
+        with pytest.raises(RunInterrupt) as caught:
+            session.execute(code)
     assert "was stopped" in str(caught.value)
     check(session)
     for process in children(session):  # a fork goes on where its rank has come back at once
@@ -429,14 +433,13 @@ class Stuck(Dataset):
 loader = DataLoader(Stuck(), num_workers=2)
 for _ in loader: pass
 """
-IGNORED = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+IGNORED = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('ignores it', flush=True)"
 
 
 def test_stop_ends_a_wait_for_a_stuck_worker(session: Session) -> None:
-    timer = stop_after(session, 1.5)
-    with pytest.raises(RunInterrupt) as caught:
-        session.execute(LOADER.format(ignore="pass"))
-    timer.join()
+    with Press(session, press_stop, lambda: until_started(session, 2)):  # noqa: SIM117
+        with pytest.raises(RunInterrupt) as caught:
+            session.execute(LOADER.format(ignore="pass"))
     assert "was stopped" in str(caught.value)
     check(session)
     none_left(session)
@@ -446,19 +449,27 @@ def test_a_cell_after_a_stop_waits_for_a_worker_that_cannot_be_stopped(
     session: Session, output: Recorder
 ) -> None:
     """torch gives its workers five seconds each; the cell then runs, in a group that works."""
-    timer = stop_after(session, 1.5)
-    with pytest.raises(RunInterrupt) as caught:
-        session.execute(LOADER.format(ignore=IGNORED))
-    timer.join()
+
+    def until_stuck() -> None:
+        for rank in session.ranks:
+            until(lambda rank=rank: output.text(rank).count("ignores it") >= 2)
+        until_settled(session)
+
+    output.clear()
+    with Press(session, press_stop, until_stuck):  # noqa: SIM117
+        with pytest.raises(RunInterrupt) as caught:
+            session.execute(LOADER.format(ignore=IGNORED))
     assert "does not react, in __del__ (dataloader.py line" in str(caught.value)
     with pytest.raises(errors.RunTimeoutError, match=r"did not begin in time\. Ranks 0-1 have not"):
         session.execute("surprise = 1", timeout=1)
-    threading.Timer(0.5, press_stop).start()
-    with pytest.raises(RunInterrupt, match=r"stopped before it began\. Ranks 0-1 have not come"):
-        session.execute("surprise = 1")
-    threading.Timer(0.5, session.interrupt).start()
-    with pytest.raises(RunInterrupt, match="stopped before it began"):
-        session.execute("surprise = 1")
+    is_waited_for = lambda: session.recovery._waits  # noqa: E731
+    for press, text in (
+        (press_stop, r"stopped before it began\. Ranks 0-1 have not come"),
+        (session.interrupt, "stopped before it began"),
+    ):
+        with Press(session, press, lambda: until(is_waited_for)):  # noqa: SIM117
+            with pytest.raises(RunInterrupt, match=text):
+                session.execute("surprise = 1")
     output.clear()
     check(session)
     assert any("have not come back from a run that was stopped" in n for n in output.notices)

@@ -25,6 +25,7 @@ from distsession import (
     current_session,
 )
 from tests.conftest import assert_nothing_left, traces
+from tests.until import LIMIT_S, until_settled
 from tests.until import until as wait_until
 
 from .conftest import Recorder
@@ -330,10 +331,10 @@ def test_restart_of_one_rank_keeps_the_others(start) -> None:
 def test_restart_while_a_rank_hangs(start) -> None:
     session = start(2)
     future = session[0].submit(lambda: __import__("torch").distributed.barrier())
-    time.sleep(0.3)
+    until_settled(session)
     session.restart()
     with pytest.raises(RunError, match="rank 0"):
-        future.result(10)
+        future.result(LIMIT_S)
     assert session.evaluate("dist.get_rank()")[1] == 1
 
 
@@ -360,7 +361,7 @@ def test_the_end_of_the_agent_is_said_and_restart_brings_all_back(start) -> None
     assert agent is not None
     agent.kill()
     with pytest.raises(RunError, match="agent"):
-        future.result(10)
+        future.result(LIMIT_S)
     assert "agent is gone" in session.status()
     session.restart()
     assert session.evaluate("rank")[1] == 1

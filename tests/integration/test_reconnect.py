@@ -15,6 +15,7 @@ import pytest
 from distsession import RunError, RunInterrupt, Session, SessionStateError, errors
 from distsession.cluster import reconnect
 from tests.integration.conftest import Recorder
+from tests.until import LIMIT_S, Press
 
 SUM = "probe = torch.ones(1)\ndist.all_reduce(probe)\nprobe.item()"
 
@@ -64,7 +65,7 @@ def process_of_store(session: Session) -> psutil.Process:
     raise AssertionError("there is no process of the store")
 
 
-def until(is_so: Callable[[], Any], seconds: float = 10.0) -> Any:
+def until(is_so: Callable[[], Any], seconds: float = LIMIT_S) -> Any:
     deadline = time.monotonic() + seconds
     while not (answer := is_so()):
         assert time.monotonic() < deadline, "that never came to be"
@@ -161,11 +162,9 @@ def test_a_run_on_a_stopped_rank_says_so(
     monkeypatch.setattr("distsession.kernel.watchdog.NOTICE_AFTER_S", 0.3)
     pid = session.infos[1].pid
     freeze(pid)
-    timer = threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])
-    timer.start()
-    session.execute("kept")
-    timer.join()
-    assert any("rank 1 is stopped (SIGSTOP)" in text for text in output.notices)
+    is_told = lambda: any("rank 1 is stopped (SIGSTOP)" in text for text in output.notices)  # noqa: E731
+    with Press(session, lambda: os.kill(pid, signal.SIGCONT), lambda: until(is_told)):
+        session.execute("kept")
 
 
 # --- a reconnect that takes too long --------------------------------------------------------------
@@ -203,8 +202,8 @@ def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
     pid = session.infos[1].pid
     freeze(pid)
     break_group(session)
-    timer = threading.Timer(0.5, press)
-    timer.start()
+    pressing = Press(session, press, lambda: until(lambda: session._launcher._reconnect))
+    pressing.start()
     try:
         if by_signal:
             with pytest.raises(KeyboardInterrupt):
@@ -213,7 +212,7 @@ def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
             assert "it was stopped" in session.recovery.reconnect()
     finally:
         os.kill(pid, signal.SIGCONT)
-    timer.join()
+    pressing.join()
     check(session)
 
 
@@ -225,8 +224,9 @@ def test_a_rank_killed_during_a_reconnect_frees_the_others(
     pid = session.infos[1].pid
     freeze(pid)
     break_group(session)
-    threading.Timer(0.5, os.kill, [pid, signal.SIGKILL]).start()
-    assert "rank 1 died and has to be replaced first" in session.recovery.reconnect()
+    is_sent = lambda: session._launcher.board.regions[0].request  # noqa: E731
+    with Press(session, lambda: os.kill(pid, signal.SIGKILL), lambda: until(is_sent)):
+        assert "rank 1 died and has to be replaced first" in session.recovery.reconnect()
     assert session[0].evaluate("kept")[0] == 40
     session.restart([1])
     session[1].execute("kept = 41")
@@ -251,13 +251,14 @@ def test_a_store_that_dies_idle_is_replaced_and_told_of(session: Session) -> Non
 
 def test_a_store_that_dies_in_a_run_ends_who_waits_in_it_and_nobody_else(session: Session) -> None:
     store = process_of_store(session)
-    threading.Timer(0.8, store.kill).start()
-    with pytest.raises(RunError, match="rendezvous store has ended") as caught:
+    with (
+        Press(session, store.kill),
+        pytest.raises(RunError, match="rendezvous store has ended") as caught,
+    ):
         session.execute(
             "if rank == 0:\n"
             "    dist.distributed_c10d._get_default_store().get('never')\n"
-            "for _ in range(300):\n"
-            "    time.sleep(0.005)\n"
+            "time.sleep(5)\n"
             "done = rank"
         )
     assert list(caught.value.by_rank) == [0]
@@ -266,8 +267,9 @@ def test_a_store_that_dies_in_a_run_ends_who_waits_in_it_and_nobody_else(session
 
 
 def test_collectives_go_on_without_the_store(session: Session) -> None:
-    threading.Timer(0.5, process_of_store(session).kill).start()
-    session.execute("for _ in range(200):\n    time.sleep(0.005)\n    dist.barrier()")
+    is_under_way = lambda: all(region.request for region in session._launcher.board.regions)  # noqa: E731
+    with Press(session, process_of_store(session).kill, lambda: until(is_under_way)):
+        session.execute("for _ in range(200):\n    time.sleep(0.005)\n    dist.barrier()")
     check(session)
 
 
@@ -315,11 +317,8 @@ def test_a_stopped_store_is_waited_for_and_stop_ends_that(session: Session) -> N
     store = process_of_store(session)
     store.suspend()
     try:
-        timer = threading.Timer(0.6, session.interrupt)
-        timer.start()
-        with pytest.raises(RunInterrupt):
+        with Press(session, session.interrupt), pytest.raises(RunInterrupt):
             session.execute("dist.distributed_c10d._get_default_store().set('x', 'y')")
-        timer.join()
     finally:
         store.resume()
     check(session)

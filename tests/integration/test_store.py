@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.engine import store, store_server
+from tests.until import LIMIT_S, Press, until
 
 SOON = timedelta(milliseconds=150)
 
@@ -293,9 +294,7 @@ def test_user_code_meets_in_the_store(session: Session) -> None:
 
 
 def test_stop_names_the_key_and_the_line_and_who_could_set_it(session: Session) -> None:
-    timer = threading.Timer(0.6, session.interrupt)
-    timer.start()
-    with pytest.raises(RunInterrupt) as caught:
+    with Press(session, session.interrupt), pytest.raises(RunInterrupt) as caught:
         session.execute(
             f"{STORE}if rank == 0:\n    store.get('x')\nelse:\n    time.sleep(60)", label="In[7]"
         )
@@ -309,12 +308,9 @@ def test_diagnose_names_the_keys_and_a_later_run_may_set_them(session: Session) 
     pool = concurrent.futures.ThreadPoolExecutor(1)
     future = pool.submit(session.execute, f"{STORE}store.wait(['a', 'b']) if rank == 0 else None")
     pool.shutdown(wait=False)
-    deadline = time.monotonic() + 10
-    while "keys 'a', 'b' of the store" not in (text := repr(session.diagnose())):
-        assert time.monotonic() < deadline, text
-        time.sleep(0.05)
+    until(lambda: "keys 'a', 'b' of the store" in repr(session.diagnose()))
     session[1].execute(f"{STORE}store.multi_set(['a', 'b'], ['', ''])")
-    future.result(10)  # a later run set it: it was not ended
+    future.result(LIMIT_S)  # a later run set it: it was not ended
 
 
 def test_a_key_that_nobody_can_set_any_more_ends_by_itself(session: Session) -> None:

@@ -32,6 +32,7 @@ from distsession.kernel import progress
 from distsession.protocol import shared_memory
 from tests.integration.conftest import Recorder
 from tests.unit.test_tensors import nested, same
+from tests.until import Press
 
 LARGE = 300_000  # elements, well above what goes with a message
 
@@ -471,11 +472,10 @@ def test_a_stop_while_ranks_answer_leaves_the_session_usable(session: Session) -
     session.execute(
         "import time\nclass Slow:\n    def __reduce__(self):\n        time.sleep(30)\nslow = Slow()"
     )
-    threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
-    began = time.monotonic()
-    with pytest.raises(RunInterrupt):
-        session.pull("slow")
-    assert time.monotonic() - began < 10
+    with Press(session, lambda: signal.raise_signal(signal.SIGINT)) as pressed:
+        with pytest.raises(RunInterrupt):
+            session.pull("slow")
+        assert time.monotonic() - pressed.pressed_at < 20
     session.push(x=3)
     assert session.pull("x")[0] == 3
 
