@@ -12,14 +12,13 @@ __all__ = ["interrupts_held"]
 
 @contextmanager
 def interrupts_held(
-    hurry: Callable[[], object] = lambda: None, *, forget: bool = False, pass_on: bool = True
+    hurry: Callable[[], object] = lambda: None, *, forget: bool = False
 ) -> Iterator[None]:
     """Let a Ctrl-C in the main thread wait until a block is over.
 
     Args:
         hurry: Called for each Ctrl-C meanwhile, so that the block can come to its end at once.
         forget: Do not pass it on afterwards: the interpreter ends anyway.
-        pass_on: Raise it afterwards; otherwise the caller sees to it, which ``hurry`` has told.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -39,5 +38,5 @@ def interrupts_held(
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN if forget else before)
-        if came and pass_on and not forget:
+        if came and not forget:
             signal.raise_signal(signal.SIGINT)

@@ -155,8 +155,6 @@ class Rank:
         self._group_lock = threading.Lock()
         self._aborted: Abort | None = None
         self._refused: set[int] = set()
-        self._begin_lock = threading.Lock()
-        """A request is refused, or seen to have begun by whoever refuses it: never neither."""
         self._thread_error: BaseException | None = None
         """What ended a thread of the user's, within a collective, while the present request ran."""
         context = zmq.Context()
@@ -397,14 +395,11 @@ class Rank:
 
     def _handle_request(self, received: tuple[Request, Any]) -> None:
         request, payload = received
-        with self._begin_lock:
-            is_refused = request.id in self._refused
-            if not is_refused:
-                for listener in self._listeners:
-                    listener.begin_request(request)
-        if is_refused:
+        if request.id in self._refused:
             self._refuse(request, payload)
             return
+        for listener in self._listeners:
+            listener.begin_request(request)
         began = time.perf_counter()
         self._thread_error = None
         answer: serialize.Frames | Shared | None = None
@@ -528,8 +523,7 @@ class Rank:
 
     def _abort(self, message: Abort) -> None:
         """From the control thread: no operation of this generation is to begin any more."""
-        with self._begin_lock:
-            self._refused.update(message.refuse)
+        self._refused.update(message.refuse)
         with self._group_lock:
             if message.generation >= self._generation:
                 self._aborted = self._recorder.abort = message

@@ -469,7 +469,7 @@ def test_ctrl_c_while_starting_leaves_nothing() -> None:
     until(process, "begin")
     until_agent(process)
     process.send_signal(signal.SIGINT)
-    assert "interrupted" in process.communicate(timeout=60)[0]
+    assert "interrupted" in process.communicate(timeout=100)[0]
     assert_nothing_left(before)
 
 
@@ -491,7 +491,7 @@ def test_ctrl_c_stops_a_run_and_the_session_goes_on() -> None:
     until(process, "ready")
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=100)[0]
     assert "RunInterrupt the run on ranks 0-1 was stopped." in output
     assert "[ranks 0-1] 3" in output
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -183,6 +185,40 @@ def test_stop_when_nothing_runs_and_stop_again_are_harmless(cluster: Cluster) ->
         cluster.session.execute("dist.barrier() if rank == 0 else time.sleep(60)")
     with contextlib.suppress(KeyboardInterrupt):  # the second may come a little later
         pressing.join()
+    cluster.check()
+
+
+ENDLESS = (
+    "dist.barrier() if rank == 0 else time.sleep(60)",
+    "time.sleep(60)",
+    "while True: dist.all_reduce(torch.ones(2))",
+)
+
+
+def test_stop_is_pressed_at_any_moment_and_again(cluster: Cluster) -> None:
+    """While the request is sent, begun, stopped, and while the group is connected anew."""
+    dice = random.Random(0)
+    for n in range(45):
+        pauses = [dice.uniform(0, 0.03) for _ in range(dice.randint(1, 3))]
+        pressed = threading.Event()
+
+        def press(pauses: list[float] = pauses, pressed: threading.Event = pressed) -> None:
+            for pause in pauses:
+                time.sleep(pause)
+                press_stop()
+            pressed.set()
+
+        threading.Thread(target=press).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            cluster.session.execute(ENDLESS[n % 3])
+            pytest.fail("it ended by itself")
+        while True:  # the last may come a little later
+            with contextlib.suppress(KeyboardInterrupt):
+                assert pressed.wait(LIMIT_S)
+                time.sleep(0.01)
+                break
+        assert not cluster.session.channel.pending()
+        cluster.session.run(int)
     cluster.check()
 
 
