@@ -18,7 +18,7 @@ from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
 from distsession.kernel import outcome
-from distsession.notebook import hints
+from distsession.notebook import nbdistributed_magics
 from distsession.notebook.automagic import SessionChecker
 from distsession.notebook.autopx import AUTO_FLAG, AutoPx
 from distsession.notebook.cell import make_output
@@ -370,12 +370,12 @@ def register(shell: Any) -> None:
                 function = _with_help(function, _HELP[name, kind]())
             shell.register_magic_function(function, kind, name)
     magics.register()
-    hints.register(shell)
+    nbdistributed_magics.register(shell)
 
 
 def unregister(shell: Any) -> None:
     """Take the magics away again."""
-    hints.unregister(shell)
+    nbdistributed_magics.unregister(shell)
     present = shell.magics_manager.magics
     owners: dict[int, Magics] = {}
     for name, kinds in _NAMES:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from IPython.core.error import UsageError
 
-from distsession.notebook import hints
+from distsession.notebook import nbdistributed_magics
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def shell(magics: dict[str, dict[str, Any]]) -> Any:
 def test_they_say_what_is_here(
     shell: Any, magics: dict[str, dict[str, Any]], kind: str, name: str, line: str, ours: str
 ) -> None:
-    hints.register(shell)
+    nbdistributed_magics.register(shell)
     arguments = (line, "x = 1") if kind == "cell" else (line,)
     with pytest.raises(UsageError) as raised:
         magics[kind][name](*arguments)
@@ -42,7 +42,7 @@ def test_they_say_what_is_here(
 
 
 def test_a_magic_that_is_there_stays(shell: Any, magics: dict[str, dict[str, Any]]) -> None:
-    hints.register(shell)
+    nbdistributed_magics.register(shell)
     assert magics["line"]["sync"] is len
-    hints.unregister(shell)
+    nbdistributed_magics.unregister(shell)
     assert magics == {"line": {"sync": len}, "cell": {}}
