@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -82,7 +83,7 @@ class Cluster:
             with pytest.raises(RunInterrupt) as caught:
                 self.session.execute(code, label="In[7]")
             assert time.monotonic() - pressed.pressed_at < HANG_S
-        return str(caught.value)
+        return re.sub(r" \(for \d+ s\)", "", str(caught.value))  # longer on a busy machine
 
 
 HANG_S = 30
@@ -208,10 +209,12 @@ def test_stop_is_pressed_at_any_moment_and_again(cluster: Cluster) -> None:
                 press_stop()
             pressed.set()
 
-        threading.Thread(target=press).start()
         with contextlib.suppress(KeyboardInterrupt):
-            cluster.session.execute(ENDLESS[n % 3])
-            pytest.fail("it ended by itself")
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Thread(target=press).start()
+                cluster.session.execute(ENDLESS[n % 3])
+                pytest.fail("it ended by itself")
+            pressed.wait(LIMIT_S)
         while True:  # the last may come a little later
             with contextlib.suppress(KeyboardInterrupt):
                 assert pressed.wait(LIMIT_S)
