@@ -14,7 +14,7 @@ from distsession.protocol.rank_state import RankState
 __all__ = ["LIMIT_S", "Press", "until", "until_busy", "until_settled"]
 
 Point = tuple[object, ...]
-LOOKS, SILENT_LOOKS = 2, 5
+LOOKS, SILENT_LOOKS = 5, 10
 """How often ranks are seen at one point; one that does not answer may only be slow."""
 LIMIT_S = 60.0
 """Tells an end from a hang, on a busy machine too."""

@@ -294,7 +294,11 @@ def test_user_code_meets_in_the_store(session: Session) -> None:
 
 
 def test_stop_names_the_key_and_the_line_and_who_could_set_it(session: Session) -> None:
-    with Press(session, session.interrupt), pytest.raises(RunInterrupt) as caught:
+    waits = lambda: "key 'x' of the store" in repr(session.diagnose())  # noqa: E731
+    with (
+        Press(session, session.interrupt, lambda: until(waits)),
+        pytest.raises(RunInterrupt) as caught,
+    ):
         session.execute(
             f"{STORE}if rank == 0:\n    store.get('x')\nelse:\n    time.sleep(60)", label="In[7]"
         )
