@@ -188,14 +188,15 @@ class Reconnect:
             return self._problem
         self._pending = pending
         problem = STOPPED_TEXT
-        self._undisturbed_until = time.monotonic() + UNDISTURBED_S
+        undisturbed = min(UNDISTURBED_S, limit)
+        self._undisturbed_until = time.monotonic() + undisturbed
         try:
             with interrupts_held():
-                has_ended = self._ends_soon(pending)
+                has_ended = self._ends_within(undisturbed, pending)
                 if has_ended:
                     problem = self._dead_text() or failure_of(pending)
             if not has_ended:
-                pending.wait(lambda _: None, limit, lambda: self._check(pending))
+                pending.wait(lambda _: None, limit - undisturbed, lambda: self._check(pending))
                 problem = self._dead_text() or failure_of(pending)
         except _Over as over:
             problem = str(over)
@@ -208,9 +209,9 @@ class Reconnect:
                 self._free_all([pending.request])
         return problem
 
-    def _ends_soon(self, pending: PendingRequest) -> bool:
+    def _ends_within(self, seconds: float, pending: PendingRequest) -> bool:
         try:
-            pending.wait(lambda _: None, UNDISTURBED_S, lambda: self._check(pending))
+            pending.wait(lambda _: None, seconds, lambda: self._check(pending))
         except RunTimeoutError:
             return False
         return True

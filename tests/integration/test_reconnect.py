@@ -176,7 +176,6 @@ def test_a_rank_that_does_not_answer_is_named_after_the_limit(
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_PER_RANK_S", 0.0)
     monkeypatch.setattr(reconnect, "FREED_S", 0.2)
-    monkeypatch.setattr(reconnect, "UNDISTURBED_S", 0.0)  # it is less than the limit otherwise
     # Idle, and yet it takes no request: a task of ipyparallel's event loop holds the lock.
     session[1].execute(
         "import asyncio, ctypes\n"
