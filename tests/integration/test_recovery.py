@@ -265,7 +265,7 @@ def test_a_stop_just_as_a_rank_begins_frees_it(
 
     def begin_first(requests: Sequence[int]) -> None:
         os.kill(pids[0], signal.SIGCONT)
-        until(lambda: board.regions[0].request)
+        until(lambda: any(op.is_waiting for op in board.regions[0].operations()))
         refuse(requests)
         for pid in pids[1:]:
             os.kill(pid, signal.SIGCONT)
