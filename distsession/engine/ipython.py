@@ -6,9 +6,11 @@ test_ipyparallel.py`` fails when a release changes it.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import errno
+import inspect
 import json
 import logging
 import os
@@ -218,6 +220,10 @@ class _Kernel(IPythonParallelKernel):
 class _Engine(engine_app.IPEngine):
     """ipyparallel's engine without what it does to a process of its own."""
 
+    out_stream_factory = display_hook_factory = None
+    _joined: asyncio.Future[None] | None = None
+    """With ipyparallel 8, whether it has registered."""
+
     def init_signal(self) -> None:
         pass  # signals are the rank's own affair
 
@@ -230,7 +236,11 @@ class _Engine(engine_app.IPEngine):
 
     def abort(self) -> None:
         """Registration took too long; the rank itself goes on without ipyparallel."""
-        raise TimeoutError(f"the controller did not answer within {self.timeout:g} s")
+        problem = TimeoutError(f"the controller did not answer within {self.timeout:g} s")
+        if self._joined is None:
+            raise problem
+        if not self._joined.done():
+            self._joined.set_exception(problem)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         kernel = self.kernel
@@ -244,6 +254,28 @@ class _Engine(engine_app.IPEngine):
             stream.topic = f"engine.{self.id}.{name}".encode("ascii")
         hook = sys.displayhook = ZMQDisplayHook(self.session, iopub_socket)
         hook.topic = f"engine.{self.id}.execute_result".encode("ascii")
+
+    async def join(self) -> None:
+        """Register, and serve what ipyparallel's clients send."""
+        if inspect.iscoroutinefunction(engine_app.IPEngine.register):
+            await self.register()
+            return
+        # ipyparallel 8 goes on in a callback, and redirects output without a method for that.
+        self._joined = asyncio.get_running_loop().create_future()
+        self._abort_timeout = self.loop.add_timeout(self.loop.time() + self.timeout, self.abort)
+        self.register()
+        await self._joined
+        self.redirect_output(self.kernel.iopub_socket)
+
+    def complete_registration(self, *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(engine_app.IPEngine.complete_registration):
+            return super().complete_registration(*arguments)
+        try:
+            self._complete_registration(*arguments)
+        except BaseException as error:
+            self._joined.set_exception(error)
+        else:
+            self._joined.set_result(None)
 
 
 def _check_room() -> None:
@@ -282,7 +314,7 @@ async def register(
     try:
         with no_signing_warning():
             engine.initialize(argv=[])
-            await engine.register()
+            await engine.join()
     finally:
         sys.path[:] = own_path
         os.chdir(own_cwd)

@@ -12,8 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.utils.tokenutil import token_at_cursor
+
+try:
+    from IPython.core.completer import SimpleCompletion, context_matcher
+except ImportError:  # before IPython 8.6 Tab knows the notebook's own names alone
+    context_matcher = None
 
 from distsession.display import render
 from distsession.errors import DistsessionError
@@ -94,15 +98,18 @@ class RankCompleter:
         self._is_automatic = is_automatic
         self._inspect: Any = None
 
-        @context_matcher(priority=1000, identifier="distsession.ranks")  # type: ignore[untyped-decorator]
-        def matcher(context: Any) -> Any:
-            return self._handle_completion(context)
+        self._matchers: list[Any] = []
+        if context_matcher is not None:
 
-        self._matcher = matcher
+            @context_matcher(priority=1000, identifier="distsession.ranks")  # type: ignore[untyped-decorator]
+            def matcher(context: Any) -> Any:
+                return self._handle_completion(context)
+
+            self._matchers.append(matcher)
 
     def register(self) -> None:
         """Hook in."""
-        self._shell.Completer.custom_matchers.append(self._matcher)
+        self._shell.Completer.custom_matchers.extend(self._matchers)
         kernel = getattr(self._shell, "kernel", None)
         if kernel is not None:
             self._inspect = kernel.do_inspect
@@ -111,8 +118,9 @@ class RankCompleter:
     def unregister(self) -> None:
         """Take the hooks away."""
         matchers = self._shell.Completer.custom_matchers
-        if self._matcher in matchers:
-            matchers.remove(self._matcher)
+        for matcher in self._matchers:
+            if matcher in matchers:
+                matchers.remove(matcher)
         kernel = getattr(self._shell, "kernel", None)
         if kernel is not None and vars(kernel).get("do_inspect") == self._handle_inspect:
             del kernel.do_inspect
