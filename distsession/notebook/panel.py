@@ -35,6 +35,10 @@ NO_RANK_LABEL = "choose a rank"
 RESTART = "Restart rank"
 AGING = ("Diagnose", "Stacks")
 """Buttons whose answers are true only as long as the ranks do the same."""
+LATE_CLICKS_HINT = (
+    "Clicks reach this kernel between cells only: while one runs, use the notebook's own Stop."
+)
+"""Where the kernel has no subshells (ipykernel before 7), or the front end does not use them."""
 WIDGET_VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 
 _widgets: dict[Session, PanelWidgets] = {}
@@ -90,6 +94,8 @@ class PanelWidgets:
         self._stopped = threading.Event()
         self._was_viewed = False
         self._dead: frozenset[int] = frozenset()
+        self._is_beside_cells = True
+        """Whether the last click came on a subshell, so that it need not wait for a cell."""
         self._status = ipywidgets.HTML()
         self._rows = ipywidgets.HTML()
         hidden = element("style", f".{self._static_class}{{display:none}}")
@@ -122,6 +128,7 @@ class PanelWidgets:
                 ipywidgets.HBox(
                     [*self._buttons.values(), self._rank], layout={"flex_flow": "row wrap"}
                 ),
+                *([] if _has_subshells() else [ipywidgets.HTML(element("p", LATE_CLICKS_HINT))]),
                 self._answer.widget,
                 self._log.widget,
                 self._config,
@@ -139,7 +146,7 @@ class PanelWidgets:
         }
         self._running_actions: set[str] = set()
         for name, button in self._buttons.items():
-            button.on_click(lambda _, name=name: self._handle_click(name))
+            button.on_click(lambda _, name=name: self._handle_button(name))
         own = (*self._buttons.values(), self._rank, self._widget)
         for widget in (*own, *self._answer.controls, *self._log.controls):
             _handle_on_subshell(widget)
@@ -235,6 +242,10 @@ class PanelWidgets:
 
     # --- buttons ----------------------------------------------------------------------------------
 
+    def _handle_button(self, name: str) -> None:
+        self._is_beside_cells = threading.current_thread() is not threading.main_thread()
+        self._handle_click(name)
+
     def _handle_click(self, name: str, action: Callable[[], Html | None] | None = None) -> None:
         """Do what a button says, in a thread of its own: Stop must work beside a slow restart."""
         if name in self._running_actions:
@@ -261,8 +272,10 @@ class PanelWidgets:
             self._running_actions.discard(name)
 
     def _stop(self) -> Html:
-        hit = self._session.interrupt()
-        return element("p", f"Stop: {'what ran is interrupted' if hit else 'nothing was running'}.")
+        if self._session.interrupt():
+            return element("p", "Stop: what ran is interrupted.")
+        late = "" if self._is_beside_cells else f" {LATE_CLICKS_HINT}"
+        return element("p", f"Stop: nothing was running.{late}")
 
     def _open_log(self) -> None:
         self._log.open(self._rank.value if self._rank.value >= 0 else None)
@@ -321,6 +334,10 @@ def _handle_on_subshell(widget: Any) -> None:
     with contextlib.suppress(AttributeError):
         if hasattr(widget.comm, "_reply_subshell_for"):
             widget.comm._reply_subshell_for = lambda data, default: default
+
+
+def _has_subshells() -> bool:
+    return bool(getattr(_kernel(), "_supports_kernel_subshells", False))
 
 
 def _kernel() -> Any:

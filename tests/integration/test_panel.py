@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ipykernel
 import pytest
 
 from distsession import Session
@@ -38,9 +39,11 @@ class FrontEnd:
         self.errors: list[str] = []
         self.idle: set[str] = set()
         self.updates = 0
-        question = self.client.session.msg("create_subshell_request", {})
-        self.client.control_channel.send(question)
-        self.subshell = self.client.get_control_msg(timeout=60)["content"]["subshell_id"]
+        self.subshell: str | None = None
+        if ipykernel.version_info >= (7,):
+            question = self.client.session.msg("create_subshell_request", {})
+            self.client.control_channel.send(question)
+            self.subshell = self.client.get_control_msg(timeout=60)["content"]["subshell_id"]
 
     def take(self, seconds: float = 0.2) -> None:
         """Take in what the kernel sends for a while."""
@@ -216,6 +219,20 @@ def test_stop_and_diagnose_work_while_a_cell_runs(front: FrontEnd) -> None:
     assert front.errors == ["RunInterrupt"]
     front.press("Stop")
     front.wait(lambda: "nothing was running" in front.values())
+
+
+def test_a_front_end_without_subshells_is_told_to_use_its_own_stop(
+    front: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "subshell", None)
+    request = front.start(HANG)
+    front.wait(lambda: "waiting in barrier" in front.values())
+    front.press("Stop")
+    front.take(1)
+    assert request not in front.idle
+    front.notebook.manager.interrupt_kernel()
+    front.wait(lambda: request in front.idle)
+    front.wait(lambda: "own Stop" in front.values())
 
 
 def test_the_log_is_shown_and_searched_while_a_cell_runs(front: FrontEnd) -> None:
