@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 3
 # In the order of the folders, for the tests of tests/unit, which take no time, come last then.
 BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo unit test test-torch tutorials lint notebooks docs bench soak clean
+.PHONY: demo unit test test-torch test-hosted tutorials lint notebooks docs bench soak clean
 
 demo: $(STAMP)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
@@ -24,6 +24,9 @@ test: $(STAMP)  ## run the tests
 
 test-torch: $(STAMP)  ## the integration tests with another torch: make test-torch TORCH=2.15.0
 	.ci/test-torch $(TORCH) $(TESTS)
+
+test-hosted: $(STAMP)  ## tests with the older packages of hosted notebooks
+	.ci/test-hosted $(TESTS)
 
 tutorials: $(STAMP)  ## programs after the official tutorials, and those of libraries, in an environment of their own
 	.ci/test-tutorials
@@ -57,4 +60,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-torch .venv-libraries docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch .venv-libraries .venv-hosted docs/_build .mypy_cache .ruff_cache .pytest_cache

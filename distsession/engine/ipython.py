@@ -270,12 +270,14 @@ class _Engine(engine_app.IPEngine):
     def complete_registration(self, *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(engine_app.IPEngine.complete_registration):
             return super().complete_registration(*arguments)
+        assert self._joined is not None
         try:
             self._complete_registration(*arguments)
         except BaseException as error:
             self._joined.set_exception(error)
         else:
             self._joined.set_result(None)
+        return None
 
 
 def _check_room() -> None:

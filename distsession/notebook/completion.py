@@ -14,17 +14,17 @@ from typing import Any
 
 from IPython.utils.tokenutil import token_at_cursor
 
-try:
-    from IPython.core.completer import SimpleCompletion, context_matcher
-except ImportError:  # before IPython 8.6 Tab knows the notebook's own names alone
-    context_matcher = None
-
 from distsession.display import render
 from distsession.errors import DistsessionError
 from distsession.notebook.autopx import is_plain
 from distsession.protocol.messages import CompletionReply
 from distsession.ranks import parse_ranks
 from distsession.session import Session, current_session
+
+try:
+    from IPython.core.completer import SimpleCompletion, context_matcher
+except ImportError:  # before IPython 8.6 Tab knows the notebook's own names alone
+    context_matcher = None
 
 __all__ = ["RankCode", "RankCompleter", "rank_code"]
 
