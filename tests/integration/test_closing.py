@@ -19,6 +19,7 @@ from distsession import LaunchError, Session
 from distsession.kernel.snapshot import Snapshots
 from tests.conftest import assert_nothing_left, traces
 from tests.integration import cycles
+from tests.until import until
 
 BUSY = 4
 """Processes that compute beside a session, so that there is less of the machine for it."""
@@ -318,9 +319,9 @@ def test_figures_of_an_agent_that_answers_no_more_are_not_shown(
         assert time.monotonic() < deadline
     agent.kill()
     agent.wait()
+    until(lambda: {line.kind for line in observer.take().rows} == {"dead"})
     gone = observer.take()
     assert "agent is gone" in gone.status
-    assert {line.kind for line in gone.rows} == {"dead"}
     assert not any(line.gauges for line in gone.rows)
     assert "agent is gone" in repr(session.show_config())
 
