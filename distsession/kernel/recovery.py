@@ -30,6 +30,8 @@ STACK_TIMEOUT_S = 0.15
 is waited for."""
 DIAGNOSE_TIMEOUT_S = 1.0
 """The same where somebody has asked for just that: a busy machine must not make it wrong."""
+ANSWER_TIMEOUT_S = 0.2
+"""Seconds that a rank has to say that it has finished a run, or does not begin it."""
 RETURN_TIMEOUT_S = 0.5
 """Seconds that interrupted ranks have to come back before the caller does without them."""
 RETURN_AFTER_INTERRUPT_S = 5.0
@@ -183,11 +185,7 @@ class Recovery:
                 launcher.request_stacks(missing, DIAGNOSE_TIMEOUT_S)
                 begun = self._has_begun(pending, missing)
             if not begun:
-                pending.stop(
-                    f"the run on {ranks_text(pending.ranks)} was stopped before it began; "
-                    "what it waited for goes on.",
-                    begun=False,
-                )
+                pending.stop(self._not_under_way_text(pending), begun=False)
                 return
             reports = self.reports(missing, ask=True)
             verdict = diagnosis.diagnose(reports)
@@ -204,6 +202,28 @@ class Recovery:
         board = self.launcher.board
         return board is None or any(
             board.regions[rank].request == pending.request for rank in ranks
+        )
+
+    def _not_under_way_text(self, pending: PendingRequest) -> str:
+        """What to say of a run that was stopped while no rank was in the midst of it."""
+        board = self.launcher.board
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        # Who is idle has finished it or refuses it, and is about to say so.
+        while board is not None and any(not board.regions[r].request for r in pending.missing):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        run = f"the run on {ranks_text(pending.ranks)} was stopped"
+        replies = dict(pending.replies)
+        finished = sorted(rank for rank, (reply, _) in replies.items() if reply.error is None)
+        others = [rank for rank in pending.ranks if rank not in finished]
+        if not finished:
+            return f"{run} before it began; what it waited for goes on."
+        if not others:
+            return f"{run} when it was done already: the variables are set."
+        return (
+            f"{run} when {ranks_text(finished)} had finished it already; it does not begin on "
+            f"{ranks_text(others)}."
         )
 
     def wait_for_ranks(

@@ -254,29 +254,55 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_the_one_before_alone(
 
 
 def test_a_stop_just_as_a_rank_begins_frees_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The others have not begun, and are not to."""
     session = cluster.session
     launcher, board = session._launcher, session._launcher.board
     assert board is not None
-    pids = [info.pid for info in session.infos]
+    go = tmp_path / "go"
+    before = session[1:].submit(wait_for_file, str(go))
+    pid = session.infos[0].pid
     refuse = launcher.refuse
 
     def begin_first(requests: Sequence[int]) -> None:
-        os.kill(pids[0], signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         until(lambda: any(op.is_waiting for op in board.regions[0].operations()))
         refuse(requests)
-        for pid in pids[1:]:
-            os.kill(pid, signal.SIGCONT)
 
     monkeypatch.setattr(launcher, "refuse", begin_first)
+    os.kill(pid, signal.SIGSTOP)
+    is_sent = lambda: len(session.channel.pending()) == 2  # noqa: E731
+    text = cluster.stop("dist.barrier()", press=press_stop, when=lambda: until(is_sent))
+    assert "what it waited for goes on" not in text
+    assert "Rank 0 waits in barrier" in text
+    go.touch()
+    before.result(LIMIT_S)
+    cluster.check()
+
+
+def test_a_stop_of_what_is_done_already_says_so(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = cluster.session
+    launcher = session._launcher
+    pids = [info.pid for info in session.infos]
+    refuse = launcher.refuse
+
+    def end_first(requests: Sequence[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        (pending,) = session.channel.pending()
+        until(lambda: not pending.missing)
+        refuse(requests)
+
+    monkeypatch.setattr(launcher, "refuse", end_first)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     is_sent = lambda: session.channel.pending()  # noqa: E731
-    text = cluster.stop("dist.barrier()", press=press_stop, when=lambda: until(is_sent))
-    assert "what it waited for goes on" not in text
-    assert "connected anew" in text
+    text = cluster.stop("late = rank", press=press_stop, when=lambda: until(is_sent))
+    assert "was stopped when it was done already: the variables are set" in text
+    assert list(session.pull("late").values()) == list(session.ranks)
     cluster.check()
 
 
