@@ -98,9 +98,10 @@ class RankView:
         output = self.requests.make_output()
         self.requests.wait_for_ranks(self._ranks, output)
         progress = TransferProgress(output.notify, "sending")
-        pending = self._call(function, args, kwargs, progress)
-        entry = self._history.call(self._ranks, function, args, kwargs)
-        results: RankResults[T] = self.requests.finish(pending, output, began)
+        with self.requests.stopped_on_interrupt():
+            pending = self._call(function, args, kwargs, progress)
+            entry = self._history.call(self._ranks, function, args, kwargs)
+            results: RankResults[T] = self.requests.finish(pending, output, began)
         self._history.keep(entry)
         return results
 
@@ -360,15 +361,20 @@ class RankView:
         waited = self.requests.wait_for_ranks(self._ranks, output, timeout)
         if timeout is not None and waited > 1:
             timeout = max(0.1, timeout - round(waited, 1))
-        pending = self.requests.submit(self._ranks, make, [])
-        if not expression:
-            self.requests.last_run = LastRun(pending.request, self._ranks)
-        name = f"%distributed {code.strip()}" if expression else label or cell_name(pending.request)
-        entry = self._history.cell(self._ranks, code.strip() if expression else code, name)
         named = name_of_value(code)
-        results: RankResults[Any] = self.requests.finish(
-            pending, output, began, timeout=timeout, expression=named
-        )
+        with self.requests.stopped_on_interrupt():
+            pending = self.requests.submit(self._ranks, make, [])
+            if not expression:
+                self.requests.last_run = LastRun(pending.request, self._ranks)
+            name = (
+                f"%distributed {code.strip()}"
+                if expression
+                else label or cell_name(pending.request)
+            )
+            entry = self._history.cell(self._ranks, code.strip() if expression else code, name)
+            results: RankResults[Any] = self.requests.finish(
+                pending, output, began, timeout=timeout, expression=named
+            )
         results.expression = named
         self._history.keep(entry)
         return results if fetch else None

@@ -95,6 +95,8 @@ class PendingRequest:
         self.deaths: dict[int, EngineDiedError] = {}
         self.times: dict[int, float] = {}
         """When each rank answered or was found dead."""
+        self.thread = threading.get_ident()
+        """That has sent it."""
         self._open: set[int] = set()
         self._ended: set[int] = set()
         self._arriving: dict[int, tuple[int, int]] = {}

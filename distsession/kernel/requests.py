@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,21 @@ class Requests:
             raise RunTimeoutError(problem)
         raise RunInterrupt(problem)
 
+    @contextmanager
+    def stopped_on_interrupt(self) -> Iterator[None]:
+        """Within, no request is left behind by a Ctrl-C that came before it was waited for."""
+        before = {pending.request for pending in self.channel.pending()}
+        try:
+            yield
+        except KeyboardInterrupt:
+            with interrupts_held():
+                for pending in self.channel.pending():
+                    is_ours = pending.thread == threading.get_ident()
+                    if is_ours and pending.request not in before:
+                        self.recovery.stop(pending)
+                        self.channel.forget(pending)
+            raise
+
     def submit(
         self,
         ranks: Sequence[int],
@@ -178,14 +194,15 @@ class Requests:
         began = time.perf_counter()
         output = self.make_output()
         progress = TransferProgress(output.notify, verb) if verb else None
-        try:
-            self.wait_for_ranks(ranks, output)
-            pending = self.submit(ranks, make, payload, progress)
-        except BaseException:
-            output.close()
-            raise
-        arriving = progress if verb == "bringing" else None
-        return self.finish(pending, output, began, progress=arriving, steady=steady)
+        with self.stopped_on_interrupt():
+            try:
+                self.wait_for_ranks(ranks, output)
+                pending = self.submit(ranks, make, payload, progress)
+            except BaseException:
+                output.close()
+                raise
+            arriving = progress if verb == "bringing" else None
+            return self.finish(pending, output, began, progress=arriving, steady=steady)
 
     def post(self, ranks: Sequence[int], make: Callable[[int], Request]) -> None:
         """Send something to those ranks that can take it, and wait for no answer."""
