@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import linecache
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.requests import LastRun, Requests
 from distsession.protocol import serialize
-from distsession.protocol.cells import cell_name, is_notebook_file, name_of_value
+from distsession.protocol.cells import cell_name, name_of_value
 from distsession.protocol.messages import CallRequest, CellRequest, Request
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
@@ -315,11 +314,11 @@ class RankView:
                 "source code goes to execute()."
             )
         name = getattr(function, "__qualname__", type(function).__name__)
-        payload = serialize.dump_call(function, args, kwargs)
-        source = _source(function)
-        cell = outcome.cell_of(source[0])
+        files = set[str]()
+        payload = serialize.dump_call(function, args, kwargs, files)
+        cells = outcome.notebook_cells(files)
         pending = self.requests.submit(
-            self._ranks, lambda number: CallRequest(number, name, source, cell), payload, progress
+            self._ranks, lambda number: CallRequest(number, name, cells), payload, progress
         )
         self.requests.last_run = LastRun(pending.request, self._ranks)
         return pending
@@ -395,11 +394,3 @@ class RankView:
                 f"{ranks_text(wrong)} cannot be debugged: the code runs on "
                 f"{ranks_text(self._ranks)}."
             )
-
-
-def _source(function: Callable[..., Any]) -> tuple[str, str]:
-    """Where a function of the notebook comes from, and the lines of that cell."""
-    name = getattr(getattr(function, "__code__", None), "co_filename", "")
-    if not is_notebook_file(name):
-        return "", ""
-    return name, "".join(linecache.getlines(name))

@@ -137,10 +137,7 @@ class RequestDispatcher:
         return None if bundle is None else (*bundle, fingerprint(value))
 
     def _call(self, request: CallRequest, payload: Any) -> Any:
-        if request.source[1]:
-            remember(*request.source)
-        if request.cell:
-            name_cell(request.source[0], request.cell)
+        self._remember_cells(request)
         frames = self._payloads.read_private(payload)
         try:
             function, args, kwargs = serialize.load(frames)
@@ -152,9 +149,17 @@ class RequestDispatcher:
             ) from error
         return run_call(function, args, kwargs, self._namespace, self._around)
 
+    def _remember_cells(self, request: CallRequest | PushRequest) -> None:
+        for cell in request.cells:
+            if cell.source:
+                remember(cell.file, cell.source)
+            if cell.label:
+                name_cell(cell.file, cell.label)
+
     # --- push and gather --------------------------------------------------------------------------
 
     def _stage(self, request: PushRequest, payload: Any) -> None:
+        self._remember_cells(request)
         began, frames = time.monotonic_ns(), self._payloads.read_private(payload)
         self._transfers.stage(frames)
         self._trace.moved(request, shared_memory.nbytes(frames), began)

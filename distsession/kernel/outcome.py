@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -37,6 +38,7 @@ from distsession.protocol.messages import (
     ErrorInfo,
     FrameInfo,
     Mismatch,
+    NotebookCell,
     Operation,
     Reason,
     TimedOut,
@@ -49,6 +51,7 @@ __all__ = [
     "Failures",
     "collect",
     "hang_error",
+    "notebook_cells",
     "own_causes",
     "reconnected_text",
     "run_error",
@@ -404,6 +407,14 @@ def cell_of(filename: str) -> str:
     """``In[3]`` for code of the notebook's third cell; empty where that is not known."""
     known = cell_of_file is not None and is_notebook_file(filename)
     return cell_of_file(filename) if known and cell_of_file is not None else ""
+
+
+def notebook_cells(files: Iterable[str]) -> tuple[NotebookCell, ...]:
+    """The cells that have these names for a file, for the ranks."""
+    return tuple(
+        NotebookCell(file, cell_of(file), "".join(linecache.getlines(file)))
+        for file in sorted(files)
+    )
 
 
 def _with_cells(error: ErrorInfo) -> ErrorInfo:

@@ -17,11 +17,13 @@ from distsession.errors import (
     SerializationError,
     SessionStateError,
 )
+from distsession.kernel.outcome import notebook_cells
 from distsession.kernel.requests import Requests
 from distsession.protocol import serialize
 from distsession.protocol.messages import (
     CommitRequest,
     FillRequest,
+    NotebookCell,
     PieceRequest,
     PullRequest,
     PushRequest,
@@ -55,7 +57,9 @@ def push(requests: Requests, ranks: Sequence[int], values: Mapping[str, Any]) ->
     """Give every rank these variables; all of them, or where that fails none."""
     _check_names(values)
     if values:
-        _push_frames(requests, ranks, _dump(dict(values)))
+        files = set[str]()
+        payload = _dump(dict(values), files)
+        _push_frames(requests, ranks, payload, notebook_cells(files))
 
 
 def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
@@ -67,20 +71,22 @@ def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
             )
 
 
-def _dump(values: dict[str, Any]) -> serialize.Frames:
+def _dump(values: dict[str, Any], files: set[str] | None = None) -> serialize.Frames:
     try:
-        return serialize.dump_value(values, what="what is pushed")
+        return serialize.dump_value(values, what="what is pushed", files=files)
     except SerializationError:
         for name, value in values.items():  # which of them is it?
             serialize.dump_value(value, what=name, path=name)
         raise
 
 
-def _push_frames(requests: Requests, ranks: Sequence[int], payload: Any) -> None:
+def _push_frames(
+    requests: Requests, ranks: Sequence[int], payload: Any, cells: tuple[NotebookCell, ...] = ()
+) -> None:
     """Push a pickled dict, the same for all ranks, or for each rank its own."""
     with requests.pushing:
         try:
-            requests.call(ranks, PushRequest, payload, verb="sending")
+            requests.call(ranks, lambda number: PushRequest(number, cells), payload, verb="sending")
         except BaseException:
             with suppress(DistsessionError):  # ranks that hold it already can let it go
                 requests.post(ranks, lambda number: CommitRequest(number, False))

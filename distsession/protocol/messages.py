@@ -148,19 +148,31 @@ class Shared(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class NotebookCell:
+    """The notebook's cell of a function that is on its way to a rank, which has no such file.
+
+    Attributes:
+        file: What its code has for the name of a file.
+        label: What the notebook calls the cell, such as ``"In[3]"``; empty if that is not known.
+        source: Its lines, for tracebacks and the debugger.
+    """
+
+    file: str
+    label: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallRequest(_Message):
     """Call a function. Payload: function, args, kwargs.
 
     Attributes:
-        source: Of a function of the notebook, the name that its code has for a file, and the lines
-            of its cell, which no rank has; for its debugger.
-        cell: What the notebook calls that cell, such as ``"In[3]"``.
+        cells: Of the notebook's functions among them.
     """
 
     id: int
     name: str
-    source: tuple[str, str] = ("", "")
-    cell: str = ""
+    cells: tuple[NotebookCell, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +227,13 @@ class PushRequest(_Message):
 
     They are assigned by an ``CommitRequest`` once all ranks have them, so a failure on one rank
     leaves the names as they were on all.
+
+    Attributes:
+        cells: Of the notebook's functions among the values.
     """
 
     id: int
+    cells: tuple[NotebookCell, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Protocol
 
 import cloudpickle
 
 from distsession.errors import SerializationError
+from distsession.protocol.cells import is_notebook_file
 
 __all__ = [
     "Frames",
@@ -52,11 +54,18 @@ class _Chunks(list[Any]):
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: Any, buffers: list[Any], reducer: Reducer | None):
+    def __init__(
+        self, file: Any, buffers: list[Any], reducer: Reducer | None, files: set[str] | None
+    ):
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._reducer = reducer
+        self._files = files
 
     def reducer_override(self, obj: Any) -> Any:
+        if self._files is not None and isinstance(obj, FunctionType):
+            file = obj.__code__.co_filename
+            if is_notebook_file(file):
+                self._files.add(file)
         if self._reducer is not None:
             reduced = self._reducer(obj)
             if reduced is not NotImplemented:
@@ -64,10 +73,10 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _dump(obj: Any) -> Frames:
+def _dump(obj: Any, files: set[str] | None = None) -> Frames:
     chunks, buffers = _Chunks(), list[Any]()
     reducer = _reducer()
-    _Pickler(chunks, buffers, reducer).dump(obj)
+    _Pickler(chunks, buffers, reducer, files).dump(obj)
     memory = [b.raw() for b in buffers] if reducer is None else reducer.finish(buffers)
     return [chunks[0] if len(chunks) == 1 else b"".join(chunks), *memory]
 
@@ -101,7 +110,7 @@ def imports_torch(frames: Sequence[Any]) -> bool:
     return b"torch" in head or b"distsession.engine.tensors" in head
 
 
-def dump_value(value: Any, *, what: str, path: str = "") -> Frames:
+def dump_value(value: Any, *, what: str, path: str = "", files: set[str] | None = None) -> Frames:
     """Pickle one value.
 
     Args:
@@ -109,26 +118,36 @@ def dump_value(value: Any, *, what: str, path: str = "") -> Frames:
         what: How the error message calls it, such as ``"the result"``.
         path: Its name, if it has one: the message then calls the part at fault by its path, such
             as ``cfg.hooks[2]``.
+        files: Gets what the notebook's functions within have for a file.
 
     Raises:
         SerializationError: The value cannot be pickled; the message names the part at fault.
     """
     try:
-        return _dump(value)
+        return _dump(value, files)
     except Exception as error:
         raise SerializationError(_explain(value, what, error, path)) from None
 
 
 def dump_call(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    files: set[str] | None = None,
 ) -> Frames:
     """Pickle a function with its arguments.
+
+    Args:
+        function: Any that can be called.
+        args: Its arguments.
+        kwargs: Those with a name.
+        files: Gets what the notebook's functions have for a file: this one, and all that go along.
 
     Raises:
         SerializationError: One of them cannot be pickled; the message names it.
     """
     try:
-        return _dump((function, tuple(args), dict(kwargs)))
+        return _dump((function, tuple(args), dict(kwargs)), files)
     except Exception as whole:
         name = getattr(function, "__qualname__", repr(function))
         parts = [(f"the function {name}", function)]

@@ -336,6 +336,21 @@ def test_an_error_of_a_function_names_the_notebooks_cells(notebook: Notebook) ->
     assert "notebook cell" not in shown.error
 
 
+def test_helper_functions_of_other_cells_are_named_where_ranks_wait(notebook: Notebook) -> None:
+    helper = "import torch\nimport torch.distributed as dist\ndef helper(size):\n"
+    notebook.run(helper + "    dist.all_reduce(torch.ones(size))")
+    cell = notebook.run("len(In) - 2").result
+    notebook.run("def train():\n    helper(3 + dist.get_rank())")
+    notebook.run("from distsession import current_session\nsession = current_session()")
+    shown = notebook.run("session.run(train)")
+    assert "CollectiveMismatchError" in shown.error
+    assert f"at In[{cell}] line 4" in shown.error
+    notebook.run("class Step:\n    def __call__(self, size):\n        helper(size)")
+    notebook.run("session.push(step=Step())")
+    shown = notebook.run("%%distributed\nstep(3 + rank)")
+    assert f"at In[{cell}] line 4" in shown.error
+
+
 def test_a_syntax_error_begins_with_its_line_and_its_reason(notebook: Notebook) -> None:
     shown = notebook.run("%%distributed\nif rank > 5:\n    x = 1\n  y = 2")
     first, *rest = shown.error.splitlines()

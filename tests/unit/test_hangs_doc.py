@@ -122,11 +122,9 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "`at In[6] line 5`: The innermost line of your code, also if torch or a library made the call.": (
         f"{HERE}test_the_line_is_the_users_own_whoever_makes_the_call",
     ),
-    "In a function of the notebook it is counted from the top of the cell that defines it.": (
+    "In a function of the notebook it is counted from the top of the cell that defines it, also in a helper function that another cell defines.": (
         MAGIC,
-    ),
-    "Of a function that another one brings along a rank does not know the cell, and says `notebook cell line 4`.": (
-        f"{FIRST_LINES}test_a_function_of_the_notebook_has_its_line",
+        "integration/test_notebook.py::test_helper_functions_of_other_cells_are_named_where_ranks_wait",
     ),
     "`for rank 2, which runs In[6] line 4`: Whom they wait for, and what it does instead.": (
         NOTICE,

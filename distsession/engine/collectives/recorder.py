@@ -57,6 +57,7 @@ from distsession.protocol.messages import (
     CallRequest,
     Mismatch,
     Operation,
+    PushRequest,
     Request,
     TimedOut,
 )
@@ -168,8 +169,9 @@ class Recorder(RequestListener):
     def begin_request(self, request: Request) -> None:
         self._show_request(request.id)
         self._expire_abort()
-        if isinstance(request, CallRequest):  # its cell may have another number by now
-            self._places.pop(request.source[0], None)
+        if isinstance(request, CallRequest | PushRequest):
+            for cell in request.cells:  # it may have another number by now
+                self._places.pop(cell.file, None)
 
     def end_request(self, request: Request) -> None:
         self._show_request(0)
