@@ -21,6 +21,7 @@ from distsession.protocol.messages import (
     Reply,
     Text,
 )
+from distsession.protocol.operation_names import CodeLine
 from distsession.protocol.serialize import Frames
 from distsession.ranks import ranks_text
 
@@ -291,5 +292,5 @@ def _innermost_cell_line(error: ErrorInfo) -> str:
     """The innermost line of a cell in a traceback."""
     for frame in reversed(error.frames):
         if is_cell(frame.filename):
-            return f"{frame.filename} line {frame.lineno}"
+            return CodeLine(frame.filename, frame.lineno).name
     return ""

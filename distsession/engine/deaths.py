@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from distsession.engine.failure import is_own_file, is_user_code, short_name
+from distsession.engine.failure import is_own_file, is_user_code, line_name
 from distsession.engine.listeners import RequestListener, name_of
 from distsession.protocol.messages import Request
 
@@ -124,7 +124,7 @@ def _place_of(frame: FrameType | None) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if is_user_code(name):
-            return f"{short_name(name)} line {frame.f_lineno}"
+            return line_name(name, frame.f_lineno)
         frame = frame.f_back
     return ""
 
@@ -181,7 +181,7 @@ def read_fault(text: str) -> DeathRecord | None:
             threads[-1].append((match[1], int(match[2]), match[3]))
     # The last one is the oldest: the main thread, which may have called what crashed elsewhere.
     for frames in (current, *threads[-1:]):
-        place = next((f"{short_name(f)} line {n}" for f, n, _ in frames if is_user_code(f)), "")
+        place = next((line_name(f, n) for f, n, _ in frames if is_user_code(f)), "")
         if place:
             return DeathRecord(place=place, is_certain=True, stack=_shown(frames))
     return DeathRecord(is_certain=True, stack=_shown(current))

@@ -136,7 +136,7 @@ class Debugger(RequestListener):
         """Stop in this frame."""
         obstacle = self.stdin.obstacle
         if obstacle and not self._is_disabled:
-            place = f"{failure.short_name(frame.f_code.co_filename)} line {frame.f_lineno}"
+            place = failure.line_name(frame.f_code.co_filename, frame.f_lineno)
             self.stream.write(f"breakpoint() at {place} is passed over: {obstacle}.\n")
         if obstacle or self._is_disabled:
             return

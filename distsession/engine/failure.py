@@ -19,6 +19,7 @@ from distsession.engine.cause import has_reason
 from distsession.errors import CollectiveError
 from distsession.protocol.cells import is_cell, is_notebook_file
 from distsession.protocol.messages import ErrorInfo, FrameInfo
+from distsession.protocol.operation_names import CodeLine
 from distsession.protocol.serialize import Frames, dump_value
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "is_own",
     "is_own_file",
     "is_user_code",
+    "line_name",
     "name_cell",
     "pickled",
     "short_name",
@@ -158,7 +160,7 @@ def innermost(frames: Sequence[FrameInfo]) -> str:
     """The innermost line of user code, such as ``In[3] line 4``; empty if there is none."""
     for frame in reversed(frames):
         if is_user_code(frame.filename):
-            return f"{short_name(frame.filename)} line {frame.lineno}"
+            return line_name(frame.filename, frame.lineno)
     return ""
 
 
@@ -175,6 +177,11 @@ def short_name(filename: str) -> str:
     if is_notebook_file(filename):  # a function of the notebook; its file has a number for a name
         return _notebook_cells.get(filename, "notebook cell")
     return filename if is_cell(filename) else os.path.basename(filename)
+
+
+def line_name(filename: str, lineno: int) -> str:
+    """``In[3] line 4``, or ``train.py line 7``."""
+    return CodeLine(short_name(filename), lineno).name
 
 
 def name_cell(filename: str, cell: str) -> None:

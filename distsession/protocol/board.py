@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from distsession.protocol.messages import Operation
+from distsession.protocol.operation_names import CodeLine
 
 __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 
@@ -271,7 +272,7 @@ class Region:
     def place(self, word: int) -> str:
         """``In[3] line 4``, from a text's number and a line in one word."""
         name = self.text(word >> LINE_BITS)
-        return f"{name} line {word & LINE_MASK}" if name else ""
+        return CodeLine(name, word & LINE_MASK).name if name else ""
 
     @property
     def request(self) -> int:

@@ -6,21 +6,24 @@ others is more likely what went wrong.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distsession.protocol.messages import Called, Mismatch, TimedOut
-from distsession.protocol.operation_names import WORLD, Pair, SplitSizes, group_title
+from distsession.protocol.operation_names import (
+    WORLD,
+    CodeLine,
+    Pair,
+    SplitSizes,
+    details_of,
+    group_title,
+)
 from distsession.ranks import ranks_text
 
 __all__ = ["late_remedy", "late_text", "merged", "mismatch_remedy", "mismatch_text", "sentence"]
 
 MOST_SIDES = 4
 """How many different calls are told; with more, the rest are counted."""
-
-_COMMA = re.compile(r", (?![^\[]*\])")
-"""A comma that is not within a shape."""
 
 
 def sentence(text: str) -> str:
@@ -117,15 +120,15 @@ def _either(places: Sequence[str]) -> str:
     """``In[3] line 4 and line 6``: a file is named once."""
     text = last = ""
     for place in places[:3]:
-        name, _, line = place.rpartition(" line ")
-        text += f"{' and ' if text else ''}{f'line {line}' if text and name == last else place}"
-        last = name
+        file, line = CodeLine.from_name(place)
+        text += f"{' and ' if text else ''}{f'line {line}' if text and file == last else place}"
+        last = file
     return f"{text} and elsewhere" if len(places) > 3 else text
 
 
 def _differing(details: Sequence[str]) -> list[str]:
     """Of each detail the parts in which any two differ."""
-    parts = [_COMMA.split(detail) for detail in details]
+    parts = [details_of(detail) for detail in details]
     if len(details) == 1 or len({len(each) for each in parts}) != 1:
         return [detail or "nothing" for detail in details]
     differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]

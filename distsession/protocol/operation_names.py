@@ -1,4 +1,4 @@
-"""Names on the board that are read again: of pairs of ranks, and sizes at the end of a description.
+"""Texts of the board that are read again: pairs of ranks, lines of code, parts of a description.
 
 Other ranks and the kernel see of an operation only what fits into the board, as text. What of it
 they need as data is written and read here.
@@ -7,9 +7,19 @@ they need as data is written and read here.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["WORLD", "AnySource", "Pair", "SplitSizes", "group_title"]
+__all__ = [
+    "WORLD",
+    "AnySource",
+    "CodeLine",
+    "Pair",
+    "SplitSizes",
+    "details_of",
+    "group_title",
+    "join_details",
+]
 
 WORLD = "world"
 """The name of the default group."""
@@ -51,6 +61,39 @@ class Pair(NamedTuple):
         return cls(group, None if source == "any" else int(source), int(target), int(tag or 0))
 
 
+class CodeLine(NamedTuple):
+    """A line of the user's code.
+
+    Attributes:
+        file: Label of a cell, such as ``"In[3]"``, or a file's name without its folder.
+        line: Counted from 1.
+    """
+
+    file: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """``In[3] line 4``."""
+        return f"{self.file} line {self.line}"
+
+    @classmethod
+    def from_name(cls, name: str) -> CodeLine:
+        """What :attr:`name` gives."""
+        file, _, line = name.rpartition(" line ")
+        return cls(file, int(line))
+
+
+def join_details(parts: Iterable[str]) -> str:
+    """``float32 [4, 2], sum`` from its parts: a dtype, its shape, a reduction."""
+    return ", ".join(part for part in parts if part).replace(", [", " [")
+
+
+def details_of(description: str) -> list[str]:
+    """The parts that :func:`join_details` was given; a dtype and its shape are one."""
+    return _BETWEEN_DETAILS.split(description)
+
+
 class AnySource(NamedTuple):
     """Of a receive that takes what comes first, whoever sends it."""
 
@@ -87,6 +130,8 @@ class SplitSizes(NamedTuple):
         return cls(*(tuple(int(n) for n in part.split(",") if n) for part in found.groups()))
 
 
+_BETWEEN_DETAILS = re.compile(r", (?![^\[]*\])")
+"""A comma that is not within a shape."""
 _PAIR = re.compile(r"(.*) (\d+|any)->(\d+)(?: tag (\d+))?")
 _ANY_SOURCE = re.compile(r"any source(?:, tag (\d+))?")
 _SPLIT_SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")

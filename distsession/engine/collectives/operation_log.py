@@ -11,7 +11,7 @@ from typing import Any
 
 from distsession.engine.collectives.operations import describe_detail, size
 from distsession.protocol.board import LINE_BITS, LINE_MASK
-from distsession.protocol.operation_names import AnySource
+from distsession.protocol.operation_names import AnySource, CodeLine
 from distsession.timeline.records import OperationRecord
 
 __all__ = [
@@ -85,7 +85,7 @@ class OperationLog:
             sequence=sequence,
             size=known[0],
             detail=known[1],
-            place=f"{file} line {place & LINE_MASK}" if file else "",
+            place=CodeLine(file, place & LINE_MASK).name if file else "",
             began=began,
             ended=ended,
             blocked=blocked if flags & IS_ASYNC else began,

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from distsession.protocol.operation_names import AnySource, SplitSizes
+from distsession.protocol.operation_names import AnySource, SplitSizes, join_details
 
 __all__ = [
     "Collectives",
@@ -264,7 +264,7 @@ def describe(key: tuple[Any, ...]) -> str:
 
 def describe_detail(key: tuple[Any, ...]) -> str:
     """The same without the name: ``float32 [4, 2], sum``."""
-    return ", ".join(part for part in map(_part, key[1:]) if part).replace(", [", " [")
+    return join_details(map(_part, key[1:]))
 
 
 def comparable(key: tuple[Any, ...]) -> str:
