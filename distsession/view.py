@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
 from distsession.display import render
 from distsession.errors import OptionsError
@@ -97,10 +98,12 @@ class RankView:
         output = self.requests.make_output()
         self.requests.wait_for_ranks(self._ranks, output)
         progress = TransferProgress(output.notify, "sending")
-        with self.requests.stopped_on_interrupt():
-            pending = self._call(function, args, kwargs, progress)
+        with InterruptHold() as interrupts:
+            pending = self._call(function, args, kwargs, progress, interrupts)
             entry = self._history.call(self._ranks, function, args, kwargs)
-            results: RankResults[T] = self.requests.finish(pending, output, began)
+            results: RankResults[T] = self.requests.finish(
+                pending, output, began, interrupts=interrupts
+            )
         self._history.keep(entry)
         return results
 
@@ -110,12 +113,10 @@ class RankView:
         """Like :meth:`run`, without waiting: a future of what it would return or raise."""
         began = time.perf_counter()
         output = self.requests.make_output()
-        pending = self._call(function, args, kwargs, TransferProgress(output.notify, "sending"))
-        was_interrupted = pending.take_interrupt()
+        progress = TransferProgress(output.notify, "sending")
         future: concurrent.futures.Future[RankResults[T]] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         context = contextvars.copy_context()  # output goes to the cell that made the call
-        entry = self._history.call(self._ranks, function, args, kwargs)
 
         def wait() -> None:
             try:
@@ -125,9 +126,10 @@ class RankView:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=wait, name="distsession-submit", daemon=True).start()
-        if was_interrupted:
-            raise KeyboardInterrupt
+        with InterruptHold() as interrupts:
+            pending = self._call(function, args, kwargs, progress, interrupts)
+            entry = self._history.call(self._ranks, function, args, kwargs)
+            threading.Thread(target=wait, name="distsession-submit", daemon=True).start()
         return future
 
     def execute(
@@ -306,6 +308,7 @@ class RankView:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         progress: TransferProgress,
+        interrupts: InterruptHold,
     ) -> PendingRequest:
         self.requests.check_open()
         if not callable(function):
@@ -318,7 +321,11 @@ class RankView:
         payload = serialize.dump_call(function, args, kwargs, files)
         cells = outcome.notebook_cells(files)
         pending = self.requests.submit(
-            self._ranks, lambda number: CallRequest(number, name, cells), payload, progress
+            self._ranks,
+            lambda number: CallRequest(number, name, cells),
+            payload,
+            progress,
+            interrupts,
         )
         self.requests.last_run = LastRun(pending.request, self._ranks)
         return pending
@@ -361,8 +368,8 @@ class RankView:
         if timeout is not None and waited > 1:
             timeout = max(0.1, timeout - round(waited, 1))
         named = name_of_value(code)
-        with self.requests.stopped_on_interrupt():
-            pending = self.requests.submit(self._ranks, make, [])
+        with InterruptHold() as interrupts:
+            pending = self.requests.submit(self._ranks, make, [], interrupts=interrupts)
             if not expression:
                 self.requests.last_run = LastRun(pending.request, self._ranks)
             name = (
@@ -372,7 +379,12 @@ class RankView:
             )
             entry = self._history.cell(self._ranks, code.strip() if expression else code, name)
             results: RankResults[Any] = self.requests.finish(
-                pending, output, began, timeout=timeout, expression=named
+                pending,
+                output,
+                began,
+                timeout=timeout,
+                expression=named,
+                interrupts=interrupts,
             )
         results.expression = named
         self._history.keep(entry)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import EngineDiedError
 from distsession.protocol.board import Board
@@ -58,6 +59,7 @@ class Channel(ABC):
         make: Callable[[int], Request],
         payload: Payload,
         progress: Progress | None = None,
+        interrupts: InterruptHold | None = None,
     ) -> PendingRequest:
         """Send a request to some ranks.
 
@@ -66,6 +68,7 @@ class Channel(ABC):
             make: Makes the request from its number.
             payload: What goes with it.
             progress: Is told how much of the payload has been written.
+            interrupts: Held once that is written, before the first rank gets the request.
 
         Raises:
             SerializationError: The payload does not fit into memory.

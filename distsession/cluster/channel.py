@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from distsession.cluster.base import Channel, Payload
-from distsession.cluster.interrupts import interrupts_held
+from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.payloads import Payloads
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
@@ -151,20 +151,16 @@ class SocketChannel(Channel):
         make: Callable[[int], Request],
         payload: Payload,
         progress: Progress | None = None,
+        interrupts: InterruptHold | None = None,
     ) -> PendingRequest:
         with contextlib.ExitStack() as stack:
             # Written before the lock is taken: it may take long, and a stop must not wait for it.
             parts = self.payloads.prepare(ranks, payload, progress, stack)
-            pending: PendingRequest | None = None
-            try:
-                with interrupts_held():  # all ranks get it, or none
-                    pending = self._send(ranks, make, parts)
-                    if not isinstance(payload, Segment):  # which its owner keeps
-                        self.payloads.keep(pending.request, parts, stack)
-            except KeyboardInterrupt:
-                if pending is None:
-                    raise
-                pending.interrupt()
+            if interrupts is not None:
+                interrupts.hold()
+            pending = self._send(ranks, make, parts)
+            if not isinstance(payload, Segment):  # which its owner keeps
+                self.payloads.keep(pending.request, parts, stack)
         return pending
 
     def _send(

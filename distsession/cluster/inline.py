@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distsession.cluster.base import Channel, Launcher, Payload
+from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import EngineDiedError, OptionsError, SessionStateError
 from distsession.options import SessionOptions
@@ -42,6 +43,7 @@ class InlineChannel(Channel):
         make: Callable[[int], Request],
         payload: Payload,
         progress: shared_memory.Progress | None = None,
+        interrupts: InterruptHold | None = None,
     ) -> PendingRequest:
         request = make(next(self._numbers))
         pending = PendingRequest(request.id, ranks)

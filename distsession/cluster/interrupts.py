@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
 
-__all__ = ["interrupts_held"]
+__all__ = ["InterruptHold", "interrupts_held"]
 
 
 @contextmanager
@@ -40,3 +41,33 @@ def interrupts_held(
         signal.signal(signal.SIGINT, signal.SIG_IGN if forget else before)
         if came and not forget:
             signal.raise_signal(signal.SIGINT)
+
+
+class InterruptHold:
+    """Lets a Ctrl-C wait from the moment a request is sent until somebody waits for it.
+
+    Who waits knows how to stop it. One that came in between would leave it to run on its ranks with
+    nobody who knows of it. Used as a context, whose end lets go, too.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> InterruptHold:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def hold(self) -> None:
+        """A Ctrl-C waits from here on."""
+        self._stack.enter_context(interrupts_held())
+
+    def release(self) -> None:
+        """No longer; raises KeyboardInterrupt if one came meanwhile."""
+        self._stack.close()

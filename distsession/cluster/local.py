@@ -20,7 +20,7 @@ from distsession.cluster.channel import SocketChannel
 from distsession.cluster.deaths import AGENT_GONE, agent_text
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
-from distsession.cluster.interrupts import interrupts_held
+from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
 from distsession.cluster.monitor import Monitor, RankUnreported
 from distsession.cluster.pending import OutputMessage, PendingRequest
@@ -209,26 +209,24 @@ class LocalLauncher(Launcher):
         halted = Halted(self.pids)
         rejoining = [rank for rank in world if rank not in ranks]
         pending = None
-        if rejoining:
-            pending = self.channel.submit(
-                rejoining,
-                lambda number: ReconnectRequest(
-                    number, self._generation, self._options.start_timeout
-                ),
-                [],
-            )
-        try:
-            if pending is not None and pending.take_interrupt():
-                raise KeyboardInterrupt
-            self._monitor.wait_ready(
-                world,
-                self._generation,
-                deadline,
-                lambda: failure_of(pending) or halted.check(rejoining),
-            )
-        finally:
-            if pending is not None:
-                self.channel.forget(pending)
+
+        def make(number: int) -> ReconnectRequest:
+            return ReconnectRequest(number, self._generation, self._options.start_timeout)
+
+        with InterruptHold() as interrupts:
+            try:
+                if rejoining:
+                    pending = self.channel.submit(rejoining, make, [], interrupts=interrupts)
+                interrupts.release()
+                self._monitor.wait_ready(
+                    world,
+                    self._generation,
+                    deadline,
+                    lambda: failure_of(pending) or halted.check(rejoining),
+                )
+            finally:
+                if pending is not None:
+                    self.channel.forget(pending)
         self.channel.payloads.link(ranks)
         self.is_broken = False
         return self.infos

@@ -96,8 +96,6 @@ class PendingRequest:
         self.deaths: dict[int, EngineDiedError] = {}
         self.times: dict[int, float] = {}
         """When each rank answered or was found dead."""
-        self.thread = threading.get_ident()
-        """That has sent it."""
         self._open: set[int] = set()
         self._ended: set[int] = set()
         self._arriving: dict[int, tuple[int, int]] = {}
@@ -109,7 +107,6 @@ class PendingRequest:
         self._was_begun = True
         self._is_abandoned = False
         self._is_sole = False
-        self._is_interrupted = False
         self._paused_s = 0.0
 
     # --- the channel's thread ---------------------------------------------------------------------
@@ -209,15 +206,6 @@ class PendingRequest:
         self._was_begun = begun
         self._stopped = reason
 
-    def interrupt(self) -> None:
-        """Ctrl-C came while it was sent: who waits for it is to be interrupted."""
-        self._is_interrupted = True
-
-    def take_interrupt(self) -> bool:
-        """Whether that was so and nobody has been interrupted yet, who is now."""
-        was, self._is_interrupted = self._is_interrupted, False
-        return was
-
     def abandon(self) -> None:
         """Nobody waits for it any more."""
         self._is_abandoned = True
@@ -251,10 +239,8 @@ class PendingRequest:
 
         Raises:
             RunTimeoutError: That took longer than ``timeout`` seconds.
-            KeyboardInterrupt: Ctrl-C was pressed, meanwhile or while it was sent.
+            KeyboardInterrupt: Ctrl-C was pressed.
         """
-        if self.take_interrupt():
-            raise KeyboardInterrupt
         self._is_sole = threading.current_thread() is threading.main_thread()
         began = time.monotonic()
         paused = self._paused_s

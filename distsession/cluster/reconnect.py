@@ -179,34 +179,34 @@ class Reconnect:
     def _attempt(self, limit: float) -> str:
         """Have all ranks join another generation; nobody stays in it if that fails."""
         generation = self._launcher.begin_generation()
-        try:
-            pending = self._channel.submit(
-                self._ranks, lambda number: ReconnectRequest(number, generation, limit), []
-            )
-        except EngineDiedError:
-            self._problem = self._dead_text()
-            return self._problem
-        self._pending = pending
         problem = STOPPED_TEXT
         undisturbed = min(UNDISTURBED_S, limit)
-        self._undisturbed_until = time.monotonic() + undisturbed
+        pending = None
         try:
             with interrupts_held():
+                pending = self._pending = self._channel.submit(
+                    self._ranks, lambda number: ReconnectRequest(number, generation, limit), []
+                )
+                self._undisturbed_until = time.monotonic() + undisturbed
                 has_ended = self._ends_within(undisturbed, pending)
                 if has_ended:
                     problem = self._dead_text() or failure_of(pending)
             if not has_ended:
                 pending.wait(lambda _: None, limit - undisturbed, lambda: self._check(pending))
                 problem = self._dead_text() or failure_of(pending)
+        except EngineDiedError:  # so nobody was asked
+            problem = self._dead_text()
         except _Over as over:
             problem = str(over)
         except RunTimeoutError:
+            assert pending is not None
             problem = self._why_late(pending, limit)
         finally:  # also where the caller was interrupted
-            self._channel.forget(pending)
             self._problem = problem
-            if problem:
-                self._free_all([pending.request])
+            if pending is not None:
+                self._channel.forget(pending)
+                if problem:
+                    self._free_all([pending.request])
         return problem
 
     def _ends_within(self, seconds: float, pending: PendingRequest) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -33,14 +34,16 @@ class ProgressNotice:
     """
 
     def __init__(self, output: Output, doing: str, waits_for: Callable[[], str]):
-        self._output = output
-        self._doing = doing
-        self._waits_for = waits_for
         self._over = threading.Event()
         context = contextvars.copy_context()  # what is shown belongs to the cell that waits
         self._thread = threading.Thread(
-            target=lambda: context.run(self._show), name="distsession-waiting", daemon=True
+            target=context.run,
+            args=(_show_waiting, output, doing, waits_for, self._over),
+            name="distsession-waiting",
+            daemon=True,
         )
+        # Of a block that a Ctrl-C ends as it is entered or left, nobody may call the end.
+        weakref.finalize(self, self._over.set)
 
     def __enter__(self) -> ProgressNotice:
         self._thread.start()
@@ -54,21 +57,23 @@ class ProgressNotice:
     ) -> None:
         self._over.set()
         self._thread.join()
-        self._output.close()
 
-    def _show(self) -> None:
-        began = time.monotonic()
-        is_file = self._output.is_file
-        if self._over.wait(SHOW_AFTER_IN_A_FILE_S if is_file else SHOW_AFTER_S):
-            return
-        while True:
+
+def _show_waiting(
+    output: Output, doing: str, waits_for: Callable[[], str], over: threading.Event
+) -> None:
+    began = time.monotonic()
+    pause = SHOW_AFTER_IN_A_FILE_S if output.is_file else SHOW_AFTER_S
+    try:
+        while not over.wait(pause):
             reason = ""
             with suppress(Exception):  # what it looks at changes meanwhile
-                reason = self._waits_for()
-            what = f"{self._doing}{f', waiting for {reason}' if reason else ''}"
-            self._output.notify(Notice(what, f"{what} ({time.monotonic() - began:.0f} s)"))
-            if self._over.wait(SHOW_EVERY_S):
-                return
+                reason = waits_for()
+            what = f"{doing}{f', waiting for {reason}' if reason else ''}"
+            output.notify(Notice(what, f"{what} ({time.monotonic() - began:.0f} s)"))
+            pause = SHOW_EVERY_S
+    finally:
+        output.close()
 
 
 class TransferProgress:

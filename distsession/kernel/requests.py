@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distsession.cluster.base import Channel, Launcher, Payload
-from distsession.cluster.interrupts import interrupts_held
+from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import DistsessionError, RunError, RunInterrupt, RunTimeoutError
 from distsession.kernel.outcome import collect, run_error
@@ -94,27 +93,13 @@ class Requests:
             raise RunTimeoutError(problem)
         raise RunInterrupt(problem)
 
-    @contextmanager
-    def stopped_on_interrupt(self) -> Iterator[None]:
-        """Within, no request is left behind by a Ctrl-C that came before it was waited for."""
-        before = {pending.request for pending in self.channel.pending()}
-        try:
-            yield
-        except KeyboardInterrupt:
-            with interrupts_held():
-                for pending in self.channel.pending():
-                    is_ours = pending.thread == threading.get_ident()
-                    if is_ours and pending.request not in before:
-                        self.recovery.stop(pending)
-                        self.channel.forget(pending)
-            raise
-
     def submit(
         self,
         ranks: Sequence[int],
         make: Callable[[int], Request],
         payload: Payload,
         progress: TransferProgress | None = None,
+        interrupts: InterruptHold | None = None,
     ) -> PendingRequest:
         """Send a request, once the process group is connected.
 
@@ -123,10 +108,11 @@ class Requests:
             make: Makes it from its number.
             payload: What goes with it.
             progress: Shows how much of the payload has been written.
+            interrupts: Held from when it is sent; whoever waits for it releases them.
         """
         self.recovery.reconnect()
         try:
-            return self.channel.submit(ranks, make, payload, progress)
+            return self.channel.submit(ranks, make, payload, progress, interrupts)
         except KeyboardInterrupt:
             raise RunInterrupt(
                 "this was stopped while its data were written to shared memory: nothing was sent."
@@ -142,26 +128,24 @@ class Requests:
         progress: TransferProgress | None = None,
         steady: bool = False,
         expression: str = "",
+        interrupts: InterruptHold | None = None,
     ) -> RankResults[Any]:
         """Wait for a request; see :class:`~distsession.kernel.run.Run`."""
-        try:
-            with interrupts_held():  # until there is something that can be stopped
-                record = self.outputs.begin(output.cell, pending.ranks, self.launcher.log_path)
-                run = Run(
-                    pending,
-                    recovery=self.recovery,
-                    channel=self.channel,
-                    output=output,
-                    began=began,
-                    timeout=timeout,
-                    progress=progress,
-                    steady=steady,
-                    goes_on=self.goes_on,
-                    expression=expression,
-                    record=record,
-                )
-        except KeyboardInterrupt:
-            pending.interrupt()
+        record = self.outputs.begin(output.cell, pending.ranks, self.launcher.log_path)
+        run = Run(
+            pending,
+            recovery=self.recovery,
+            channel=self.channel,
+            output=output,
+            began=began,
+            timeout=timeout,
+            progress=progress,
+            steady=steady,
+            goes_on=self.goes_on,
+            expression=expression,
+            record=record,
+            interrupts=interrupts,
+        )
         try:
             return run.finish()
         except (DistsessionError, RunInterrupt) as error:
@@ -194,33 +178,35 @@ class Requests:
         began = time.perf_counter()
         output = self.make_output()
         progress = TransferProgress(output.notify, verb) if verb else None
-        with self.stopped_on_interrupt():
+        arriving = progress if verb == "bringing" else None
+        with InterruptHold() as interrupts:
             try:
                 self.wait_for_ranks(ranks, output)
-                pending = self.submit(ranks, make, payload, progress)
+                pending = self.submit(ranks, make, payload, progress, interrupts)
             except BaseException:
                 output.close()
                 raise
-            arriving = progress if verb == "bringing" else None
-            return self.finish(pending, output, began, progress=arriving, steady=steady)
+            return self.finish(
+                pending, output, began, progress=arriving, steady=steady, interrupts=interrupts
+            )
 
     def post(self, ranks: Sequence[int], make: Callable[[int], Request]) -> None:
         """Send something to those ranks that can take it, and wait for no answer."""
         dead = self.launcher.dead_ranks()
         living = [rank for rank in ranks if rank not in dead]
-        pending = self.channel.submit(living, make, [])
-        self.channel.forget(pending)
-        if pending.take_interrupt():
-            raise KeyboardInterrupt
+        with interrupts_held():
+            self.channel.forget(self.channel.submit(living, make, []))
 
     def fetch_frames(self, rank: int, make: Callable[[int], Request]) -> Any:
         """The payload of a rank's answer as it is, without being rebuilt here."""
-        pending = self.submit([rank], make, [])
-        try:
-            pending.wait(lambda _: None)
-            results, failed = collect(pending, 0.0, load=False)
-        finally:
-            self.channel.forget(pending)
+        with InterruptHold() as interrupts:
+            pending = self.submit([rank], make, [], interrupts=interrupts)
+            try:
+                interrupts.release()
+                pending.wait(lambda _: None)
+                results, failed = collect(pending, 0.0, load=False)
+            finally:
+                self.channel.forget(pending)
         if failed:
             raise run_error(failed, results, self.launcher.infos)
         return pending.replies[rank][1]

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from distsession.cluster.base import Channel
-from distsession.cluster.interrupts import interrupts_held
+from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.display import render
 from distsession.errors import (
@@ -62,6 +62,7 @@ class Run:
         goes_on: Something may run after it, so it is told what to do and that the group works.
         expression: What is shown of it, as code; empty if that has no name.
         record: Takes a note of its output, too.
+        interrupts: Held since it was sent; released where a Ctrl-C stops it.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Run:
         goes_on: bool = True,
         expression: str = "",
         record: RunRecord | None = None,
+        interrupts: InterruptHold | None = None,
     ):
         self._pending = pending
         self._recovery = recovery
@@ -90,6 +92,7 @@ class Run:
         self._goes_on = goes_on
         self._expression = expression
         self._record = record
+        self._interrupts = interrupts or InterruptHold()
         self._watchdog = Watchdog(recovery, pending, output.notify)
         self._input_requests = self._make_input_requests()
         self._stopped_at = 0.0
@@ -118,6 +121,11 @@ class Run:
                 if self._record is not None:
                     self._record.show(bundles)
                 output.show(bundles)
+        except KeyboardInterrupt:
+            with interrupts_held():
+                if pending.missing and not pending.stopped:  # pressed twice within microseconds
+                    self._recovery.stop(pending)
+            raise
         finally:
             try:
                 output.close()
@@ -164,6 +172,7 @@ class Run:
         pending = self._pending
         try:
             self._output.connect(pending.ranks, self._channel)
+            self._interrupts.release()
             pending.wait(self._write, self._timeout, self._check, self._input_requests.add)
         except _NotBack:
             stuck = self._recovery.explain_stuck(pending)

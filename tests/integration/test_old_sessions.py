@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 RANKS = 3
 
-# Broadcasts, each from another rank: an all_reduce takes twice as long, and is noted in the same way.
+# Broadcasts, each from another rank: an all_reduce takes twice as long and is noted alike.
 OPERATIONS = """
 for number in range({count}):
     dist.broadcast(torch.ones({first} + number % {shapes}), src=number % dist.get_world_size())

@@ -185,13 +185,3 @@ def test_what_is_over_the_budget_is_handed_on_all_the_same() -> None:
     seen: list[Any] = []
     pending.wait(seen.append)
     assert [message.text for message in seen] == [str(number) for number in range(100)]
-
-
-def test_who_waits_for_what_was_interrupted_as_it_was_sent_is_interrupted_once() -> None:
-    pending = PendingRequest(1, (0,))
-    pending.put_reply(reply(0), [])
-    pending.interrupt()
-    with pytest.raises(KeyboardInterrupt):
-        pending.wait(lambda message: None)
-    assert is_done(pending)
-    assert not pending.take_interrupt()

@@ -77,3 +77,11 @@ def test_a_reason_that_cannot_be_had_and_an_error_inside_do_no_harm(output: Noti
         raise KeyError
     assert output.texts[0] == "starting (0 s)"
     assert output.is_closed
+
+
+def test_it_ends_where_its_block_was_never_left(output: Notices) -> None:
+    notice = ProgressNotice(output, "connecting", lambda: "")
+    notice.__enter__()  # as where a Ctrl-C comes before the block begins
+    wait_for(lambda: bool(output.texts))
+    del notice
+    wait_for(lambda: output.is_closed)

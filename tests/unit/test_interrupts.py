@@ -1,0 +1,112 @@
+"""A Ctrl-C waits until nothing is left half done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from distsession.cluster.interrupts import InterruptHold, interrupts_held
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupts(work: Callable[[], object]) -> bool:
+    """Whether a KeyboardInterrupt comes out of it."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_a_held_block_is_finished_first() -> None:
+    done = []
+
+    def work() -> None:
+        with interrupts_held():
+            press()
+            done.append(True)
+
+    assert interrupts(work)
+    assert done
+
+
+def test_each_press_hurries_a_held_block() -> None:
+    pressed = []
+
+    def work() -> None:
+        with interrupts_held(lambda: pressed.append(True)):
+            press()
+            press()
+
+    assert interrupts(work)
+    assert len(pressed) == 2
+
+
+def test_what_is_forgotten_is_not_raised() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with interrupts_held(forget=True):
+            press()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupts(press)
+
+
+def test_an_interrupt_between_sending_and_waiting_comes_where_it_is_waited() -> None:
+    with InterruptHold() as hold:
+        hold.hold()
+        press()  # while it is sent
+        with pytest.raises(KeyboardInterrupt):
+            hold.release()
+    assert interrupts(press)  # as ever
+
+
+def test_a_hold_that_nobody_released_ends_with_its_block() -> None:
+    sent = []
+
+    def work() -> None:
+        with InterruptHold() as hold:
+            hold.hold()
+            press()
+            sent.append(True)
+
+    assert interrupts(work)
+    assert sent
+    assert interrupts(press)
+
+
+def test_holds_within_holds_let_go_with_the_outermost() -> None:
+    done = []
+
+    def work() -> None:
+        with interrupts_held():
+            with interrupts_held():
+                press()
+            done.append(True)
+
+    assert interrupts(work)
+    assert done
+
+
+def test_a_hold_before_anything_is_sent_holds_nothing() -> None:
+    with InterruptHold(), pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_another_thread_holds_nothing() -> None:
+    seen = []
+
+    def look() -> None:
+        with interrupts_held():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
