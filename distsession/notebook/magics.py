@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from distsession.notebook.parsers import (
     cell_parser,
     distributed_help,
     flags,
+    near,
     parse,
     session_help,
     session_parser,
@@ -307,6 +309,11 @@ def _check_expression(text: str) -> None:
     try:
         ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError):
+        if re.match("--[a-z]", flag):
+            hint = near(flag, ["--diff", "--help"])
+            raise OptionsError(
+                f"unrecognized arguments: {flag}{hint} See %distributed --help."
+            ) from None
         if _is_statement(text):
             raise OptionsError(
                 f"{text.strip()} is a statement, and %distributed takes an expression: write it "

@@ -17,6 +17,7 @@ __all__ = [
     "cell_parser",
     "distributed_help",
     "flags",
+    "near",
     "parse",
     "session_help",
     "session_parser",
@@ -47,8 +48,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             parser = self._chosen(found)
-            near = _near(unknown[0], flags(parser))
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+            hint = near(unknown[0], flags(parser))
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found
 
     def _chosen(self, found: argparse.Namespace) -> Parser:
@@ -64,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         if choices and value not in choices:
             raise argparse.ArgumentError(
                 action,
-                f"there is no {value!r}{_near(str(value), choices)} It takes {', '.join(choices)}",
+                f"there is no {value!r}{near(str(value), choices)} It takes {', '.join(choices)}",
             )
 
 
@@ -72,7 +73,7 @@ class _HelpShown(Exception):
     """``--help`` was asked for and has been printed."""
 
 
-def _near(text: str, known: Sequence[str]) -> str:
+def near(text: str, known: Sequence[str]) -> str:
     """Asks whether something like it was meant; ends the sentence where nothing is."""
     found = difflib.get_close_matches(text.partition("=")[0], known, n=2)
     return f": did you mean {' or '.join(found)}?" if found else "."

@@ -14,6 +14,7 @@ def notebook():
     notebook = Notebook()
     shown = notebook.run("%load_ext distsession\n%session start 2 --backend gloo")
     assert "2 ranks, gloo" in shown.result, shown
+    notebook.run("from distsession import current_session\nsession = current_session()")
     yield notebook
     notebook.close()
 
@@ -123,6 +124,7 @@ def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -
         ("%%distributed --timeot 3\n1", "did you mean --timeout or --timeline? See %%d"),
         ("%distributed x = 1", "x = 1 is a statement, and %distributed takes an expression: "),
         ("%distributed import os; 1", "write it into a cell that begins with %%distributed."),
+        ("%distributed --dif rank", "unrecognized arguments: --dif: did you mean --diff? See %d"),
         ("%distributed --timeout 3 rank", "takes no --timeout: %%distributed does"),
         ("%session restart 9", "ranks 0 to 1"),
         ("%session start 3", "Close it first"),
@@ -162,7 +164,6 @@ def test_an_error_shows_the_cell_with_the_notebooks_line_numbers(notebook: Noteb
 
 
 def test_a_function_of_the_notebook_shows_its_lines(notebook: Notebook) -> None:
-    notebook.run("from distsession import current_session\nsession = current_session()")
     shown = notebook.run("def broken(x):\n    return x / 0\n\nsession.run(broken, 1)")
     assert "return x / 0" in shown.error
     assert "in broken" in shown.error
