@@ -201,9 +201,7 @@ class Rank:
         )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
-        self._handlers = UserHandlers(
-            rank, _Terminated, self._on_terminate, lambda: self._forks.is_child
-        )
+        self._handlers = UserHandlers(_Terminated, self._on_terminate, lambda: self._forks.is_child)
         self._forks = Forks(
             {
                 signal.SIGTERM: (self._on_terminate, signal.SIG_DFL),

@@ -51,7 +51,6 @@ class UserHandlers(RequestListener):
     """All handlers that are set from the installation on.
 
     Args:
-        rank: Which this is.
         ends: What ends this process and is passed on from wherever it is raised.
         terminate: The handler of SIGTERM of this process, for one of the user's that raises.
         is_child: Whether this process has been forked from the rank: it is left alone.
@@ -59,12 +58,10 @@ class UserHandlers(RequestListener):
 
     def __init__(
         self,
-        rank: int,
         ends: type[BaseException],
         terminate: Callable[[int, FrameType | None], None],
         is_child: Callable[[], bool],
     ):
-        self._rank = rank
         self._ends = ends
         self._terminate = terminate
         self._is_child = is_child
@@ -127,7 +124,7 @@ class UserHandlers(RequestListener):
             if more:
                 texts.append(f"{more:,} more such errors")
             for text in texts:
-                sys.stderr.write(f"rank {self._rank}, while it ran no code of yours: {text}\n")
+                sys.stderr.write(f"while no code of yours ran here: {text}\n")
 
 
 def _unwrapped(handler: Any) -> Any:
