@@ -24,14 +24,30 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch.multiprocessing import start_processes
+
 from distsession.engine.failure import is_own
 from distsession.engine.process import forget_inherited_finalizers
 
-__all__ = ["Forks", "make_private"]
+__all__ = ["Forks", "make_private", "spawn_hint"]
 
 _MAP_FIXED = 0x10  # <sys/mman.h>
 _INTERRUPTED = 130
 """The exit code of shells for what SIGINT has ended."""
+
+
+def spawn_hint(error: BaseException) -> str:
+    """What to do where ``torch.multiprocessing.spawn`` was given a function of a cell."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is start_processes.__code__:
+            function, method = frame.f_locals.get("fn"), frame.f_locals.get("start_method")
+            if method != "fork" and getattr(function, "__module__", "") == "__main__":
+                name = getattr(function, "__name__", "function")
+                return (
+                    f"A spawned process cannot import {name} from a cell. The ranks are processes "
+                    f"already: call {name}(rank, ...) itself, or keep it in a .py file."
+                )
+    return ""
 
 
 class Forks:

@@ -35,7 +35,7 @@ from distsession.engine.control import CALLBACK, Control, Interrupter
 from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.execute import NOTHING
-from distsession.engine.forks import Forks, make_private
+from distsession.engine.forks import Forks, make_private, spawn_hint
 from distsession.engine.ipython import ShellFront, make_shell, register
 from distsession.engine.listeners import RequestListener, is_run
 from distsession.engine.log_file import log_path
@@ -450,6 +450,8 @@ class Rank:
                     return explained
             elif is_without_group(failure.message_of(part)) and not dist.is_initialized():
                 raised.add_note(WITHOUT_GROUP)
+        if hint := spawn_hint(raised):
+            raised.add_note(hint)
         return raised
 
     # --- payloads ---------------------------------------------------------------------------------

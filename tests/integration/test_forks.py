@@ -502,6 +502,23 @@ def test_forks_end_with_their_rank(start: Callable[..., Session], how: str) -> N
     assert not alive
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_who_spawns_a_function_of_a_cell_is_told_what_to_do(
+    start: Callable[..., Session], method: str
+) -> None:
+    session = start(1, threads=1)
+    with pytest.raises(errors.RunError) as caught:
+        session.execute(
+            "import torch.multiprocessing as mp\n"
+            "def train(rank, size):\n    raise ValueError('in the child')\n"
+            f"mp.start_processes(train, args=(2,), nprocs=1, start_method={method!r})"
+        )
+    shown = "\n".join(caught.value._render_traceback_())
+    hint = "The ranks are processes already: call train(rank, ...) itself"
+    assert (hint in shown) == (method == "spawn")
+    assert ("ProcessRaisedException" in shown) == (method == "fork")
+
+
 # --- age ------------------------------------------------------------------------------------------
 
 
