@@ -52,7 +52,7 @@ class Agents:
 
     def start(self, node: int) -> None:
         """Start the agent of a node, also in the place of one that is gone."""
-        self._end(node)
+        self.end(node)
         arguments = [self._folder, str(node), str(os.getpid())]
         with open(self._log_path(node), "wb") as output:
             self._processes[node] = start_process(arguments, self._board, output, environment())
@@ -144,11 +144,12 @@ class Agents:
         """End all agents and wait for them."""
         self.release()
         for node in list(self._processes):
-            self._end(node)
+            self.end(node)
         with contextlib.suppress(FileNotFoundError):  # somebody may have removed the folder
             self._listener.close()
 
-    def _end(self, node: int) -> None:
+    def end(self, node: int) -> None:
+        """End the agent of a node, if there is one, with its ranks, and wait for it."""
         with self._lock:
             link = self._links.pop(node, None)
             if link is not None:

@@ -68,6 +68,15 @@ class InterruptHold:
         """A Ctrl-C waits from here on."""
         self._stack.enter_context(interrupts_held())
 
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Within, a Ctrl-C is raised at once; afterwards it waits again."""
+        self.release()
+        try:
+            yield
+        finally:
+            self.hold()
+
     def release(self) -> None:
         """No longer; raises KeyboardInterrupt if one came meanwhile."""
         self._stack.close()

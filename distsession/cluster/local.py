@@ -31,6 +31,7 @@ from distsession.errors import (
     EngineDiedError,
     LaunchError,
     LaunchTimeoutError,
+    RunInterrupt,
     SessionStateError,
 )
 from distsession.options import RankPlan, SessionOptions, plan_ranks
@@ -148,7 +149,8 @@ class LocalLauncher(Launcher):
             check_room(DESCRIPTORS_OF_RANK * world, f"A session of {world} ranks")
             os.ftruncate(self._board_file, file_size(world))
             self.board = Board(self._board_file, world)
-            infos = self._launch(range(world), deadline)
+            with InterruptHold() as interrupts:
+                infos = self._launch(range(world), deadline, interrupts)
             if self._options.ipyparallel == "eager":
                 self._register_behind()
             return infos
@@ -196,8 +198,16 @@ class LocalLauncher(Launcher):
         self.close()
         return tails
 
-    def _launch(self, ranks: Sequence[int], deadline: float) -> tuple[RankInfo, ...]:
-        """Fork these ranks into the present generation and wait for the whole world."""
+    def _launch(
+        self, ranks: Sequence[int], deadline: float, interrupts: InterruptHold
+    ) -> tuple[RankInfo, ...]:
+        """Fork these ranks into the present generation and wait for the whole world.
+
+        Args:
+            ranks: Which.
+            deadline: By ``time.monotonic()``.
+            interrupts: Released while something is waited for.
+        """
         plan = self._plan
         assert plan is not None
         world = range(plan.world_size)
@@ -205,7 +215,7 @@ class LocalLauncher(Launcher):
         for rank in ranks:
             self.channel.set_identity(rank, self._generation, plan.node_of(rank))
             self._forked_in[rank] = self._generation
-        self._fork(ranks, deadline)
+        self._fork(ranks, deadline, interrupts)
         halted = Halted(self.pids)
         rejoining = [rank for rank in world if rank not in ranks]
         pending = None
@@ -213,25 +223,24 @@ class LocalLauncher(Launcher):
         def make(number: int) -> ReconnectRequest:
             return ReconnectRequest(number, self._generation, self._options.start_timeout)
 
-        with InterruptHold() as interrupts:
-            try:
-                if rejoining:
-                    pending = self.channel.submit(rejoining, make, [], interrupts=interrupts)
-                interrupts.release()
+        try:
+            if rejoining:
+                pending = self.channel.submit(rejoining, make, [])
+            with interrupts.released():
                 self._monitor.wait_ready(
                     world,
                     self._generation,
                     deadline,
                     lambda: failure_of(pending) or halted.check(rejoining),
                 )
-            finally:
-                if pending is not None:
-                    self.channel.forget(pending)
+        finally:
+            if pending is not None:
+                self.channel.forget(pending)
         self.channel.payloads.link(ranks)
         self.is_broken = False
         return self.infos
 
-    def _fork(self, ranks: Sequence[int], deadline: float) -> None:
+    def _fork(self, ranks: Sequence[int], deadline: float, interrupts: InterruptHold) -> None:
         """Have the agents fork these ranks; that of the first node, which has the store, first."""
         plan = self._plan
         assert plan is not None
@@ -260,16 +269,19 @@ class LocalLauncher(Launcher):
             wanted = tuple(rank for rank in ranks if rank in here)
             if node and not wanted:
                 continue
-            if node:
-                port = port or self._monitor.wait_store(deadline)
+            if node and not port:
+                with interrupts.released():
+                    port = self._monitor.wait_store(deadline)
             devices = tuple(plan.devices[rank] for rank in here)
             self._agents.send(
                 node, replace(start, ranks=wanted, devices=devices, node=node, store_port=port)
             )
-            if node and not self.channel.payloads.relays.wait_up(
-                node, partial(self._agents.runs, node), deadline
-            ):
-                raise LaunchError(f"the relay of node {node} did not come up.")
+            if node:
+                with interrupts.released():
+                    runs = partial(self._agents.runs, node)
+                    is_up = self.channel.payloads.relays.wait_up(node, runs, deadline)
+                if not is_up:
+                    raise LaunchError(f"the relay of node {node} did not come up.")
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
@@ -579,34 +591,60 @@ class LocalLauncher(Launcher):
             # The link of an agent that ends closes some time before its process is gone.
             if node in self._monitor.lost_nodes or not self._agents.runs(node)
         ]
-        if gone:
-            self._start_agents(gone, deadline)
-        for node in range(self._plan.nodes):
-            if here := tuple(rank for rank in living if rank in self._plan.ranks_of(node)):
-                self._agents.send(node, StopRanks(here))
-        if living:
-            self._monitor.wait_exited(living, self._options.start_timeout)
-        self.begin_generation()
-        try:
-            infos = self._launch(wanted, deadline)
-        except BaseException as error:
-            self._abandon_launch(wanted, error)
-            raise
-        self._register_anew(engine_ids)
+        # From here on a Ctrl-C comes only where something is waited for: what is begun is taken
+        # back, so that each rank either works or is known to be gone.
+        with InterruptHold() as interrupts:
+            interrupts.hold()
+            self.begin_generation()
+            try:
+                if gone:
+                    with interrupts.released():
+                        self._start_agents(gone, deadline)
+                self._stop_ranks(living)
+                if living:
+                    with interrupts.released():
+                        self._monitor.wait_exited(living, self._options.start_timeout)
+                infos = self._launch(wanted, deadline, interrupts)
+            except BaseException as error:
+                late = self._abandon_launch(wanted, gone, error)
+                if isinstance(error, KeyboardInterrupt):
+                    text = _stopped_restart_text(late, self._plan.world_size)
+                    raise RunInterrupt(text) from None
+                raise
+            self._register_anew(engine_ids)
         return infos
 
-    def _abandon_launch(self, ranks: Sequence[int], error: BaseException) -> None:
-        """Nobody stays in a group that did not come together; fresh ranks that did not join end."""
+    def _stop_ranks(self, ranks: Sequence[int]) -> None:
         assert self._plan is not None
-        late = tuple(self._monitor.late(ranks, self._generation))
+        for node in range(self._plan.nodes):
+            if here := tuple(rank for rank in ranks if rank in self._plan.ranks_of(node)):
+                self._agents.send(node, StopRanks(here))
+
+    def _abandon_launch(
+        self, ranks: Sequence[int], nodes: Sequence[int], error: BaseException
+    ) -> list[int]:
+        """Nobody stays in a group that did not come together; fresh ranks that did not join end.
+
+        Args:
+            ranks: That were to be started.
+            nodes: Whose agents were to be started.
+            error: Why that failed.
+
+        Returns:
+            The ranks that are gone.
+        """
+        late = self._monitor.late(ranks, self._generation)
         self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"
         self.abort(AbortReason.FAILED, f"{ranks_text(ranks)} could not be started")
+        for node in nodes:
+            if node not in self._monitor.hosts:
+                self._agents.end(node)
         with contextlib.suppress(SessionStateError):  # an agent is gone, and its ranks with it
-            for node in range(self._plan.nodes):
-                if here := tuple(rank for rank in late if rank in self._plan.ranks_of(node)):
-                    self._agents.send(node, StopRanks(here))
+            self._stop_ranks(late)
         self._monitor.wait_exited(late, END)
         self._monitor.mark_lost(late)
+        self.channel.payloads.link([rank for rank in ranks if rank not in late])
+        return late
 
     def _wait_idle(self, ranks: Sequence[int]) -> None:
         """Ranks that are to join a new group must have nothing else to do."""
@@ -682,3 +720,15 @@ class LocalLauncher(Launcher):
         dead = self._monitor.dead
         infos = list(self._monitor.ready.values())
         return [info.pid for info in infos if info.node_rank == node and info.rank not in dead]
+
+
+def _stopped_restart_text(ranks: Sequence[int], world: int) -> str:
+    if not ranks:
+        return "the restart was stopped when the fresh ranks were there already."
+    if len(ranks) == world:
+        return "the restart was stopped: all ranks have ended, and session.restart() starts them."
+    have, them = ("has", "it") if len(ranks) == 1 else ("have", "them")
+    return (
+        f"the restart was stopped: {ranks_text(ranks)} {have} ended, and session.restart({ranks}) "
+        f"starts {them}. The other ranks keep their variables."
+    )

@@ -480,16 +480,23 @@ class LinkListener:
         deadline = time.monotonic() + patience
         with self._lock:
             while sender not in self._links:
-                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-                connection, _ = self._listener.accept()
-                connection.settimeout(PATIENCE)
-                name = connection.recv(100).decode()
-                self._links[name] = Link(connection, name)
+                self._accept(max(0.01, deadline - time.monotonic()))
             return self._links[sender]
+
+    def _accept(self, timeout: float) -> None:
+        self._listener.settimeout(timeout)
+        connection, _ = self._listener.accept()
+        connection.settimeout(PATIENCE)
+        name = connection.recv(100).decode()
+        self._links[name] = Link(connection, name)
 
     def drop(self, sender: str) -> None:
         """A process is gone."""
-        link = self._links.pop(sender, None)
+        with self._lock:
+            with contextlib.suppress(OSError):
+                while sender not in self._links:  # it may have connected without being asked for
+                    self._accept(0)
+            link = self._links.pop(sender, None)
         if link is not None:
             link.close()
 

@@ -238,6 +238,17 @@ def ends(tmp_path: Path) -> Any:
     listener.close()
 
 
+def test_a_link_that_nobody_asked_for_is_closed_with_its_process(tmp_path: Path) -> None:
+    listener = LinkListener(str(tmp_path / "s"))
+    first, second = (Link.connect(str(tmp_path / "s"), name) for name in ("0.1", "1.1"))
+    listener.drop("0.1")
+    listener.drop("0.2")  # it never connected
+    assert not first._socket.recv(1)  # the other end is closed
+    listener.link("1.1")
+    for link in (first, second, listener):
+        link.close()
+
+
 def test_a_segment_is_handed_over_in_both_directions(ends: Any) -> None:
     for sender, receiver in (ends, ends[::-1]):
         with written([b"hello"]) as made:

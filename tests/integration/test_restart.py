@@ -1,0 +1,140 @@
+"""A restart that is stopped leaves ranks that work, or that are known to be gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from distsession import RunInterrupt, Session, errors
+from tests.integration.conftest import Recorder
+from tests.until import LIMIT_S, until
+
+MOMENTS = 20
+LARGE = 300_000
+"""Numbers that go through shared memory rather than with a message."""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Session]:
+    with Session(2, output=Recorder(), threads=1) as session:
+        session.execute("kept = 40 + rank")
+        yield session
+
+
+def press_stop() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def check(session: Session) -> None:
+    """All ranks meet, take what goes through shared memory, and rank 0 has its variables."""
+    session.push(values=list(range(LARGE)), blob=bytes(LARGE))
+    session.execute("total = torch.ones(1)\ndist.all_reduce(total)")
+    found = session.evaluate("len(values), len(blob), int(total)")
+    assert dict(found) == {0: (LARGE, LARGE, 2), 1: (LARGE, LARGE, 2)}
+    assert session[0].evaluate("kept")[0] == 40
+
+
+def press_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Stop is pressed once, just as something has returned."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    def pressed(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        monkeypatch.setattr(owner, name, function)
+        press_stop()
+        return result
+
+    monkeypatch.setattr(owner, name, pressed)
+
+
+def test_a_stop_as_the_fresh_rank_is_ready_leaves_it_there(
+    two: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press_after(monkeypatch, two._launcher._monitor, "wait_ready")
+    with pytest.raises(RunInterrupt, match="when the fresh ranks were there already"):
+        two.restart([1])
+    check(two)
+
+
+@pytest.mark.parametrize("again", [[1], None])
+def test_a_stop_while_a_rank_ends_says_that_it_is_gone(
+    two: Session, monkeypatch: pytest.MonkeyPatch, again: list[int] | None
+) -> None:
+    press_after(monkeypatch, two._launcher._monitor, "wait_exited")
+    text = "rank 1 has ended, and session.restart([1]) starts it. The other ranks keep"
+    with pytest.raises(RunInterrupt, match=re.escape(text)):
+        two.restart([1])
+    assert "rank 1 is dead" in two.status()
+    with pytest.raises(errors.EngineDiedError, match=re.escape("session.restart([1])")):
+        two.execute("pass")
+    two.restart(again)
+    if again is None:
+        two.execute("kept = 40 + rank")
+    check(two)
+
+
+def test_a_stop_of_the_restart_of_all_ranks_is_taken_back(
+    two: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press_after(monkeypatch, two._launcher, "_fork")
+    with pytest.raises(RunInterrupt, match="all ranks have ended"):
+        two.restart()
+    two.restart()
+    two.execute("kept = 40 + rank")
+    check(two)
+
+
+def test_a_stop_while_a_lost_node_comes_back_is_taken_back(
+    start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = start(2, nodes=2)
+    session.execute("kept = 40 + rank")
+    agent = psutil.Process(session.infos[1].pid).parent()
+    assert agent is not None
+    agent.kill()
+    until(lambda: "rank 1 is dead" in session.status())
+    press_after(monkeypatch, session._launcher._agents, "accept")
+    with pytest.raises(RunInterrupt, match="rank 1 has ended"):
+        session.restart([1])
+    session.restart([1])
+    check(session)
+
+
+def test_stop_is_pressed_at_any_moment_of_a_restart(two: Session) -> None:
+    dice = random.Random(0)
+    check(two)
+    descriptors = psutil.Process().num_fds()
+    for _ in range(MOMENTS):
+        pauses = [dice.uniform(0, 0.5), *(dice.uniform(0, 0.05) for _ in range(dice.randrange(3)))]
+        pressed = threading.Event()
+
+        def press(pauses: list[float] = pauses, pressed: threading.Event = pressed) -> None:
+            for pause in pauses:
+                time.sleep(pause)
+                press_stop()
+            pressed.set()
+
+        with contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Thread(target=press).start()
+                two.restart([1])
+            pressed.wait(LIMIT_S)
+        while True:  # the last may come a little later
+            with contextlib.suppress(KeyboardInterrupt):
+                assert pressed.wait(LIMIT_S)
+                time.sleep(0.01)
+                break
+        if two._launcher.dead_ranks():
+            two.restart([1])
+        check(two)
+    assert psutil.Process().num_fds() <= descriptors + 2
