@@ -106,7 +106,9 @@ class Agents:
         return process is not None and process.poll() is None
 
     def pid(self, node: int = 0) -> int:
-        return self._processes[node].pid
+        """Of an agent's process; 0, which is nobody's, once it has been ended."""
+        process = self._processes.get(node)
+        return 0 if process is None else process.pid
 
     def log_tails(self) -> str:
         """What the agents wrote last, for a message."""

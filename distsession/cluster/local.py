@@ -211,10 +211,6 @@ class LocalLauncher(Launcher):
         plan = self._plan
         assert plan is not None
         world = range(plan.world_size)
-        self._monitor.forget(ranks)
-        for rank in ranks:
-            self.channel.set_identity(rank, self._generation, plan.node_of(rank))
-            self._forked_in[rank] = self._generation
         self._fork(ranks, deadline, interrupts)
         halted = Halted(self.pids)
         rejoining = [rank for rank in world if rank not in ranks]
@@ -273,6 +269,10 @@ class LocalLauncher(Launcher):
                 with interrupts.released():
                     port = self._monitor.wait_store(deadline)
             devices = tuple(plan.devices[rank] for rank in here)
+            self._monitor.forget(wanted)
+            for rank in wanted:
+                self.channel.set_identity(rank, self._generation, node)
+                self._forked_in[rank] = self._generation
             self._agents.send(
                 node, replace(start, ranks=wanted, devices=devices, node=node, store_port=port)
             )
@@ -634,8 +634,6 @@ class LocalLauncher(Launcher):
             The ranks that are gone.
         """
         late = self._monitor.late(ranks, self._generation)
-        self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"
-        self.abort(AbortReason.FAILED, f"{ranks_text(ranks)} could not be started")
         for node in nodes:
             if node not in self._monitor.hosts:
                 self._agents.end(node)
@@ -643,6 +641,8 @@ class LocalLauncher(Launcher):
             self._stop_ranks(late)
         self._monitor.wait_exited(late, END)
         self._monitor.mark_lost(late)
+        self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"
+        self.abort(AbortReason.FAILED, f"{ranks_text(ranks)} could not be started")
         self.channel.payloads.link([rank for rank in ranks if rank not in late])
         return late
 

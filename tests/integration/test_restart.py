@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -108,6 +109,24 @@ def test_a_stop_while_a_lost_node_comes_back_is_taken_back(
         session.restart([1])
     session.restart([1])
     check(session)
+
+
+@pytest.mark.parametrize("waits", ["_monitor.wait_store", "channel.payloads.relays.wait_up"])
+def test_a_stop_while_ranks_of_another_node_are_started_waits_for_none_of_them(
+    start: Callable[..., Session],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    waits: str,
+) -> None:
+    session = start(2, nodes=2)
+    session.execute("kept = 40 + rank")
+    owner, _, name = waits.rpartition(".")
+    press_after(monkeypatch, attrgetter(owner)(session._launcher), name)
+    with pytest.raises(RunInterrupt, match="rank 1 has ended"):
+        session.restart([1])
+    session.restart([1])
+    check(session)
+    assert "is not connected" not in caplog.text
 
 
 def test_stop_is_pressed_at_any_moment_of_a_restart(two: Session) -> None:
