@@ -168,6 +168,7 @@ class Rank:
         self._output = _connect(context, zmq.PUSH, start.folder, "output")
         self._output.setsockopt(zmq.SNDTIMEO, OUTPUT_SEND_TIMEOUT_MS)
         self._is_leaving = False
+        self._terminated: BaseException | None = None
         control = _connect(context, zmq.DEALER, start.folder, "control", identity)
         self._capture = Capture(rank, paths, self._send_output, last_line.update)
         sys.stdout, sys.stderr = self._capture.streams
@@ -239,8 +240,9 @@ class Rank:
             self._control.start()
             while True:
                 self._handle_request(self._next_request())
-        except _Terminated:
-            pass
+        except _Terminated as terminated:
+            # Its frames stay, or asyncio prints that a wait which was just begun is destroyed.
+            self._terminated = terminated
         finally:
             self._leave()
 
