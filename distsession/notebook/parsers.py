@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -87,9 +88,9 @@ def flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def parse(parser: Parser, line: str) -> argparse.Namespace | None:
-    """The line's arguments; None where the user asked for help."""
+    """The line's arguments; None where the user asked for help. A comment may end it."""
     try:
-        found: argparse.Namespace = parser.parse_args(shlex.split(line))
+        found: argparse.Namespace = parser.parse_args(shlex.split(_without_comment(line)))
         return found
     except _HelpShown:
         return None
@@ -97,6 +98,18 @@ def parse(parser: Parser, line: str) -> argparse.Namespace | None:
         if isinstance(error, OptionsError):
             raise
         raise OptionsError(f"{parser.prog} {line}: {error}.") from None
+
+
+def _without_comment(line: str) -> str:
+    """The line up to a word that begins with ``#``, as in Python and in a shell."""
+    for found in re.finditer(r"(?:^|\s)#", line):
+        before = line[: found.start()]
+        try:
+            shlex.split(before)
+        except ValueError:  # it is within quotes
+            continue
+        return before
+    return line
 
 
 # --- help -----------------------------------------------------------------------------------------

@@ -23,6 +23,17 @@ class Shown:
     colored: str = ""
     ename: str = ""
     prompts: list[str] = field(default_factory=list)
+    order: list[str | int] = field(default_factory=list)
+    """Text as it was written, and the numbers of displays."""
+
+    @property
+    def transcript(self) -> str:
+        """All that stands under the cell as text, from top to bottom."""
+        parts = [
+            f"{self.data[part].get('text/plain', '')}\n" if isinstance(part, int) else part
+            for part in self.order
+        ]
+        return "".join([*parts, self.error])
 
     @property
     def stdout(self) -> str:
@@ -45,8 +56,8 @@ Answer = str | Callable[[], str | None]
 class Notebook:
     """A kernel and the cells run in it."""
 
-    def __init__(self) -> None:
-        self.manager, self.client = start_new_kernel()
+    def __init__(self, **options: Any) -> None:
+        self.manager, self.client = start_new_kernel(**options)
 
     def run(self, code: str, timeout: float = 60, answers: Sequence[Answer] = ()) -> Shown:
         return self.collect(self.client.execute(code), timeout, answers)
@@ -83,7 +94,9 @@ class Notebook:
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 shown.text[content["name"]] += content["text"]
+                shown.order.append(content["text"])
             elif kind in ("display_data", "execute_result"):
+                shown.order.append(len(shown.data))
                 shown.data.append(content["data"])
                 display_id = content.get("transient", {}).get("display_id")
                 if display_id:

@@ -11,6 +11,8 @@ from typing import Any
 import pexpect
 import pytest
 
+from tests.pages import ROOT, blocks, is_as_shown
+
 from .terminal import spawn_ipython
 
 nbformat = pytest.importorskip("nbformat")
@@ -179,3 +181,12 @@ def test_the_demo_trains_and_says_so():
     assert float(accuracy) >= 95
     assert "weights equal on all ranks" in done.stdout
     assert len(re.findall(r"^\[0\] epoch +\d+  loss \d", done.stdout, re.MULTILINE)) == 10
+    [example] = [b.text for b in blocks((ROOT / "README.md").read_text()) if "epoch" in b.text]
+    assert is_as_shown(_trained(example), _trained(done.stdout))
+
+
+def _trained(text: str) -> str:
+    """Without what the training comes to, which differs from processor to processor."""
+    text = re.sub(r"(loss) [\d.]+", r"\1 N", text)
+    text = re.sub(r"\([0-9a-f]{16}\)", "(SUM)", text)
+    return re.sub(r"^(\d) +\S+ +cpu .*", r"\1 cpu", text, flags=re.MULTILINE)
