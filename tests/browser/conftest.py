@@ -21,6 +21,7 @@ from tests.warm_agents import WarmProcess
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
+    from playwright.sync_api import Browser, Playwright
 
     from tests.browser.lab import Lab, Notebook, Tab
 
@@ -48,24 +49,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(300))
 
 
+def program() -> str | None:
+    """Chromium, by whatever name it is on PATH."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+def chromium(playwright: Playwright) -> Browser:
+    """Chromium without a window."""
+    # Its processes come and go as it likes; they are no traces of a session.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_RUN_OF"}
+    return playwright.chromium.launch(executable_path=program(), args=list(ARGUMENTS), env=environ)
+
+
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """Chromium without a window."""
-    program = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if program is None:
+    """Chromium, started once for all tests."""
+    if program() is None:
         if IS_REQUIRED:
             pytest.fail(f"there is no {' or '.join(NAMES)} on PATH, and it is required")
         pytest.skip("needs Chromium on PATH (apt-get install chromium)")
-    # Its processes come and go as it likes; they are no traces of a session.
-    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_RUN_OF"}
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=program, args=list(ARGUMENTS), env=environ
-        )
-        yield chromium
-        chromium.close()
+        started = chromium(playwright)
+        yield started
+        started.close()
 
 
 @pytest.fixture(scope="package")

@@ -57,6 +57,13 @@ def test_what_hangs_md_shows_is_compared() -> None:
             assert any(all(word in text for word in words) for words in asked if words), text
 
 
+def test_pictures_that_pages_show_are_there_and_small() -> None:
+    for page in PAGES:
+        for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
+            if not path.startswith("https:"):
+                assert 0 < (page.parent / path).stat().st_size < 1_500_000, f"{page.name}: {path}"
+
+
 def test_the_layers_are_those_that_are_checked() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     [layers] = [c["layers"] for c in contracts["contracts"] if c["type"] == "layers"]
