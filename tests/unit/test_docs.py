@@ -57,6 +57,20 @@ def test_what_hangs_md_shows_is_compared() -> None:
             assert any(all(word in text for word in words) for words in asked if words), text
 
 
+def test_modules_that_pages_name_are_there() -> None:
+    [drawing] = [b.text for b in blocks((ROOT / "docs/concepts.md").read_text()) if b.not_run]
+    named = {f"{module}.py" for module in re.findall(r"\bnotebook/\w+", drawing)}
+    for page in PAGES:
+        named |= set(re.findall(r"`([\w/.]+\.py)`", page.read_text()))
+
+    missing = {path for path in named if "/" in path and not _is_there(path)}
+    assert missing == set()
+
+
+def _is_there(path: str) -> bool:
+    return any((ROOT / folder / path).is_file() for folder in ("", "distsession"))
+
+
 def test_pictures_that_pages_show_are_there_and_small() -> None:
     for page in PAGES:
         for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
