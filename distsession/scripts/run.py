@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import contextlib
 import importlib
@@ -25,11 +24,10 @@ from distsession.errors import (
 )
 from distsession.kernel.outcome import collect, run_error
 from distsession.kernel.output import NO_NOTICE, Notice, Silent
-from distsession.options import add_arguments
 from distsession.protocol.messages import CommMessage, Display, Text
 from distsession.session import Session
 
-__all__ = ["add_run_arguments", "exit_code", "run"]
+__all__ = ["exit_code", "run"]
 
 LOOK = 0.05
 """Seconds between two looks at how the ranks are."""
@@ -88,18 +86,6 @@ class PlainOutput(Silent):
         if notice not in (NO_NOTICE, self._notice):
             self._notice = notice
             sys.stderr.write(f"distsession: {notice.text}\n")
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser what ``distsession run`` takes."""
-    add_arguments(parser, ranks_flags=("-n", "--ranks", "--nproc-per-node", "--nproc_per_node"))
-    parser.add_argument(
-        "--plain", action="store_true", help="do not mark lines of output with their rank"
-    )
-    parser.add_argument("script", metavar="SCRIPT.py", help="the script")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
-    )
 
 
 def run(
