@@ -141,13 +141,15 @@ def _indirect(packages: Collection[str]) -> Iterator[Finding]:
     seen, left = {"distsession", *map(canonicalize_name, packages)}, list(packages)
     while left:
         package = left.pop()
-        for requirement in _requirements(package):
-            if problem := _problem(requirement, package):
-                wanted = f"{requirement.name}{requirement.specifier}"
-                yield Finding(requirement.name, problem, install_command(wanted))
-            if (name := canonicalize_name(requirement.name)) not in seen:
-                seen.add(name)
-                left.append(name)
+        asked = _requirements(package)
+        wrong = {each: text for each in asked if (text := _problem(each, package))}
+        if wrong:
+            told = "; ".join(f"{each.name}: {text}" for each, text in wrong.items())
+            wanted = [f"{each.name}{each.specifier}" for each in wrong]
+            yield Finding(f"for {package}", told, install_command(*wanted))
+        for name in {canonicalize_name(each.name) for each in asked} - seen:
+            seen.add(name)
+            left.append(name)
 
 
 def _troubles() -> Iterator[Finding]:

@@ -101,10 +101,13 @@ def test_a_package_that_is_missing_fails(find: Find) -> None:
 
 
 def test_what_packages_ask_for_themselves_is_a_warning(find: Find) -> None:
-    missing = find(**{"zmq-bindings": None})["zmq_bindings"]
-    old = find(**{"zmq-bindings": "25.1"})["zmq_bindings"]
-    assert (missing.mark, missing.value) == ("warn", "not installed, but ipykernel needs it")
-    assert (old.mark, old.value) == ("warn", "25.1, but ipykernel needs >=26")
+    missing = find(**{"zmq-bindings": None})["for ipykernel"]
+    old = find(**{"zmq-bindings": "25.1"})["for ipykernel"]
+    assert (missing.mark, missing.value) == (
+        "warn",
+        "zmq_bindings: not installed, but ipykernel needs it",
+    )
+    assert (old.mark, old.value) == ("warn", "zmq_bindings: 25.1, but ipykernel needs >=26")
 
 
 @pytest.mark.parametrize(
