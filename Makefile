@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 3
 # In the order of the folders, for the tests of tests/unit, which take no time, come last then.
 BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo unit test test-torch test-hosted tutorials lint notebooks docs bench soak clean
+.PHONY: demo unit test test-torch test-hosted tutorials lint notebooks docs release-check bench soak clean
 
 demo: $(STAMP)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
@@ -44,6 +44,9 @@ notebooks: $(STAMP)  ## execute the notebooks
 docs: $(STAMP)  ## build the documentation
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
+release-check:  ## build the release, and try it in an empty environment
+	PYTHON="$(PYTHON)" .ci/release-check
+
 bench: $(STAMP)  ## measure this project beside its peers
 	$(BIN)/python -m tests.benchmarks
 
@@ -60,4 +63,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-torch .venv-libraries .venv-hosted docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch .venv-libraries .venv-hosted .venv-release dist docs/_build .mypy_cache .ruff_cache .pytest_cache
