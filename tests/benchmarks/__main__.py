@@ -28,6 +28,7 @@ from tests.benchmarks.processes import own_world
 from tests.benchmarks.table import table, write_json
 
 BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "import": starts.imports,
     "start": starts.start,
     "restart": starts.restart,
     "call": calls.call,

@@ -38,6 +38,7 @@ class Line:
 
 
 LINES = (
+    Line("`import distsession`", "import"),
     Line("start to first barrier, 1 rank", "start to first barrier, N=1", shown="ratio"),
     Line("start to first barrier, 4 ranks", "start to first barrier, N=4", shown="ratio",
          is_main=True),

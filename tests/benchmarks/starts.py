@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from functools import partial
 
 from tests.benchmarks import peers
 from tests.benchmarks.bench import Bench
-from tests.benchmarks.figures import OURS, Arm, NotInstalled, Row, take_turns
+from tests.benchmarks.figures import OURS, Arm, NotInstalled, Row, Target, take_turns
 from tests.benchmarks.processes import program, snapshot, time_program
 from tests.ports import held_port
 
@@ -38,6 +39,30 @@ def start(bench: Bench) -> Iterator[Row]:
         name = f"start to first barrier, N={ranks}"
         yield floor.row(name, "s")
         yield from (arm.row(name, "s", floor) for arm in arms[1:])
+
+
+IMPORTS = {
+    "import distsession": f"{OURS}",
+    "from distsession import Session": f"{OURS}, Session",
+    "import IPython": "IPython",
+    "import torch": "torch",
+}
+IMPORT_LIMIT_MS = 100.0
+TIMES = "from time import perf_counter as now; began = now(); {}; print((now() - began) * 1e3)"
+
+
+def imports(bench: Bench) -> Iterator[Row]:
+    """What importing takes, in a process that has imported nothing."""
+    arms = [Arm(subject, partial(_import, what)) for what, subject in IMPORTS.items()]
+    take_turns(arms, 3 * bench.repeats)  # short, and so the more of them
+    for arm in arms:
+        target = Target(IMPORT_LIMIT_MS) if arm.subject == OURS else None
+        yield arm.row("import", "ms", target=target)
+
+
+def _import(what: str) -> list[float]:
+    command = [sys.executable, "-c", TIMES.format(what)]
+    return [float(subprocess.run(command, capture_output=True, check=True).stdout)]
 
 
 def _arm(bench: Bench, subject: str, measure: Callable[[], float]) -> Arm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ import pytest
 import distsession
 
 PACKAGE = Path(distsession.__file__).parent
-HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
+HEAVY = (
+    *("torch", "ipyparallel", "ipywidgets", "IPython", "ipykernel", "jupyter_client", "traitlets"),
+    *("numpy", "pandas", "asyncio", "pynvml", "packaging"),
+)
+BESIDE_A_SESSION = ("zmq", "cloudpickle", "distsession.session", "email", "importlib.metadata")
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,17 @@ HEAVY = ("torch", "ipyparallel", "ipywidgets", "IPython", "numpy")
     ],
 )
 def test_importing_the_package_loads_nothing_heavy(statement: str) -> None:
-    code = f"import sys\n{statement}\nprint(*[m for m in {HEAVY} if m in sys.modules])"
+    assert loaded(statement, HEAVY) == []
+
+
+@pytest.mark.parametrize("statement", ["import distsession", "import distsession.cli"])
+def test_the_package_alone_loads_nothing_of_a_session(statement: str) -> None:
+    assert loaded(statement, BESIDE_A_SESSION) == []
+
+
+def loaded(statement: str, modules: Sequence[str]) -> list[str]:
+    """Which of these modules a statement has loaded, in a process of its own."""
+    code = f"import sys\n{statement}\nprint(*[m for m in {modules} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=PACKAGE.parent,
@@ -33,7 +48,8 @@ def test_importing_the_package_loads_nothing_heavy(statement: str) -> None:
         timeout=60,
         check=False,
     )
-    assert (done.stderr, done.stdout.split()) == ("", [])
+    assert done.stderr == ""
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("name", distsession.__all__)
