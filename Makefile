@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 
 # Tests wait more than they compute, so several run at once. One that hangs ends its process, and
@@ -12,7 +13,7 @@ BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-work
 
 .PHONY: demo unit test test-torch test-hosted tutorials lint notebooks docs release-check bench soak clean
 
-demo: $(STAMP)  ## train a classifier on all ranks and show the result
+demo: $(DEMO)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
 
 unit: $(STAMP)  ## run the tests that start no session
@@ -56,10 +57,15 @@ soak: $(STAMP)  ## faults on a session, also one used all day; kernels killed; m
 	$(BIN)/python -m tests.integration.kills --kills 300
 	$(BIN)/python -m tests.integration.cycles --cycles 200
 
-$(STAMP): pyproject.toml constraints.txt
+# The demo needs the package alone, and that is soon installed.
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	.ci/install-torch $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,browser,notebooks,docs,lint]"
+	.ci/pip-install $(BIN)/python -c constraints.txt -e ".[demo]"
+	touch $(DEMO)
+
+$(STAMP): $(DEMO)
+	.ci/pip-install $(BIN)/python -c constraints.txt -e ".[test,browser,notebooks,docs,lint]"
 	touch $(STAMP)
 
 clean:

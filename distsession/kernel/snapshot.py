@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import fields
-from importlib import metadata
 from typing import Any, Protocol
 
 from distsession.cluster.base import Launcher
@@ -207,6 +206,8 @@ def _facts(session: Observed) -> tuple[tuple[str, str], ...]:
         ("launcher", session.options.launcher),
         *config_rows(session.infos),
     ]
+    from importlib import metadata  # here, for it brings the package `email` along
+
     with contextlib.suppress(metadata.PackageNotFoundError):  # it runs from a checkout
         facts.append(("distsession", metadata.version("distsession")))
     return tuple(facts)
