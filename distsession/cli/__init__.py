@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import distsession
+from distsession.errors import DOCTOR_REMEDY
 from distsession.options import add_arguments
 
 __all__ = ["main"]
@@ -33,8 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from distsession.cli.doctor import examine
 
         return examine(given, as_json=given.pop("json"))
-    from distsession.scripts.run import run
-
+    try:
+        from distsession.scripts.run import run
+    except ImportError as error:
+        print(f"distsession: {error}. {DOCTOR_REMEDY}", file=sys.stderr)
+        return 1
     script, rest, plain = (given.pop(name) for name in ("script", "arguments", "plain"))
     return run(script, rest, given, plain=plain)
 

@@ -65,11 +65,17 @@ def packages() -> Iterator[Finding]:
     try:
         import packaging.requirements  # noqa: F401
     except ImportError:
-        yield Finding("packaging", "not installed", install_command("packaging"), fatal=True)
+        mend = f"{install_command('packaging')}, and ask again: without it the others are not known"
+        yield Finding("packaging", "not installed", mend, fatal=True)
         return
     ours = _requirements("distsession")
-    for requirement in ours:
-        yield _compare(requirement)
+    compared = {_text(requirement): _compare(requirement) for requirement in ours}
+    yield from compared.values()
+    wrong = [text for text, finding in compared.items() if finding.fatal]
+    if len(wrong) > 1:
+        yield Finding(
+            "these together", f"{len(wrong)} packages", install_command(*wrong), fatal=True
+        )
     yield from _troubles()
     yield from _indirect({requirement.name for requirement in ours})
 
@@ -115,10 +121,15 @@ def _installed(package: str) -> str | None:
 
 
 def _compare(requirement: Requirement) -> Finding:
-    wanted = f"{requirement.name}{requirement.specifier}"
     if problem := _problem(requirement, "distsession"):
-        return Finding(requirement.name, problem, install_command(wanted), fatal=True)
+        mend = install_command(_text(requirement))
+        return Finding(requirement.name, problem, mend, fatal=True)
     return Finding(requirement.name, str(_installed(requirement.name)))
+
+
+def _text(requirement: Requirement) -> str:
+    """As pip takes it, without its conditions."""
+    return f"{requirement.name}{requirement.specifier}"
 
 
 def _problem(requirement: Requirement, whose: str) -> str:
@@ -145,8 +156,7 @@ def _indirect(packages: Collection[str]) -> Iterator[Finding]:
         wrong = {each: text for each in asked if (text := _problem(each, package))}
         if wrong:
             told = "; ".join(f"{each.name}: {text}" for each, text in wrong.items())
-            wanted = [f"{each.name}{each.specifier}" for each in wrong]
-            yield Finding(f"for {package}", told, install_command(*wanted))
+            yield Finding(f"for {package}", told, install_command(*map(_text, wrong)))
         for name in {canonicalize_name(each.name) for each in asked} - seen:
             seen.add(name)
             left.append(name)

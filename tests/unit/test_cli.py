@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 
 import pytest
@@ -50,3 +51,13 @@ def test_what_is_not_understood_ends_with_the_usage(
 ) -> None:
     assert ended(*arguments) == 2
     assert capsys.readouterr().err.startswith("usage: distsession")
+
+
+def test_a_script_is_not_run_where_a_package_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "distsession.scripts.run", None)
+    assert main(["run", "train.py"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("distsession: import of distsession.scripts.run halted")
+    assert "distsession doctor" in line

@@ -100,6 +100,12 @@ def test_a_package_that_is_missing_fails(find: Find) -> None:
     assert "pip install 'ipykernel>=6.17'" in finding.mend
 
 
+def test_several_that_are_wrong_get_one_command(find: Find) -> None:
+    together = find(ipykernel=None, torch="2.7")["these together"]
+    assert together.mend == f"{sys.executable} -m pip install 'torch>=2.8' 'ipykernel>=6.17'"
+    assert "these together" not in find(ipykernel=None)
+
+
 def test_what_packages_ask_for_themselves_is_a_warning(find: Find) -> None:
     missing = find(**{"zmq-bindings": None})["for ipykernel"]
     old = find(**{"zmq-bindings": "25.1"})["for ipykernel"]
