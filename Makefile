@@ -61,11 +61,11 @@ soak: $(STAMP)  ## faults on a session, also one used all day; kernels killed; m
 $(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	.ci/install-torch $(BIN)/python
-	.ci/pip-install $(BIN)/python -c constraints.txt -e ".[demo]"
+	.ci/pip_install.py $(BIN)/python -c constraints.txt -e ".[demo]"
 	touch $(DEMO)
 
 $(STAMP): $(DEMO)
-	.ci/pip-install $(BIN)/python -c constraints.txt -e ".[test,browser,notebooks,docs,lint]"
+	.ci/pip_install.py $(BIN)/python -c constraints.txt -e ".[test,browser,notebooks,docs,lint]"
 	touch $(STAMP)
 
 clean:

@@ -1,4 +1,4 @@
-"""``.ci/pip-install``, with a Python that only says what pip would."""
+"""``.ci/pip_install.py``, with a Python that only says what pip would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / ".ci" / "pip-install"
+SCRIPT = Path(__file__).parents[2] / ".ci" / "pip_install.py"
 SAYS = """
 WARNING: an index is ignored
 Collecting torch==2.13.0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""pip install with one line that says how far it is: ``pip-install [--try] PYTHON [arguments]``.
+"""pip install with one line that says how far it is: ``pip_install.py [--try] PYTHON [arguments]``.
 
 All that pip says is added to ``pip.log`` in that Python's environment, and its last lines are shown
 where it fails; with ``--try`` nothing is shown then. Needs Python's own library only.
