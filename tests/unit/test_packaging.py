@@ -87,6 +87,17 @@ def test_what_is_cited_is_this_version() -> None:
     assert f"\nlicense: {PROJECT['license']}\n" in citation
 
 
+def test_the_newest_version_of_the_changelog_is_this_one_and_has_the_date_that_is_cited() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first, newest = re.findall(r"^## (.*)$", text, re.MULTILINE)[:2]
+    dated = re.search(r"^date-released: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert dated
+    assert first == "[Unreleased]"
+    assert newest == f"[{distsession.__version__}] - {dated[1]}"
+    for name in ("Unreleased", distsession.__version__):
+        assert f"\n[{name}]: {PROJECT['urls']['Homepage']}/" in text
+
+
 def test_all_files_name_one_home_of_the_project() -> None:
     home = PROJECT["urls"]["Homepage"]
     names = ("README.md", "SECURITY.md", "CITATION.cff", "CHANGELOG.md", "pyproject.toml")
