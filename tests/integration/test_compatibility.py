@@ -89,7 +89,7 @@ def test_mismatch(notebook: Notebook) -> None:
         SLOW_S,
     )
     # Some releases call it through a decorator of another package, which is not the user's line.
-    assert re.match(r"CollectiveMismatchError: .*at In\[\d+\] line 3\n", shown.error), shown.error
+    assert re.match(r"CollectiveMismatchError: .*at In\[\d+\] line 3\b", shown.error), shown.error
 
 
 def test_panel(front: FrontEnd) -> None:
