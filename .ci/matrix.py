@@ -1,12 +1,12 @@
 """Try distsession with other versions of Python, torch and Jupyter than those it is made with.
 
-``matrix.py`` tries all legs, ``matrix.py smallest newest`` these two, ``matrix.py --list`` names
-them. Each leg has an environment of its own in ``.venv-matrix``, with nothing of ``.venv``, and runs
-``tests/integration/test_compatibility.py`` there, or what follows ``--``. The environment is removed
-after it, unless ``--keep`` is given. ``--write`` writes what came out into docs/compatibility.md.
+``matrix.py`` tries all legs, ``matrix.py smallest newest`` these two; ``--list`` names them. Each
+leg has an environment of its own in ``.venv-matrix``, with nothing of ``.venv``, and runs
+``tests/integration/test_compatibility.py`` there, or what pytest is told behind ``--``. It is
+removed after that, unless ``--keep`` is given. ``--write`` writes docs/compatibility.md.
 
-``matrix.py --torch 2.15.0`` makes a leg of the pinned packages with another torch, and
-``--with ipykernel==6.29.5`` other packages; a package's name alone leaves its version to pip.
+``matrix.py --torch 2.15.0`` makes a leg with another torch than the pinned one, and ``--with
+ipykernel==6.29.5`` with another package. All others are those of constraints.txt.
 
 Most releases of torch are on the package index as CUDA builds only. Where there is no GPU they are
 installed without CUDA's packages, and ``cuda_stand_ins.py`` builds empty libraries in their place:
@@ -37,6 +37,7 @@ COLUMNS = ("Python", "torch", "ipython", "ipykernel", "ipywidgets", "ipyparallel
 COLUMNS += ("jupyter_client", "traitlets", "numpy")
 TEST_PACKAGES = ("pytest", "pytest-timeout", "psutil")
 """What that one module of tests needs. For any others, the extra ``test`` is installed."""
+PINNED_TORCH = re.search(r"^torch==(.*)", (ROOT / "constraints.txt").read_text(), re.M)[1]
 HAS_GPU = shutil.which("nvidia-smi") is not None
 
 
@@ -47,7 +48,7 @@ class Leg:
     Attributes:
         name: In the table, and on the command line.
         python: Such as ``3.12``; if it is not to be had, the leg takes the Python that runs this.
-        pins: Of packages, as pip takes them; torch has to be among them.
+        pins: Packages with versions, as pip takes them.
         rest: Where versions of packages that are not in ``pins`` come from: ``"pinned"`` in
             constraints.txt, the ``"newest"`` there are, or the ``"oldest"`` that pyproject.toml
             allows.
@@ -56,82 +57,71 @@ class Leg:
 
     name: str
     python: str
-    pins: tuple[str, ...]
+    pins: str
     rest: str = "pinned"
     needs_python: bool = False
 
 
-_HOSTED = ("ipython==7.34.0", "ipykernel==6.17.1", "ipyparallel==8.8.0", "jupyter_client==7.4.9")
-_HOSTED += ("traitlets==5.7.1",)
+_HOSTED = (
+    "torch==2.10.0 ipython==7.34.0 ipykernel==6.17.1 ipyparallel==8.8.0 jupyter_client==7.4.9 "
+    "traitlets==5.7.1"
+)
 
 LEGS = (
-    Leg("smallest", "3.11", (), "oldest"),
-    Leg("hosted", "3.12", ("torch==2.10.0", *_HOSTED, "ipywidgets==7.7.1", "numpy==2.0.2"), "newest"),
-    Leg("newest", "3.13", ("torch==2.15.0", "numpy")),
-    Leg("pinned", "3.11", ("torch==2.13.0", "numpy")),
-    Leg(
-        "hosted-widgets-8",
-        "3.12",
-        ("torch==2.10.0", *_HOSTED, "ipywidgets==8.1.5", "numpy==1.26.4"),
-        "newest",
-    ),
+    Leg("smallest", "3.11", "", "oldest"),
+    Leg("hosted", "3.12", f"{_HOSTED} ipywidgets==7.7.1 numpy==2.0.2", "newest"),
+    Leg("newest", "3.13", "torch==2.15.0 numpy"),
+    Leg("pinned", "3.11", "torch==2.13.0 numpy"),
+    Leg("hosted-widgets-8", "3.12", f"{_HOSTED} ipywidgets==8.1.5 numpy==1.26.4", "newest"),
     Leg(
         "ipykernel-6",
         "3.11",
-        ("torch==2.10.0", "ipython==8.6.*", "ipykernel==6.29.5", "ipywidgets==8.0.*",
-         "ipyparallel==9.1.*", "jupyter_client==8.0.*", "numpy==1.26.4"),
+        "torch==2.9.1 ipython==8.6.* ipykernel==6.29.5 ipywidgets==8.0.* ipyparallel==9.1.* "
+        "jupyter_client==8.0.* numpy==1.26.4",
         "newest",
     ),
     Leg(
         "ipython-8",
         "3.12",
-        ("torch==2.14.1", "ipython==8.*", "ipykernel==7.*", "ipywidgets==8.*", "ipyparallel==9.1.*",
-         "numpy==2.*"),
+        "torch==2.14.1 ipython==8.* ipykernel==7.* ipyparallel==9.1.* numpy==2.*",
         "newest",
     ),
-    Leg(
-        "ipyparallel-8",
-        "3.11",
-        ("torch==2.13.0", "ipython==9.*", "ipykernel==7.*", "ipyparallel==8.8.0"),
-        "newest",
-    ),
-    Leg("python-3.14", "3.14", ("torch==2.15.0", "numpy"), "newest", needs_python=True),
-    Leg("today", "3.12", ("torch", "numpy"), "newest"),
-)  # fmt: skip
+    Leg("ipyparallel-8", "3.11", "torch==2.13.0 ipykernel==7.* ipyparallel==8.8.0", "newest"),
+    Leg("python-3.14", "3.14", "torch==2.15.0 numpy", "newest", needs_python=True),
+    Leg("today", "3.12", "torch numpy", "newest"),
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("legs", nargs="*", metavar="LEG", help="default: all")
     parser.add_argument("--list", action="store_true", help="name the legs")
     parser.add_argument("--torch", metavar="VERSION", help="a leg with this torch")
     parser.add_argument("--with", dest="others", action="append", default=[], metavar="PACKAGE")
     parser.add_argument("--python", default="", metavar="X.Y", help="of such a leg")
-    parser.add_argument("--keep", action="store_true", help="leave the environment, to use it again")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--write", action="store_true", help="write docs/compatibility.md")
     own, tests = _split(sys.argv[1:])
     asked = parser.parse_args(own)
     if asked.list:
         for leg in LEGS:
-            print(f"{leg.name}: Python {leg.python}, {' '.join(leg.pins)} ({leg.rest})")
+            print(f"{leg.name}: Python {leg.python}, {leg.pins} ({leg.rest})")
         return 0
     known = {leg.name: leg for leg in LEGS}
     for name in set(asked.legs) - set(known):
         parser.error(f"there is no leg {name!r}, but {', '.join(known)}")
     legs = [known[name] for name in asked.legs] or list(LEGS)
     if asked.torch or asked.others:
-        torch = [f"torch=={asked.torch}"] if asked.torch else []
-        legs = [Leg("-".join([*torch, *asked.others]), asked.python, (*torch, *asked.others))]
+        pins = [f"torch=={asked.torch or PINNED_TORCH}", *asked.others]
+        legs = [Leg("-".join(pins), asked.python, " ".join(pins))]
     outcomes = [Outcome(leg, *try_leg(leg, tests, keep=asked.keep)) for leg in legs]
     if asked.write:
         write_page(outcomes)
     for outcome in outcomes:
         print(f"{outcome.leg.name}: {outcome.verdict()}")
     return int(any(outcome.has_failed for outcome in outcomes))
-
-
-class _Plain(argparse.RawDescriptionHelpFormatter):
-    pass
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -199,12 +189,12 @@ def install(leg: Leg, interpreter: str, venv: Path, *, with_extra: bool) -> None
     needed = list(project["dependencies"])
     if leg.rest == "oldest":
         needed = [re.sub(r">=([\d.]+).*", r"==\1.*", text) for text in needed]
-    pins = {_name(pin): pin for pin in [*needed, *leg.pins]}
+    pins = {_name(pin): pin for pin in [*needed, *leg.pins.split()]}
     install_torch(venv, pins.pop("torch"))
     others = project["optional-dependencies"]["test"] if with_extra else TEST_PACKAGES
     others = [*others, *_needs_of_torch(venv)]
     constraints = venv / "constraints.txt"
-    constraints.write_text("\n".join(_constraints(set(pins)) if leg.rest == "pinned" else ()))
+    constraints.write_text(_constraints(leg) if leg.rest == "pinned" else "")
     _pip(venv, "-c", str(constraints), *pins.values(), *others)
     _pip(venv, "--no-deps", "-e", str(ROOT))
 
@@ -213,11 +203,11 @@ def _name(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-")
 
 
-def _constraints(but: set[str]) -> Iterator[str]:
-    """What constraints.txt says, but of packages that a leg names with a version of its own."""
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#") and _name(line) not in {"torch"}:
-            yield line
+def _constraints(leg: Leg) -> str:
+    """What constraints.txt says, but of packages that the leg gives a version of its own."""
+    own = {"torch", *(_name(pin) for pin in leg.pins.split() if "=" in pin)}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return "\n".join(line for line in lines if line[:1] not in ("", "#") and _name(line) not in own)
 
 
 def _pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
@@ -240,9 +230,7 @@ def install_torch(venv: Path, requirement: str) -> None:
     if exact is None or not _pip(venv, "--no-deps", f"{requirement}+cpu", may_fail=True):
         _pip(venv, "--no-deps", requirement)
     (package,) = venv.glob("lib/python*/site-packages/torch")
-    subprocess.run(
-        [sys.executable, str(ROOT / ".ci/cuda_stand_ins.py"), str(package)], check=True
-    )
+    subprocess.run([sys.executable, str(ROOT / ".ci/cuda_stand_ins.py"), str(package)], check=True)
 
 
 def _needs_of_torch(venv: Path) -> list[str]:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from distsession.protocol.tensor_memory import bytes_of
+
 __all__ = ["Form", "Gap", "Leaf", "Part", "Summary", "flatten", "gap", "on_cpu"]
 
 DEPTH = 20
@@ -238,7 +240,7 @@ def _tensor_leaf(value: Any) -> Leaf:
     data = on_cpu(value)
     if part:
         kind = f"{kind} {list(data.shape)}"
-    digest = _digest(data.contiguous().reshape(-1).view(torch.uint8).numpy())
+    digest = _digest(bytes_of(data.contiguous()))
     text = _short(data.item()) if data.numel() == 1 else ""
     return Leaf(kind, digest, text, data.numel() * data.element_size())
 

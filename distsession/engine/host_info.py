@@ -16,7 +16,14 @@ from distsession.engine.process import die_with_parent
 from distsession.engine.usage import gpu_uuid
 from distsession.ranks import DeviceInfo, HostInfo
 
-__all__ = ["OLDEST_TORCH", "device_info", "fork_problem", "host_info", "torch_problem"]
+__all__ = [
+    "OLDEST_TORCH",
+    "device_info",
+    "fork_problem",
+    "host_info",
+    "torch_problem",
+    "torch_release",
+]
 
 OLDEST_TORCH = (2, 8)
 """What ``pyproject.toml`` asks for. With older ones the store does not serve on the socket that it
@@ -37,10 +44,15 @@ def host_info() -> HostInfo:
     )
 
 
+def torch_release() -> tuple[int, ...]:
+    """The first two numbers of torch's version."""
+    return tuple(int(part) for part in re.findall(r"\d+", str(torch.__version__))[:2])
+
+
 def torch_problem() -> str:
     """Why no session can run with this torch; empty if one can."""
     found = str(torch.__version__)
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST_TORCH:
+    if torch_release() >= OLDEST_TORCH:
         return ""
     needed = ".".join(map(str, OLDEST_TORCH))
     return (

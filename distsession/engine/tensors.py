@@ -13,7 +13,6 @@ every tensor gets a number; where it lies goes into a table that is filled in at
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Iterable, Sequence
 from pickle import PickleBuffer
@@ -21,7 +20,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Tensors", "bytes_of", "over", "set_home"]
+from distsession.protocol.tensor_memory import bytes_of
+
+__all__ = ["Tensors", "over", "set_home"]
 
 _ROW = struct.Struct("<qq")  # which number's buffer, and the offset in elements
 _LARGEST = 16
@@ -132,15 +133,6 @@ class Tensors:
         storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         storage.set_(tensor.untyped_storage(), low, (high - low,), (1,))
         return bytes_of(storage)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor; a copy of it where it is an accelerator's."""
-    tensor = tensor.detach().cpu()
-    count = tensor.numel() * tensor.element_size()
-    memory = (ctypes.c_ubyte * count).from_address(tensor.data_ptr() or 1)
-    memory.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
-    return memoryview(memory).cast("B")
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
+from distsession.protocol.tensor_memory import bytes_of
+
 __all__ = ["FINGERPRINT_S", "fingerprint"]
 
 FINGERPRINT_S = 0.05
@@ -146,9 +148,8 @@ def _bytes(part: Any, is_whole: bool) -> bytes:
         return head.encode() + _table_bytes(part)
     seen = part if is_whole else _sample(part)
     if _is_tensor(seen):
-        torch = sys.modules["torch"]
-        plain = seen.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return head.encode() + bytes(plain.view(torch.uint8).numpy())
+        plain = seen.cpu().resolve_conj().resolve_neg().contiguous()
+        return head.encode() + bytes(bytes_of(plain))
     if seen.dtype.hasobject:  # its bytes are addresses
         return head.encode()
     return head.encode() + bytes(seen.tobytes())

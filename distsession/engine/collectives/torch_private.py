@@ -10,6 +10,7 @@ import contextlib
 import gc
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d as c10d
 
+from distsession.engine import host_info
 from distsession.engine.collectives import abort
 
 __all__ = [
@@ -45,7 +47,12 @@ LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
 
 Maker = Callable[..., Any]
 
+_PRINTS_OF_PEERS = host_info.torch_release() < (2, 11)
+_LINE_OF_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
+
 _is_native = False
+_is_sorting = False
+"""Whether standard output is looked through for gloo's line."""
 
 
 def install_group_factory(
@@ -223,7 +230,8 @@ def make_native_group(
     group._set_default_backend(kind)
     cpu = dist.PrefixStore("cpu/", store)
     limit = min(timeout, connect_timeout or timeout)
-    backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
+    with _without_lines_of_gloo():
+        backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
     if limit != timeout:
         backend._set_default_timeout(timeout)
     if os.environ.get(LAZY_INIT, "0") == "0":
@@ -244,6 +252,33 @@ def make_native_group(
     if nan_check is not None and os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         nan_check.attach(group)  # to the outer group, torch attaches one in vain
     return group
+
+
+@contextlib.contextmanager
+def _without_lines_of_gloo() -> Iterator[None]:
+    """Leave out the line that gloo prints on each rank for a group, from torch 2.8 to 2.10.
+
+    Ranks say different things in it, so that their own output would not be shown as equal. What
+    others write meanwhile goes where it belongs, after it.
+    """
+    global _is_sorting
+    if not _PRINTS_OF_PEERS or _is_sorting:
+        yield
+        return
+    _is_sorting = True
+    stdout, scratch = os.dup(1), os.memfd_create("distsession-gloo")
+    os.dup2(scratch, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        _is_sorting = False
+        with open(scratch, "r+b") as written:
+            written.seek(0)
+            rest = _LINE_OF_GLOO.sub(b"", written.read())
+        while rest:
+            rest = rest[os.write(1, rest) :]
 
 
 def _close_listener(store: dist.Store, rank: int) -> None:
