@@ -214,10 +214,12 @@ def _pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
     command = [str(venv / "bin/python"), "-m", "pip", "install", "-q", "--no-compile"]
     # The empty file takes the place of constraints that pip may be configured with.
     environ = {**os.environ, "PIP_CONSTRAINT": os.devnull}
-    quiet = subprocess.DEVNULL if may_fail else None
-    done = subprocess.run([*command, *arguments], env=environ, stderr=quiet, check=False)
+    # Of what pip says, all that is no error is about CUDA's packages, which are left out.
+    done = subprocess.run(
+        [*command, *arguments], env=environ, stderr=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode and not may_fail:
-        sys.exit(f"pip failed in {venv.name}")
+        sys.exit(f"{done.stderr}\npip failed in {venv.name}")
     return done.returncode == 0
 
 
