@@ -42,7 +42,10 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where one rank stands in the process group, and on what it runs."""
+    """Where one rank stands in the process group, and on what it runs.
+
+    ``torch_changes`` are sentences on what of torch has changed, and is off therefore.
+    """
 
     rank: int
     local_rank: int
@@ -57,6 +60,7 @@ class RankInfo:
     generation: int = 0
     torch_version: str = ""
     python_version: str = ""
+    torch_changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

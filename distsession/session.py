@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,15 @@ class Session(RankView):
         self._launcher: Launcher = _make_launcher(self.options, self._on_background)
         try:
             with self._waiting("starting the ranks"):
-                world_size = len(self._launcher.start())
+                infos = self._launcher.start()
         except BaseException:
             self._launcher.close()
             raise
         requests = Requests(self.recovery, self.output, self.check_open)
-        super().__init__(self, requests, self.history, range(world_size))
+        super().__init__(self, requests, self.history, range(len(infos)))
         _open.append(self)
+        for sentence in infos[0].torch_changes:
+            warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
     # --- running ----------------------------------------------------------------------------------
 

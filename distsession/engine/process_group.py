@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
 from distsession.engine import host_info, store, store_server
+from distsession.engine.collectives import torch_changes
 from distsession.engine.collectives.group import Groups
 from distsession.errors import CollectiveError
 from distsession.protocol.messages import StartRanks
@@ -200,4 +201,5 @@ def rank_info(place: Place, generation: int) -> RankInfo:
         generation=generation,
         torch_version=str(torch.__version__),
         python_version=".".join(map(str, sys.version_info[:3])),
+        torch_changes=torch_changes.sentences(),
     )

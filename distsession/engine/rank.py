@@ -13,6 +13,7 @@ import contextlib
 import logging
 import mmap
 import os
+import re
 import signal
 import sys
 import threading
@@ -26,9 +27,10 @@ import zmq
 
 from distsession.engine import cause, failure, process_group, store, tensors
 from distsession.engine.capture import Capture
-from distsession.engine.collectives import abort
+from distsession.engine.collectives import abort, torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.collectives.torch_changes import Part
 from distsession.engine.comms import Comms
 from distsession.engine.completion import CompletionServer
 from distsession.engine.control import CALLBACK, Control, Interrupter
@@ -92,6 +94,9 @@ that follows at once is then served without the cost of entering and leaving tha
 OUTPUT_SEND_TIMEOUT_MS = 50
 """How long a piece of output waits for a kernel that may be gone, once this process is to end."""
 
+NATIVE_MARK = "groups-of-torch"
+"""A file in the session's folder, once its ranks have left their groups to torch."""
+
 NO_CODE = contextlib.nullcontext()
 
 
@@ -141,7 +146,11 @@ class Rank:
         )
         self._recorder.reset()
         self._groups: Groups | None = None
-        if set(start.backend.replace("cpu:", "").replace("cuda:", "").split(",")) == {"gloo"}:
+        self._is_gloo = set(re.findall(r"\w+(?!\w*:)", start.backend)) == {"gloo"}
+        self._native_mark = os.path.join(start.folder, NATIVE_MARK)
+        if os.path.exists(self._native_mark):
+            self._leave_groups_to_torch()
+        if self._is_gloo and torch_changes.is_usable(Part.GROUPS):
             self._groups = Groups(self._recorder, detail=start.check == "detail")
         elif start.check == "detail":
             dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -226,9 +235,7 @@ class Rank:
         self._capture.start()
         try:
             try:
-                process_group.join(
-                    self._place, self._generation, self._groups, alone=self._is_alone
-                )
+                self._join()
             except Exception as error:
                 self._send(RankFailed(self._rank, self._generation, failure.describe(error)))
                 time.sleep(0.2)  # let the message out; the session ends us anyway
@@ -245,6 +252,25 @@ class Rank:
             self._terminated = terminated
         finally:
             self._leave()
+
+    def _join(self) -> None:
+        try:
+            process_group.join(self._place, self._generation, self._groups, alone=self._is_alone)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            # All ranks come to the same, if it is what a new torch says of a group such as ours.
+            is_of_torch = not isinstance(error, CollectiveError) and not is_from_gloo(str(error))
+            may_be_change = is_of_torch and self._is_alone and torch_changes.is_untried()
+            if self._groups is None or not may_be_change:
+                raise
+            log.exception("torch is left to make its own groups")
+            with open(self._native_mark, "w"):  # for ranks that are started later
+                self._leave_groups_to_torch()
+            process_group.join(self._place, self._generation, alone=self._is_alone)
+
+    def _leave_groups_to_torch(self) -> None:
+        torch_changes.turn_off(Part.GROUPS, "way to make a process group")
+        torch_private.leave_groups_to_torch()
+        self._groups = None
 
     def _on_terminate(self, _number: int, frame: FrameType | None) -> None:
         self._last_line.note_terminated(frame)
@@ -546,7 +572,7 @@ class Rank:
                 return
             if self._groups is None:
                 abort.abort_communicators()
-            else:
+            if self._is_gloo:
                 abort.abort_gloo()
             self._store.end_waits()
             abort.abort_store(self._place.store_port)

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d as c10d
 
 from distsession.engine import host_info
-from distsession.engine.collectives import abort
+from distsession.engine.collectives import abort, torch_changes
+from distsession.engine.collectives.torch_changes import Part
 
 __all__ = [
     "BACKEND",
@@ -31,6 +31,7 @@ __all__ = [
     "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
+    "leave_groups_to_torch",
     "make_native_group",
     "native_groups",
     "refresh_data_parallel",
@@ -129,6 +130,8 @@ def hide_from_compiler() -> None:
     as long as a session's start; what it sets in the end can be set without it, for the code as
     such, so that calls cost what they did.
     """
+    if not torch_changes.is_usable(Part.COMPILER):
+        return
     for name, module in list(sys.modules.items()):
         if name.startswith("distsession.engine."):
             for member in list(vars(module).values()):
@@ -141,12 +144,14 @@ def _disable_dynamo(member: Any) -> None:
     if isinstance(member, type):
         for method in list(vars(member).values()):
             _disable_dynamo(getattr(method, "fget", None) or getattr(method, "__func__", method))
-    elif inspect.isfunction(member):
+    elif inspect.isfunction(member) and torch_changes.is_usable(Part.COMPILER):
         member._torchdynamo_disable = True  # type: ignore[attr-defined]  # who would inline it
         _skip_frames(inspect.unwrap(member).__code__)
 
 
 def _skip_frames(code: CodeType) -> None:
+    from torch._C._dynamo import eval_frame
+
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
     for part in code.co_consts:
@@ -164,6 +169,8 @@ def install_rendezvous(meet: Callable[[int, int, int, timedelta], Any]) -> None:
         meet: Gets the port, the rank, the world size and the time limit. Where it gives None,
             torch's own way is gone, with a store that rank 0 holds.
     """
+    if not torch_changes.is_usable(Part.RENDEZVOUS):
+        return
     module: Any = sys.modules["torch.distributed.rendezvous"]  # its name is that of a function, too
     native = module._create_c10d_store
 
@@ -198,6 +205,12 @@ def native_groups() -> Iterator[None]:
         yield
     finally:
         _is_native = before
+
+
+def leave_groups_to_torch() -> None:
+    """From here on torch makes its own gloo groups, and nothing else is done to them."""
+    global _is_native
+    _is_native = True
 
 
 def _is_gloo(backend: str) -> bool:
@@ -313,6 +326,8 @@ def refresh_data_parallel(module: Any) -> None:
     A collective that was given up leaves the old one in the midst of a bucket; one in a rank that
     has been replaced has its buckets in another order. Nothing is sent, no parameter changes.
     """
+    if not torch_changes.is_usable(Part.REDUCER):
+        return
     hooks = list(getattr(module, "_comm_hooks", ()))
     del module.logger, module.reducer  # the old one takes its autograd hooks along
     parameters, sparse = module._build_params_for_reducer()
