@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 # Tests wait more than they compute, so several run at once. One that hangs ends its process, and
 # thereby the run.
 TEST_PROCESSES ?= 3
+HOSTED_TESTS := tests/integration/test_notebook.py tests/integration/test_ipyparallel.py
 # In the order of the folders, for the tests of tests/unit, which take no time, come last then.
 BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo unit test test-torch test-hosted tutorials lint notebooks docs release-check bench soak clean
+.PHONY: demo unit test matrix test-torch test-hosted tutorials lint notebooks docs release-check bench soak clean
 
 demo: $(DEMO)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
@@ -23,11 +24,14 @@ test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(BESIDE) -m "not notebook and not alone and not tutorial"
 	$(BIN)/python -m pytest -m alone
 
-test-torch: $(STAMP)  ## the integration tests with another torch: make test-torch TORCH=2.15.0
-	.ci/test-torch $(TORCH) $(TESTS)
+matrix:  ## try other versions of Python, torch and Jupyter, some of them with LEGS="smallest newest"
+	$(PYTHON) .ci/matrix.py --write $(LEGS)
 
-test-hosted: $(STAMP)  ## tests with the older packages of hosted notebooks
-	.ci/test-hosted $(TESTS)
+test-torch:  ## the integration tests with another torch: make test-torch TORCH=2.15.0
+	$(PYTHON) .ci/matrix.py --keep --torch $(TORCH) -- $(or $(TESTS),tests/integration -m "not notebook")
+
+test-hosted:  ## tests with the older packages of hosted notebooks
+	$(PYTHON) .ci/matrix.py --keep hosted -- $(or $(TESTS),$(HOSTED_TESTS))
 
 tutorials: $(STAMP)  ## programs after the official tutorials, and those of libraries, in an environment of their own
 	.ci/test-tutorials
@@ -69,4 +73,4 @@ $(STAMP): $(DEMO)
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-torch .venv-libraries .venv-hosted .venv-release dist docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-matrix .venv-libraries .venv-release dist docs/_build .mypy_cache .ruff_cache .pytest_cache

@@ -147,10 +147,11 @@ def try_leg(leg: Leg, tests: Sequence[str], *, keep: bool) -> tuple[dict[str, st
     venv = ROOT / ".venv-matrix" / re.sub(r"[^\w.=-]+", "-", leg.name)
     begin = time.monotonic()
     try:
-        if not (venv / ".installed").exists():
+        done = venv / f".installed{'-with-extra' if tests else ''}"
+        if not done.exists():
             shutil.rmtree(venv, ignore_errors=True)
             install(leg, interpreter, venv, with_extra=bool(tests))
-            (venv / ".installed").touch()
+            done.touch()
         versions = read_versions(venv)
         print(" ".join(f"{name} {version}" for name, version in versions.items()))
         print(f"installed after {time.monotonic() - begin:.0f} s", flush=True)

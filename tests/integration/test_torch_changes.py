@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distsession import RunError, RunInterrupt, Session
-from tests.until import until
+from tests.until import Press
 
 NEWER = "import torch\ntorch.__version__ = '2.99.0'\n"
 WITHOUT = "from torch.distributed import distributed_c10d as c10d\ndel c10d._hash_ranks_to_str\n"
@@ -54,18 +53,13 @@ def start_with(
     return start_it
 
 
-def interrupt_in(session: Session, code: str) -> None:
-    """Press Stop once ranks run this."""
-
-    def press() -> None:
-        until(lambda: "running" in session.status())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    with pytest.raises(RunInterrupt):
+def stop(session: Session, code: str) -> None:
+    """Press Stop once ranks are in the midst of this."""
+    with (
+        Press(session, lambda: os.kill(os.getpid(), signal.SIGINT)),
+        pytest.raises(RunInterrupt),
+    ):
         session.execute(code)
-    thread.join()
 
 
 def check(session: Session) -> None:
@@ -90,7 +84,7 @@ def test_without_our_groups_torchs_own_are_used(
     assert len(warned) == 1
     check(session)
     session.execute("kept = rank + 7")
-    interrupt_in(session, HANG)
+    stop(session, HANG)
     check(session)
     with pytest.raises(RunError, match="division by zero"):
         session.execute("1 / rank")
@@ -119,5 +113,5 @@ def test_each_part_that_is_gone_is_named_and_the_rest_works(
         "Stop.",
     ]
     check(session)
-    interrupt_in(session, HANG)
+    stop(session, HANG)
     check(session)
