@@ -116,9 +116,11 @@ def main() -> int:
     if asked.torch or asked.others:
         pins = [f"torch=={asked.torch or PINNED_TORCH}", *asked.others]
         legs = [Leg("-".join(pins), asked.python, " ".join(pins))]
-    outcomes = [Outcome(leg, *try_leg(leg, tests, keep=asked.keep)) for leg in legs]
-    if asked.write:
-        write_page(outcomes)
+    outcomes = []
+    for leg in legs:
+        outcomes.append(Outcome(leg, *try_leg(leg, tests, keep=asked.keep)))
+        if asked.write:
+            write_row(outcomes[-1])
     for outcome in outcomes:
         print(f"{outcome.leg.name}: {outcome.verdict()}")
     return int(any(outcome.has_failed for outcome in outcomes))
@@ -155,7 +157,7 @@ def try_leg(leg: Leg, tests: Sequence[str], *, keep: bool) -> tuple[dict[str, st
         versions = read_versions(venv)
         print(" ".join(f"{name} {version}" for name, version in versions.items()))
         print(f"installed after {time.monotonic() - begin:.0f} s", flush=True)
-        return versions, run_tests(venv, tests)
+        return versions, {"install": check_install(venv), **run_tests(venv, tests)}
     finally:
         if not keep:
             shutil.rmtree(venv, ignore_errors=True)
@@ -243,6 +245,19 @@ def _needs_of_torch(venv: Path) -> list[str]:
     return [need for need in needs if not need.startswith(cuda) and "extra ==" not in need]
 
 
+def check_install(venv: Path) -> str:
+    """Whether pip, asked for what this project needs, leaves alone all that is there."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    report = venv / "install.json"
+    # Not torch, whose packages of CUDA are missing on purpose.
+    others = [need for need in needs if _name(need) != "torch"]
+    _pip(venv, "--dry-run", "--report", str(report), *others)
+    changes = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+    for change in changes:
+        print(f"pip would install {change['name']} {change['version']}")
+    return "failed" if changes else "passed"
+
+
 def read_versions(venv: Path) -> dict[str, str]:
     """Of Python and of the packages in the table; "none" for what is not installed."""
     ask = (
@@ -267,6 +282,7 @@ def run_tests(venv: Path, tests: Sequence[str]) -> dict[str, str]:
         "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
     command = [str(venv / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore::DeprecationWarning"]
     command += [f"--junitxml={report}", *(tests or [TESTS])]
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     outcomes = {}
@@ -310,12 +326,14 @@ class Outcome:
         return f"| {' | '.join([self.leg.name, *cells, self.verdict()])} |\n"
 
 
-def write_page(outcomes: Sequence[Outcome]) -> None:
-    """Put the rows of these legs into the page; those of other legs stay."""
+def write_row(outcome: Outcome) -> None:
+    """Put what came out of a leg into the page; the rows of other legs stay."""
+    if not outcome.tests:
+        return
     head, begin, rest = PAGE.read_text().partition(BEGIN)
     table, end, tail = rest.partition(END)
-    rows = {line.split(" | ")[0].removeprefix("| "): line + "\n" for line in table.splitlines()}
-    rows |= {outcome.leg.name: outcome.row() for outcome in outcomes}
+    rows = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in table.splitlines()}
+    rows[outcome.leg.name] = outcome.row()
     lines = [f"| Leg | {' | '.join(COLUMNS)} | Result |\n", f"|{'---|' * (len(COLUMNS) + 2)}\n"]
     lines += [rows[leg.name] for leg in LEGS if leg.name in rows]
     PAGE.write_text(head + begin + "\n" + "".join(lines) + "\n" + end + tail)

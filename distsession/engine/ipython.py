@@ -280,6 +280,21 @@ class _Engine(engine_app.IPEngine):
         return None
 
 
+@contextlib.contextmanager
+def _silent_debugger() -> Iterator[None]:
+    """Let ipykernel's debugger, which nobody uses here, not warn of Python's frozen modules."""
+    name = "PYDEVD_DISABLE_FILE_VALIDATION"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def _check_room() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + DESCRIPTORS > limit:
@@ -314,7 +329,7 @@ async def register(
     engine.connection_info_env = json.dumps(info.connection)
     own_path, own_cwd = list(sys.path), os.getcwd()
     try:
-        with no_signing_warning():
+        with no_signing_warning(), _silent_debugger():
             engine.initialize(argv=[])
             await engine.join()
     finally:
