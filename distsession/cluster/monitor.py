@@ -313,6 +313,9 @@ class Monitor:
                 self._changed.wait(0.1)
 
     def _raise_failure(self, world: Sequence[int], generation: int = -1) -> None:
+        if self.store_is_down and world:
+            how = self.store_ended.partition(";")[0]
+            raise LaunchError(f"{how}, and so did those in its place: ranks have nowhere to meet.")
         if self.agent_gone:
             raise LaunchError("the session was closed." if self.closing else AGENT_GONE)
         for node in sorted(self.lost_nodes):

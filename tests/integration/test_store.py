@@ -250,6 +250,19 @@ def test_clients_that_leave_at_any_moment_do_not_end_it(ours: store.Store, path:
     assert ours.add("n", 1) == 1
 
 
+def test_a_store_that_does_not_last_ends_the_start_with_its_reason(
+    start: Callable[..., Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nfrom distsession.engine import store_server\n"
+        "store_server.serve = lambda *_: os._exit(3)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    with pytest.raises(errors.LaunchError, match="store .* ended with exit code 3, and so did"):
+        start(2)
+
+
 def test_junk_ends_the_connection_that_sent_it_and_nothing_else(
     ours: store.Store, path: str
 ) -> None:

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from distsession.engine.collectives import torch_private
 from distsession.protocol.operation_names import AnySource, SplitSizes, join_details
 
 __all__ = [
@@ -166,6 +167,7 @@ class Collectives(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
+        torch_private.warn_of_fsdp2()
         key = ("reduce_scatter_tensor", output.dtype, output.shape, _op(opts))
         return self._collective(
             lambda g: g._reduce_scatter_base(output, tensor, opts), key, _is_async(opts)

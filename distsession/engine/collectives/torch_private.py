@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType
@@ -38,6 +39,7 @@ __all__ = [
     "replace_init_process_group",
     "set_group_count",
     "set_store",
+    "warn_of_fsdp2",
 ]
 
 BACKEND = "distsession"
@@ -50,6 +52,8 @@ Maker = Callable[..., Any]
 
 _PRINTS_OF_PEERS = host_info.torch_release() < (2, 11)
 _LINE_OF_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
+
+_ADDS_IN_FSDP2 = host_info.torch_release() < (2, 9)
 
 _is_native = False
 _is_sorting = False
@@ -310,6 +314,23 @@ def set_store(group: Any, store: dist.Store) -> None:
 def set_group_count(count: int) -> None:
     """From where torch numbers new groups; their names, and so their stores, must agree."""
     c10d._world.group_count = count
+
+
+def warn_of_fsdp2() -> None:
+    """Say so where FSDP2 reduces gradients and does not divide them, as with gloo in torch 2.8."""
+    global _ADDS_IN_FSDP2
+    frame = sys._getframe() if _ADDS_IN_FSDP2 else None
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_fsdp_collectives.py"):
+            _ADDS_IN_FSDP2 = False  # once is enough
+            warnings.warn(
+                f"FSDP2 adds up gradients on gloo in torch {torch.__version__}, where it should "
+                "average them: torch 2.9 does.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        frame = frame.f_back
 
 
 def data_parallel_modules() -> Iterator[torch.nn.parallel.DistributedDataParallel]:
