@@ -259,7 +259,7 @@ def test_a_store_that_does_not_last_ends_the_start_with_its_reason(
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    with pytest.raises(errors.LaunchError, match="store .* ended with exit code 3, and so did"):
+    with pytest.raises(errors.LaunchError, match=r"store .* ended with exit code 3, and so did"):
         start(2)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +144,29 @@ def test_the_wheel_has_all_modules_scripts_and_the_mark_for_type_checkers(wheel:
     package = ROOT / "distsession"
     files = {*package.rglob("*.py"), *package.rglob("*.js"), package / "py.typed"}
     assert names == {file.relative_to(ROOT).as_posix() for file in files}
+
+
+def test_the_table_of_versions_has_the_oldest_that_are_allowed_and_nothing_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = importlib.util.spec_from_file_location("matrix", ROOT / ".ci/matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    matrix = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "matrix", matrix)
+    spec.loader.exec_module(matrix)
+    rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in table(matrix))}
+    assert set(rows) == {leg.name for leg in matrix.LEGS}
+    assert {row[-1].split()[0] for row in rows.values()} == {"all"}
+    smallest = dict(zip(matrix.COLUMNS, rows["smallest"], strict=False))
+    assert smallest["numpy"] == "none"
+    for name, bound in bounds(PROJECT["dependencies"]).items():
+        least = re.match(r">=([\d.]+)", bound)
+        assert least is not None
+        if name in smallest:
+            assert smallest[name].startswith(least[1]), name
+
+
+def table(matrix: Any) -> list[str]:
+    text = matrix.PAGE.read_text().partition(matrix.BEGIN)[2].partition(matrix.END)[0]
+    return [line for line in text.splitlines() if line.startswith("| ")][1:]
