@@ -191,7 +191,7 @@ def install(leg: Leg, interpreter: str, venv: Path, *, with_extra: bool) -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = list(project["dependencies"])
     if leg.rest == "oldest":
-        needed = [re.sub(r">=([\d.]+).*", r"==\1.*", text) for text in needed]
+        needed = [re.sub(r">=([\d.]+).*", r"==\1", text) for text in needed]
     pins = {_name(pin): pin for pin in [*needed, *leg.pins.split()]}
     install_torch(venv, pins.pop("torch"))
     others = project["optional-dependencies"]["test"] if with_extra else TEST_PACKAGES
