@@ -24,6 +24,9 @@ from distsession.protocol.tensor_memory import bytes_of
 
 __all__ = ["Tensors", "over", "set_home"]
 
+_is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+"""Whether a tensor is one of ``torch.func``'s; not public."""
+
 _ROW = struct.Struct("<qq")  # which number's buffer, and the offset in elements
 _LARGEST = 16
 """Bytes of the largest element, complex128."""
@@ -144,7 +147,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not _is_wrapped(tensor)
         and not tensor._backward_hooks
     )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from distsession import RunError, Session
+from distsession.engine.collectives import torch_changes
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,10 @@ def test_every_group_is_made_by_the_function_that_we_stand_before() -> None:
     assert "backend" in parameters
     for maker in (c10d.init_process_group, c10d._new_group_with_tag):
         assert "_new_process_group_helper" in inspect.getsource(maker)
+
+
+def test_all_is_there_that_we_lean_on() -> None:
+    assert torch_changes.sentences() == ()
 
 
 @pytest.mark.parametrize("name", ["pg_map", "pg_backend_config", "group_count"])
