@@ -95,6 +95,7 @@ def test_mismatch(notebook: Notebook) -> None:
 
 def test_panel(front: FrontEnd) -> None:
     front.run("from distsession import current_session\ncurrent_session().show_config()")
+    assert front.errors == []
     front.wait(lambda: "MiB" in front.values(), SLOW_S)
     request = front.start(HANG)
     front.wait(lambda: "waiting in barrier" in front.values(), SLOW_S)
