@@ -324,9 +324,10 @@ class Monitor:
             failed = self._failed.get(rank)
             if failed is not None and failed.generation == generation:
                 error = failed.error
-                raise ProcessGroupError(
-                    f"rank {rank} could not join the process group: {error.ename}: {error.evalue}"
-                )
+                text = f"{error.ename}: {error.evalue}"
+                if error.ename == "StoreEndedError" and self.store_ended:
+                    text = self.store_ended.partition(";")[0]
+                raise ProcessGroupError(f"rank {rank} could not join the process group: {text}")
         for rank in world:
             # The end of a process of an earlier attempt may be told of late.
             exited = self._exited.get(rank)

@@ -254,13 +254,14 @@ def test_a_store_that_does_not_last_ends_the_start_with_its_reason(
     start: Callable[..., Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import os\nfrom distsession.engine import store_server\n"
-        "store_server.serve = lambda *_: os._exit(3)\n"
+        "import os\nfrom distsession.engine import store, store_server\n"
+        "store_server.serve = lambda *_: os._exit(3)\nstore.CONNECT_TIMEOUT_S = 1000.0\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    with pytest.raises(errors.LaunchError, match=r"store .* ended with exit code 3, and so did"):
+    with pytest.raises(errors.LaunchError, match=r"rendezvous store .*ended") as caught:
         start(2)
+    assert "start_timeout" not in str(caught.value)  # which it would be that ended the start
 
 
 def test_junk_ends_the_connection_that_sent_it_and_nothing_else(
