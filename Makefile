@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 # Tests wait more than they compute, so several run at once. One that hangs ends its process, and
 # thereby the run.
 TEST_PROCESSES ?= 3
-HOSTED_TESTS := tests/integration/test_notebook.py tests/integration/test_ipyparallel.py
+HOSTED_TESTS := $(wildcard tests/unit/test_notes.py \
+	$(patsubst %,tests/integration/test_%.py,notebook ipyparallel hosted panel widgets debugger))
 # In the order of the folders, for the tests of tests/unit, which take no time, come last then.
 BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
