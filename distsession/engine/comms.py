@@ -40,7 +40,7 @@ class _Comm(BaseComm):
         buffers: list[Any] | None = None,
         **keys: Any,
     ) -> None:
-        self._comms.send(self.comm_id, msg_type, data or {}, metadata or {}, buffers or [], keys)
+        self._comms.publish(self.comm_id, msg_type, data, metadata, buffers, **keys)
 
 
 class Comms(RequestListener):
@@ -80,14 +80,14 @@ class Comms(RequestListener):
     def end_request(self, request: Request) -> None:
         self._request = 0
 
-    def send(
+    def publish(
         self,
         comm_id: str,
         kind: str,
-        data: dict[str, Any],
-        metadata: dict[str, Any],
-        buffers: list[Any],
-        keys: dict[str, Any],
+        data: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+        buffers: list[Any] | None = None,
+        **keys: Any,
     ) -> None:
         """Send something after all text that was written before it.
 
@@ -95,9 +95,9 @@ class Comms(RequestListener):
             TypeError: The data are not JSON.
         """
         content, metadata = json.loads(
-            json.dumps([{"data": data, **keys}, metadata], default=json_default)
+            json.dumps([{"data": data or {}, **keys}, metadata or {}], default=json_default)
         )
-        parts = tuple(bytes(buffer) for buffer in buffers)
+        parts = tuple(bytes(buffer) for buffer in buffers or ())
         self._capture.show(
             CommMessage(
                 self._rank, self._request, self._process, kind, comm_id, content, metadata, parts

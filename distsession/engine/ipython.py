@@ -18,8 +18,11 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
+import comm
+import ipykernel.comm
 from ipykernel.compiler import XCachingCompiler
 from ipykernel.displayhook import ZMQDisplayHook
 from ipykernel.iostream import OutStream
@@ -28,6 +31,7 @@ from ipyparallel.engine import app as engine_app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionInfo
+from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from distsession.engine.capture import Capture, redirected
@@ -156,7 +160,41 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Co
     publisher.capture = capture
     publisher.rank = rank
     comms.install(_is_px)
+    _install_old_comms(shell, comms)
     return ShellFront(shell, publisher)
+
+
+def _install_old_comms(shell: EngineShell, comms: Comms) -> None:
+    """Have those be ours, too, that ipywidgets 7 makes without the ``comm`` package.
+
+    So does ipywidgets 8 where ipykernel is older than 6.18. Both look for the manager of comms in
+    the shell's kernel, which a rank has for ``%%px`` only.
+    """
+    plain = ipykernel.comm.Comm
+    ours = SimpleNamespace(comm_manager=comm.get_comm_manager(), shell=None)
+    shell.kernel = shell.kernel or ours
+
+    class Comm(plain):  # type: ignore[misc, valid-type]
+        kernel = AnyTrait()
+
+        def __init__(self, *args: Any, **keys: Any):
+            self._is_px = _is_px()
+            keys.setdefault("kernel", _Kernel.instance() if self._is_px else ours)
+            super().__init__(*args, **keys)
+
+        def publish_msg(self, kind: str, *args: Any, **keys: Any) -> None:
+            if self._is_px:
+                super().publish_msg(kind, *args, **keys)
+            else:
+                comms.publish(self.comm_id, kind, *args, **keys)
+
+        def _publish_msg(self, kind: str, *args: Any, **keys: Any) -> None:
+            if self._is_px:
+                super()._publish_msg(kind, *args, **keys)
+            else:
+                comms.publish(self.comm_id, kind, *args, **keys)
+
+    ipykernel.comm.Comm = Comm
 
 
 def _look_like_a_script() -> None:

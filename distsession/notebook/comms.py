@@ -1,6 +1,6 @@
 """Comms of ranks and the page: what a rank's widget sends is published, and answers go back.
 
-Everything that leans on ipywidgets' inside is here.
+Everything that leans on ipywidgets' inside is here, and in ``widget_versions``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-import comm
 import ipywidgets
 from ipywidgets.widgets import widget as _widget
-from ipywidgets.widgets.widget_string import HTMLStyle
 
 from distsession.cluster.base import Channel
 from distsession.display.figures import edge
 from distsession.display.html import CODE_FONT, LABEL, element
 from distsession.display.widgets import WIDGET_TARGET, Models
+from distsession.notebook import widget_versions
+from distsession.notebook.widget_versions import instances
 from distsession.protocol.messages import CommInput, CommMessage
 
 __all__ = ["Relay", "WidgetRows", "relay"]
@@ -147,7 +147,8 @@ class Relay:
             if publish or message.content.get("target_name") != WIDGET_TARGET:
                 self._open(message.comm_id, remote)
         elif remote.comm is not None:
-            remote.comm.publish_msg(
+            widget_versions.publish(
+                remote.comm,
                 message.kind,
                 data=message.content.get("data"),
                 metadata=message.metadata,
@@ -204,16 +205,17 @@ class Relay:
         assert opening is not None
         remote.opening = None
         target = opening.content.get("target_name", "comm")
-        made = remote.comm = comm.create_comm(comm_id=comm_id, target_name=target, primary=False)
+        made = remote.comm = widget_versions.make_comm(comm_id, target)
         made.on_msg(self._answer(comm_id, "comm_msg"))
         made.on_close(self._answer(comm_id, "comm_close"))
-        comm.get_comm_manager().register_comm(made)
+        widget_versions.comm_manager().register_comm(made)
         data, buffers = opening.content.get("data") or {}, list(opening.buffers)
         if self.models.get(comm_id) is not None:
-            _instances()[comm_id] = _RemoteModel(self.models, comm_id)
-            state, paths, buffers = _widget._remove_buffers(_instances()[comm_id].get_state())
+            instances()[comm_id] = _RemoteModel(self.models, comm_id)
+            state, paths, buffers = _widget._remove_buffers(instances()[comm_id].get_state())
             data = {**data, "state": state, "buffer_paths": paths}
-        made.publish_msg(
+        widget_versions.publish(
+            made,
             "comm_open",
             data=data,
             metadata=opening.metadata,
@@ -269,9 +271,9 @@ class Relay:
         self._apart.discard(comm_id)
         if remote.comm is not None:
             remote.comm._closed = True  # or it would tell the page when it is collected
-            _instances().pop(comm_id, None)
+            instances().pop(comm_id, None)
             with contextlib.suppress(KeyError):
-                comm.get_comm_manager().unregister_comm(remote.comm)
+                widget_versions.comm_manager().unregister_comm(remote.comm)
 
     # --- what is left of ranks that have ended ----------------------------------------------------
 
@@ -295,7 +297,7 @@ class Relay:
                 state = {"bar_style": "danger"}
                 model.state.update(state)
                 data = {"method": "update", "state": state, "buffer_paths": []}
-                remote.comm.publish_msg("comm_msg", data=data)
+                widget_versions.publish(remote.comm, "comm_msg", data=data)
 
     def _freeze(self, model_id: str) -> None:
         """Have text stand for a widget, so that the page can drop it."""
@@ -309,12 +311,8 @@ class Relay:
         for comm_id in self._ended.keys() - seen:
             remote = self._ended.pop(comm_id)
             if remote.comm is not None:
-                remote.comm.publish_msg("comm_close", data={})
+                widget_versions.publish(remote.comm, "comm_close", data={})
             self._let_go(comm_id, remote)
-
-
-def _instances() -> Any:
-    return _widget._instances
 
 
 relay = Relay()
@@ -331,7 +329,7 @@ class WidgetRows:
     def __init__(self) -> None:
         self._layout = ipywidgets.Layout(margin="0", overflow="visible", align_items="center")
         self._column = ipywidgets.Layout(margin="0", overflow="visible")
-        self._style = HTMLStyle()
+        self._style = widget_versions.html_style()
         self._rows: list[_Row] = []
         self._bars: set[str] = set()
         self._texts: dict[str, str] = {}
@@ -404,8 +402,7 @@ class WidgetRows:
             f"[rank {rank}] {relay.models.text(model_id) or self._texts.get(model_id, '')}"
             for rank, model_id, _, _ in self._rows
         ]
-        data: dict[str, Any] = dict(self._box._repr_mimebundle_())
-        return {**data, "text/plain": "\n".join(lines)}
+        return {**widget_versions.view(self._box), "text/plain": "\n".join(lines)}
 
 
 def _label(rank: int, more: str = "") -> str:

@@ -39,7 +39,6 @@ LATE_CLICKS_HINT = (
     "Clicks reach this kernel between cells only: while one runs, use the notebook's own Stop."
 )
 """Where the kernel has no subshells (ipykernel before 7), or the front end does not use them."""
-WIDGET_VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 
 _widgets: dict[Session, PanelWidgets] = {}
 
@@ -168,11 +167,12 @@ class PanelWidgets:
 
         What came of a button before belongs to where it was pressed.
         """
+        from distsession.notebook.widget_versions import view
+
         self._answer.clear()
         self._was_viewed = False
         self._start_updates()
-        bundle: dict[str, Any] = self._widget._repr_mimebundle_()
-        return {WIDGET_VIEW_TYPE: bundle[WIDGET_VIEW_TYPE]}
+        return view(self._widget)
 
     @property
     def is_closed(self) -> bool:

@@ -37,10 +37,9 @@ slider.observe(lambda change: seen.append(change["new"]), "value")
 slider"""
 
 SIZES = """\
-import comm
-from ipywidgets.widgets.widget import _instances
 from distsession.notebook.comms import relay
-len(relay), len(relay.models), len(comm.get_comm_manager().comms), len(_instances)"""
+from distsession.notebook.widget_versions import comm_manager, instances
+len(relay), len(relay.models), len(comm_manager().comms), len(instances())"""
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from typing import Any
 import comm
 import ipywidgets
 import pytest
-from ipywidgets.widgets.widget import _instances
 
 from distsession.cluster.base import Channel
 from distsession.engine.comms import Comms
 from distsession.notebook import comms
 from distsession.notebook.comms import MAX_ENDED_MODELS, Relay
 from distsession.notebook.front_end import shows_widgets
+from distsession.notebook.widget_versions import instances
 from distsession.protocol.messages import CallRequest, CommInput, CommMessage
 
 
@@ -144,7 +144,7 @@ def message(
 
 def sizes(relay: Relay) -> tuple[int, ...]:
     manager = comm.get_comm_manager()
-    return len(relay), len(relay.models), len(manager.comms), len(_instances)
+    return len(relay), len(relay.models), len(manager.comms), len(instances())
 
 
 def test_what_the_page_sends_goes_to_the_rank_of_the_comm() -> None:
@@ -226,9 +226,9 @@ def test_a_page_that_is_loaded_again_hears_of_ranks_widgets() -> None:
     relay.receive(message("again", value=4), link)
     state = ipywidgets.Widget.get_manager_state()["state"]["again"]
     assert (state["model_name"], state["state"]["value"]) == ("IntSliderModel", 4)
-    assert _instances["again"].get_state()["value"] == 4
+    assert instances()["again"].get_state()["value"] == 4
     relay.receive(message("again", "comm_close"), link)
-    assert "again" not in _instances
+    assert "again" not in instances()
 
 
 # --- of ranks that have ended ---------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_what_a_rank_showed_stays_when_it_ends_and_the_rest_is_closed(
     relay.close_ended()
     assert closed(published) == ["unseen"]
     assert rows.told == [("mark_ended", "shown")]
-    assert _instances["part"].get_state()["value"] == 1  # for a page that is loaded again
+    assert instances()["part"].get_state()["value"] == 1  # for a page that is loaded again
     relay.forget_row("shown", rows)  # type: ignore[arg-type]
     assert sorted(closed(published)) == ["part", "shown", "unseen"]
     relay._freeze("apart")
