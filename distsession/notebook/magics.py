@@ -26,6 +26,7 @@ from distsession.notebook.cell import make_output
 from distsession.notebook.colors import shell_colors
 from distsession.notebook.completion import RankCompleter
 from distsession.notebook.name_hints import NameHints
+from distsession.notebook.notes import Notes
 from distsession.notebook.panel import make_panel
 from distsession.notebook.parsers import (
     cell_parser,
@@ -56,6 +57,7 @@ class Magics:
         self.auto = AutoPx(shell)
         self.completer = RankCompleter(shell, parsers, lambda: self.auto.is_on)
         self.hints = NameHints(shell)
+        self._notes = Notes(shell)
         self._checker = SessionChecker(shell)
         self._started: Session | None = None  # by %session start
         self._line: tuple[int, Session, Table] | None = None
@@ -66,6 +68,7 @@ class Magics:
         self.auto.register()
         self.completer.register()
         self.hints.register()
+        self._notes.register()
         self._shell.prefilter_manager.register_checker(self._checker)
         formatter = self._shell.display_formatter.mimebundle_formatter
         formatter.for_type(Session, self._bundle_of_session)
@@ -75,6 +78,7 @@ class Magics:
         self.auto.unregister()
         self.completer.unregister()
         self.hints.unregister()
+        self._notes.unregister()
         self._shell.prefilter_manager.unregister_checker(self._checker)
         self._shell.display_formatter.mimebundle_formatter.pop(Session, None)
 

@@ -8,6 +8,9 @@ from typing import Any
 
 __all__ = ["cell_number", "cell_of_file", "running_cell", "running_line"]
 
+CELL_NAMES = ("<module>", "<cell line: ")
+"""How the code of a cell is called; the second by some releases of IPython 7 and 8."""
+
 
 def running_cell() -> int | None:
     """The number of the cell that runs; None where this is no notebook or IPython terminal."""
@@ -41,7 +44,7 @@ def running_line(shell: Any) -> int:
     """The line of the cell from which this is called; the first where that is not known."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        is_cell = frame.f_globals is shell.user_ns and frame.f_code.co_name == "<module>"
+        is_cell = frame.f_globals is shell.user_ns and frame.f_code.co_name.startswith(CELL_NAMES)
         if is_cell:
             return max(1, frame.f_lineno)
         frame = frame.f_back

@@ -65,6 +65,17 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+def check_what_is_hosted(cells):
+    """Bars, errors, a Stop and a script, in a notebook that somebody else's machine may run."""
+    errors = [error for cell in cells for error in outputs(cell, "error")]
+    assert [error.ename for error in errors] == ["RunError", "RunInterrupt"]
+    assert "RuntimeError on ranks 0-1" in plain(errors[0])
+    assert "for rank 1, which runs In[" in plain(errors[1])
+    shown = [str(output.get("data", "")) for cell in cells for output in cell.outputs]
+    assert any("[rank 1] training: 100%" in text for text in shown)
+    assert any("It gives the same losses" in text for text in shown)
+
+
 def check_what_is_seen(cells):
     """What the ranks do can be read without a browser."""
     texts = [
@@ -102,6 +113,8 @@ def test_a_notebook_runs_through(path, this_python):
     for cell in cells:
         may_fail = "raises-exception" in cell.metadata.get("tags", [])
         assert bool(outputs(cell, "error")) == may_fail, cell.source
+    if path.stem == "00_hosted":
+        check_what_is_hosted(cells)
     if path.stem == "01_first_session":
         [failing] = [cell for cell in cells if outputs(cell, "error")]
         [error] = outputs(failing, "error")

@@ -27,10 +27,19 @@ HANG = (
 )
 
 
-class FrontEnd:
-    """Keeps the state of all widgets, and what is shown, as a notebook in a browser would."""
+HAS_SUBSHELLS = ipykernel.version_info >= (7,)
+"""Whether a kernel can take clicks while a cell runs."""
+needs_subshells = pytest.mark.skipif(not HAS_SUBSHELLS, reason="clicks wait for the cell")
 
-    def __init__(self) -> None:
+
+class FrontEnd:
+    """Keeps the state of all widgets, and what is shown, as a notebook in a browser would.
+
+    Args:
+        subshells: As JupyterLab does, send clicks to a thread beside the cells where there is one.
+    """
+
+    def __init__(self, *, subshells: bool = HAS_SUBSHELLS) -> None:
         self.notebook = Notebook()
         self.client = self.notebook.client
         self.models: dict[str, dict[str, Any]] = {}
@@ -40,7 +49,7 @@ class FrontEnd:
         self.idle: set[str] = set()
         self.updates = 0
         self.subshell: str | None = None
-        if ipykernel.version_info >= (7,):
+        if subshells:
             question = self.client.session.msg("create_subshell_request", {})
             self.client.control_channel.send(question)
             self.subshell = self.client.get_control_msg(timeout=60)["content"]["subshell_id"]
@@ -204,6 +213,7 @@ def test_nothing_is_sent_while_nothing_changes(front: FrontEnd) -> None:
     front.wait(lambda: front.updates > before)
 
 
+@needs_subshells
 def test_stop_and_diagnose_work_while_a_cell_runs(front: FrontEnd) -> None:
     request = front.start(HANG)
     front.wait(lambda: "waiting in barrier" in front.values())
@@ -235,6 +245,7 @@ def test_a_front_end_without_subshells_is_told_to_use_its_own_stop(
     front.wait(lambda: "own Stop" in front.values())
 
 
+@needs_subshells
 def test_the_log_is_shown_and_searched_while_a_cell_runs(front: FrontEnd) -> None:
     request = front.start("%%distributed\nprint('said by', rank)\n" + HANG.partition("\n")[2])
     front.press("Log")
@@ -249,6 +260,7 @@ def test_the_log_is_shown_and_searched_while_a_cell_runs(front: FrontEnd) -> Non
     front.wait(lambda: request in front.idle)
 
 
+@needs_subshells
 def test_a_rank_is_not_restarted_beside_one_that_runs(front: FrontEnd) -> None:
     request = front.start(HANG)
     front.wait(lambda: "waiting in barrier" in front.values())
