@@ -13,7 +13,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from distsession.display import render
 from distsession.display.figures import figures_html
-from distsession.display.html import Html
 from distsession.display.render import Bundle
 from distsession.errors import ResultsError
 from distsession.protocol.fingerprint import FINGERPRINT_S, fingerprint
@@ -205,13 +204,20 @@ class RankResults(Mapping[int, T], Generic[T]):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("RankResults(...)" if cycle else repr(self))
 
-    def _repr_html_(self) -> Html | None:
+    def _repr_html_(self) -> str | None:
         """Side by side, where there is more to show than text."""
         shown = {rank: _bundle(value) for rank, value in self._values.items()}
         if all(len(data) == 1 for data, _ in shown.values()):
             return None
         keys = {rank: json.dumps(data, sort_keys=True) for rank, (data, _) in shown.items()}
-        return figures_html(shown, notes=self._notes(keys))
+        return str(figures_html(shown, notes=self._notes(keys)))
+
+    def _mime_(self) -> tuple[str, str]:
+        """The best form of it, for marimo."""
+        if self._values and all(value is None for value in self._values.values()):
+            return "text/plain", ""
+        as_html = self._repr_html_()
+        return ("text/plain", repr(self)) if as_html is None else ("text/html", as_html)
 
     def _ipython_display_(self) -> None:
         """Show nothing where there is nothing but None, as for any call in a notebook."""

@@ -57,7 +57,7 @@ class Table:
 
     def __init__(self, text: str, html: str):
         self._text = text
-        self._html = html
+        self._html = str(html)  # marimo can send no subclass of it
 
     def __repr__(self) -> str:
         return self._text

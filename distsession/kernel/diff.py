@@ -94,7 +94,10 @@ class Comparison:
         ]
         return "\n".join(lines + self._more)
 
-    def _repr_html_(self) -> Html:
+    def _repr_html_(self) -> str:
+        return str(self._html())
+
+    def _html(self) -> Html:
         head = element("p", self.headline)
         if self.equal:
             return head

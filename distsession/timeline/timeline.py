@@ -181,7 +181,10 @@ class Timeline:
         ]
         return "\n".join([*self._sentences(), *self.notes, "", self.label, *table])
 
-    def _repr_html_(self) -> Html:
+    def _repr_html_(self) -> str:
+        return str(self._html())
+
+    def _html(self) -> Html:
         first, *others = self._sentences()
         late = self.waits[0].late if self.waits and self._is_long(self.waits[0]) else ()
         table = html.table(_HEAD, self._rows(), cell_style="text-align:right")
