@@ -14,8 +14,10 @@ import pandas as pd
 import pytest
 import torch
 
+from distsession.display.html import Html
 from distsession.errors import ResultsError
 from distsession.results import RankResults
+from distsession.session import Table
 
 LOSSES = RankResults({2: 4.0, 0: 0.5, 1: 1.5})
 ROWS = RankResults({0: torch.tensor([1.0, 4.0]), 1: torch.tensor([3.0, 2.0])})
@@ -206,6 +208,16 @@ def test_what_is_only_text_has_no_html() -> None:
     assert RankResults({0: Frame})._repr_html_() is None  # the class itself
     assert repr(LOSSES) == "[rank 0] 0.5\n[rank 1] 1.5\n[rank 2] 4.0"
     assert repr(RankResults({})) == "RankResults({})"
+
+
+def test_a_front_end_that_takes_one_form_gets_the_best() -> None:
+    assert LOSSES._mime_() == ("text/plain", repr(LOSSES))
+    assert RankResults({0: None, 1: None})._mime_() == ("text/plain", "")
+    assert RankResults({})._mime_() == ("text/plain", repr(RankResults({})))
+    kind, shown = RankResults({0: Frame(1), 1: Frame(2)})._mime_()
+    assert kind == "text/html"
+    assert type(shown) is str  # marimo can send nothing else
+    assert type(Table("text", Html("<p>text</p>")).bundle()["text/html"]) is str
 
 
 def test_values_that_only_look_alike_are_told_apart() -> None:
