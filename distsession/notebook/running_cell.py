@@ -20,9 +20,23 @@ def running_cell() -> int | None:
 
 def cell_of_file(filename: str) -> str:
     """``In[3]``, as IPython's tracebacks call code that has this name for a file; else nothing."""
-    name = getattr(getattr(_shell(), "compile", None), "format_code_name", None)
-    found = None if name is None else name(filename)
+    shell = _shell()
+    name = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    if name is None:
+        return _cell_with_code(shell, filename)
+    found = name(filename)
     return "" if found is None else str(found[1])
+
+
+def _cell_with_code(shell: Any, filename: str) -> str:
+    """The last cell whose code has this name, with IPython 7, which keeps no list of them."""
+    name_of = getattr(getattr(shell, "compile", None), "get_code_name", None)
+    if name_of is None:
+        return ""
+    sources = list(enumerate(shell.history_manager.input_hist_raw))
+    return next(
+        (f"In[{n}]" for n, raw in reversed(sources) if name_of(raw, raw, n) == filename), ""
+    )
 
 
 def _shell() -> Any:
