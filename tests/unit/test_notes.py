@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from IPython.core.ultratb import AutoFormattedTB
 
 from distsession.notebook.notes import Notes
 
@@ -67,12 +68,13 @@ def test_the_hook_is_taken_away(shell: Any) -> None:
     assert vars(shell.InteractiveTB) == {}
 
 
-def test_the_shell_of_these_tests_shows_them() -> None:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    shell = InteractiveShell()
+def test_tracebacks_of_this_ipython_end_with_notes() -> None:
+    shell = SimpleNamespace(InteractiveTB=AutoFormattedTB(mode="Context"))
     notes = Notes(shell)
     notes.register()
-    text = "".join(shell.InteractiveTB.format_exception(ValueError, noted()))
-    assert text.count("and why") == 1
-    notes.unregister()
+    try:
+        raise noted()
+    except ValueError as error:
+        lines = shell.InteractiveTB.structured_traceback(ValueError, error, error.__traceback__)
+    assert "\n".join(lines).endswith(": what\nand why\nand what to do")
+    assert "\n".join(lines).count("and why") == 1
