@@ -150,6 +150,16 @@ def test_a_rank_is_stepped_through(notebook: Notebook) -> None:
     assert "42" in shown.plain
 
 
+def test_hidden_cells_of_an_editor_change_no_numbers(front: FrontEnd, notebook: Notebook) -> None:
+    def number() -> int:
+        error = notebook.run("%%distributed 0\n1 / 0", SLOW_S).error
+        return int(re.findall(r"at In\[(\d+)\] line 2", error)[0])
+
+    before = number()
+    front.run("__vsc_ipynb_file__ = '/home/me/a.ipynb'", silent=True, store_history=False)
+    assert number() == before + 1
+
+
 def test_px_and_cells_share_variables(notebook: Notebook) -> None:
     run(notebook, "%%distributed\nshared = rank + 1")
     shown = str(run(notebook, "%%px\nprint('px', shared)"))
