@@ -10,7 +10,9 @@ Use: ``python cuda_stand_ins.py SITE_PACKAGES/torch``. Needs ``gcc``, ``nm`` and
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,9 @@ SPECIAL = {
     "cudaGetErrorName": 'const char *cudaGetErrorName(int e) { return "no CUDA"; }',
 }
 """The few functions that are called where there is no GPU, or whose answer is shown."""
+
+LDCONFIG = shutil.which("ldconfig", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") or "ldconfig"
+"""It is not on the ``PATH`` of every user."""
 
 OF_THE_INTERPRETER = re.compile(r"_?Py|_ITM_|__gmon_start__|__cxa_finalize|__tls_get_addr")
 
@@ -58,12 +63,12 @@ def versions(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_on_this_machine(name: str) -> bool:
-    return name.startswith("ld-linux") or f"\t{name} " in output("ldconfig", "-p")
+    return name.startswith("ld-linux") or f"\t{name} " in output(LDCONFIG, "-p")
 
 
 def of_this_machine(names: set[str]) -> Iterator[Path]:
     """Where the system's own libraries of these names lie."""
-    for line in output("ldconfig", "-p").splitlines():
+    for line in output(LDCONFIG, "-p").splitlines():
         name, _, path = line.strip().partition(" => ")
         if name.split(" ")[0] in names and "x32" not in name:
             yield Path(path)

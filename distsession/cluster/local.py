@@ -259,7 +259,8 @@ class LocalLauncher(Launcher):
             is_whole=len(ranks) == plan.world_size,
             nodes=plan.nodes,
         )
-        self._monitor.store_port = port = 0
+        port = 0
+        self._monitor.expect_store()
         for node in range(plan.nodes):
             here = plan.ranks_of(node)
             wanted = tuple(rank for rank in ranks if rank in here)

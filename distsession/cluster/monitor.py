@@ -232,6 +232,11 @@ class Monitor:
             self.hosts.pop(node, None)
             self._gauges.pop(node, None)  # its questions are counted anew
 
+    def expect_store(self) -> None:
+        """The first node's agent starts a rendezvous store if there is none any more."""
+        with self._changed:
+            self.store_port, self.store_is_down, self.store_ended = 0, False, ""
+
     def is_gone(self, node: int) -> bool:
         """Whether a node's agent has ended, or is about to with the session."""
         return self.closing or self.agent_gone or node in self.lost_nodes
