@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "doctor":
         from distsession.cli.doctor import examine
 
-        return examine(given, as_json=given.pop("json"))
+        try:
+            return examine(given, as_json=given.pop("json"))
+        except BrokenPipeError:  # as with `distsession doctor | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
     try:
         from distsession.scripts.run import run
     except ImportError as error:

@@ -42,7 +42,8 @@ def examine(options: Mapping[str, Any], *, as_json: bool = False) -> int:
         print(json.dumps([{"mark": each.mark, **asdict(each)} for each in findings], indent=2))
     else:
         limits = sum(finding.mark == "warn" for finding in findings)
-        print(f"\n{failed} that stop a session or a part of it, {limits} that may limit one.")
+        told = f"{failed} that stop a session or a part of it, {limits} that may limit one."
+        print(f"\n{told if failed or limits else 'Nothing is missing.'}")
     return 1 if failed else 0
 
 

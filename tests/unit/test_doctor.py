@@ -206,7 +206,7 @@ FAILED = Finding("heart", "stopped", "start it", fatal=True, details="since\nnoo
 @pytest.mark.parametrize(
     ("findings", "code", "end"),
     [
-        ([OK], 0, "0 that stop a session or a part of it, 0 that may limit one."),
+        ([OK], 0, "Nothing is missing."),
         ([OK, WARNED], 0, "0 that stop a session or a part of it, 1 that may limit one."),
         ([FAILED, WARNED], 1, "1 that stop a session or a part of it, 1 that may limit one."),
     ],
