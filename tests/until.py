@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distsession import Session
 from distsession.protocol.messages import RankReport
 from distsession.protocol.rank_state import RankState
 
-__all__ = ["LIMIT_S", "Press", "until", "until_busy", "until_settled"]
+__all__ = ["LIMIT_S", "Press", "press_at", "until", "until_busy", "until_settled"]
 
 Point = tuple[object, ...]
 LOOKS, SILENT_LOOKS = 5, 10
@@ -63,6 +64,34 @@ def _point(report: RankReport) -> Point:
     if report.state is RankState.RUNNING and not (report.place or waits or awaits):
         return ()
     return report.state, report.request, report.place, waits, awaits
+
+
+def press_at(pauses: Sequence[float], press: Callable[[], object], work: Callable[[], Any]) -> None:
+    """Press Stop again and again beside some work, and leave when the last press has come.
+
+    Args:
+        pauses: Seconds before each press.
+        press: Sends SIGINT to this process.
+        work: Ends when it is pressed, or by itself.
+    """
+    pressed = threading.Event()
+
+    def go() -> None:
+        for pause in pauses:
+            time.sleep(pause)
+            press()
+        pressed.set()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Thread(target=go).start()
+            work()
+        pressed.wait(LIMIT_S)
+    while True:  # the last may come a little later
+        with contextlib.suppress(KeyboardInterrupt):
+            assert pressed.wait(LIMIT_S)
+            time.sleep(0.01)
+            return
 
 
 class Press(threading.Thread):

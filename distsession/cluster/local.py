@@ -638,8 +638,9 @@ class LocalLauncher(Launcher):
         for node in nodes:
             if node not in self._monitor.hosts:
                 self._agents.end(node)
-        with contextlib.suppress(SessionStateError):  # an agent is gone, and its ranks with it
-            self._stop_ranks(late)
+        for rank in late:
+            with contextlib.suppress(SessionStateError):  # its agent is gone, and it too
+                self._stop_ranks([rank])
         self._monitor.wait_exited(late, END)
         self._monitor.mark_lost(late)
         self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"

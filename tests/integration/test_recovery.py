@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.kernel import watchdog
 from tests.integration.conftest import Recorder
-from tests.until import LIMIT_S, Press, until, until_busy, until_settled
+from tests.until import LIMIT_S, Press, press_at, until, until_busy, until_settled
 
 SETUP = """
 import os, time, ctypes, asyncio
@@ -201,25 +200,12 @@ def test_stop_is_pressed_at_any_moment_and_again(cluster: Cluster) -> None:
     dice = random.Random(0)
     for n in range(45):
         pauses = [dice.uniform(0, 0.03) for _ in range(dice.randint(1, 3))]
-        pressed = threading.Event()
 
-        def press(pauses: list[float] = pauses, pressed: threading.Event = pressed) -> None:
-            for pause in pauses:
-                time.sleep(pause)
-                press_stop()
-            pressed.set()
+        def work(code: str = ENDLESS[n % 3]) -> None:
+            cluster.session.execute(code)
+            pytest.fail("it ended by itself")
 
-        with contextlib.suppress(KeyboardInterrupt):
-            with contextlib.suppress(KeyboardInterrupt):
-                threading.Thread(target=press).start()
-                cluster.session.execute(ENDLESS[n % 3])
-                pytest.fail("it ended by itself")
-            pressed.wait(LIMIT_S)
-        while True:  # the last may come a little later
-            with contextlib.suppress(KeyboardInterrupt):
-                assert pressed.wait(LIMIT_S)
-                time.sleep(0.01)
-                break
+        press_at(pauses, press_stop, work)
         assert not cluster.session.channel.pending()
         cluster.session.run(int)
     cluster.check()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -18,7 +15,7 @@ import pytest
 
 from distsession import RunInterrupt, Session, errors
 from tests.integration.conftest import Recorder
-from tests.until import LIMIT_S, until
+from tests.until import press_at, until
 
 MOMENTS = 20
 LARGE = 300_000
@@ -135,24 +132,7 @@ def test_stop_is_pressed_at_any_moment_of_a_restart(two: Session) -> None:
     descriptors = psutil.Process().num_fds()
     for _ in range(MOMENTS):
         pauses = [dice.uniform(0, 0.5), *(dice.uniform(0, 0.05) for _ in range(dice.randrange(3)))]
-        pressed = threading.Event()
-
-        def press(pauses: list[float] = pauses, pressed: threading.Event = pressed) -> None:
-            for pause in pauses:
-                time.sleep(pause)
-                press_stop()
-            pressed.set()
-
-        with contextlib.suppress(KeyboardInterrupt):
-            with contextlib.suppress(KeyboardInterrupt):
-                threading.Thread(target=press).start()
-                two.restart([1])
-            pressed.wait(LIMIT_S)
-        while True:  # the last may come a little later
-            with contextlib.suppress(KeyboardInterrupt):
-                assert pressed.wait(LIMIT_S)
-                time.sleep(0.01)
-                break
+        press_at(pauses, press_stop, lambda: two.restart([1]))
         if two._launcher.dead_ranks():
             two.restart([1])
         check(two)
