@@ -81,6 +81,26 @@ def test_a_stop_while_a_rank_ends_says_that_it_is_gone(
     check(two)
 
 
+def test_a_second_stop_while_the_first_is_taken_back_leaves_no_rank_between(
+    two: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = two._launcher._monitor
+    late = monitor.late
+
+    def pressed(*args: Any) -> list[int]:
+        found = late(*args)
+        press_stop()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor, "late", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            two.restart([1])
+    assert "rank 1 is dead" in two.status()
+    two.restart([1])
+    check(two)
+
+
 def test_a_stop_of_the_restart_of_all_ranks_is_taken_back(
     two: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
