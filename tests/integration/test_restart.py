@@ -154,6 +154,13 @@ def test_stop_is_pressed_at_any_moment_of_a_restart(two: Session) -> None:
         pauses = [dice.uniform(0, 0.5), *(dice.uniform(0, 0.05) for _ in range(dice.randrange(3)))]
         press_at(pauses, press_stop, lambda: two.restart([1]))
         if two._launcher.dead_ranks():
-            two.restart([1])
+            try:
+                two.restart([1])
+            except errors.SessionStateError as error:
+                # Its peer ended after both had met: gloo (torch 2.13) waits for it until its limit.
+                if "rank 0 still runs something" not in str(error):
+                    raise
+                two.restart()
+                two.execute("kept = 40 + rank")
         check(two)
     assert psutil.Process().num_fds() <= descriptors + 2
