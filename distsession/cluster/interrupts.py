@@ -71,8 +71,8 @@ class InterruptHold:
     @contextmanager
     def released(self) -> Iterator[None]:
         """Within, a Ctrl-C is raised at once; afterwards it waits again."""
-        self.release()
         try:
+            self.release()  # may raise one that came before
             yield
         finally:
             self.hold()

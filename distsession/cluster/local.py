@@ -25,7 +25,7 @@ from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Con
 from distsession.cluster.monitor import Monitor, RankUnreported
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.cluster.process_state import GONE, STOPPED, has_ended, process_state
-from distsession.cluster.reconnect import Halted, Reconnect, failure_of
+from distsession.cluster.reconnect import UNDISTURBED_S, Halted, Reconnect, failure_of
 from distsession.errors import (
     DOCTOR_REMEDY,
     EngineDiedError,
@@ -222,13 +222,23 @@ class LocalLauncher(Launcher):
         try:
             if rejoining:
                 pending = self.channel.submit(rejoining, make, [])
-            with interrupts.released():
+
+            def wait_ready(until: float) -> None:
                 self._monitor.wait_ready(
                     world,
                     self._generation,
-                    deadline,
+                    until,
                     lambda: failure_of(pending) or halted.check(rejoining),
                 )
+
+            try:
+                with interrupts.released():
+                    wait_ready(deadline)
+            except KeyboardInterrupt:
+                if rejoining:  # nothing would end their wait for a rank that they have met
+                    with contextlib.suppress(LaunchError):
+                        wait_ready(min(deadline, time.monotonic() + UNDISTURBED_S))
+                raise
         finally:
             if pending is not None:
                 self.channel.forget(pending)

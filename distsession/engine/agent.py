@@ -71,6 +71,9 @@ LOG_TAIL_BYTES = 4000
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """What ``faulthandler`` catches."""
 
+HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that an agent has handlers for."""
+
 DDP_IMPORTS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
 """What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
 second. Imported while nothing else is to be done, so that ranks forked later have it."""
@@ -215,9 +218,8 @@ class Agent:
         """Fork the process that holds the rendezvous store, which thereby outlives every rank."""
         listener = store_server.bind(store_server.socket_path(self._folder))
         agent = os.getpid()
-        self._store_pid = os.fork()
+        self._store_pid = self._fork_child()
         if self._store_pid == 0:
-            self._become_child()
             with _exit_after():
                 store_server.serve(listener, agent)
         listener.close()
@@ -231,9 +233,8 @@ class Agent:
         listener = socket.create_server(("127.0.0.1", port), backlog=4096)
         self._store_port = listener.getsockname()[1]
         agent = os.getpid()
-        self._tcp_store_pid = os.fork()
+        self._tcp_store_pid = self._fork_child()
         if self._tcp_store_pid == 0:
-            self._become_child()
             with _exit_after():
                 from distsession.engine import store
 
@@ -286,9 +287,8 @@ class Agent:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
         mine, its = Pipe()
         agent = os.getpid()
-        self._usage_pid = os.fork()
+        self._usage_pid = self._fork_child()
         if self._usage_pid == 0:
-            self._become_child()
             mine.close()
             with _exit_after():
                 from distsession.engine import usage
@@ -314,9 +314,8 @@ class Agent:
             os.unlink(path)
         links = LinkListener(path)
         agent = os.getpid()
-        self._relay_pid = os.fork()
+        self._relay_pid = self._fork_child()
         if self._relay_pid == 0:
-            self._become_child()
             with _exit_after():
                 from distsession.engine import relay
 
@@ -329,9 +328,8 @@ class Agent:
         from distsession.engine import deaths, rank
 
         agent, memory = os.getpid(), deaths.make_memory()
-        pid = os.fork()
+        pid = self._fork_child()
         if pid == 0:
-            self._become_child()
             with _exit_after():
                 rank.main(
                     message, rank_number, agent=agent, store_port=self._store_port, memory=memory
@@ -339,9 +337,22 @@ class Agent:
         self._ranks[pid] = _Rank(rank_number, message.generation, message.folder, memory)
         self._oom_kills.watch(pid)
 
+    def _fork_child(self) -> int:
+        """The pid of a child; 0 in the child, which has nothing of this process any more."""
+        # A child that is told to end must not run the agent's handlers, which would end all that
+        # the agent has started.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_child()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pid
+
     def _become_child(self) -> None:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in HANDLED:
             signal.signal(number, signal.SIG_DFL)
         self._link.close()
         if self._usage_link is not None:

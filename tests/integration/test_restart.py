@@ -85,19 +85,32 @@ def test_a_second_stop_while_the_first_is_taken_back_leaves_no_rank_between(
     two: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitor = two._launcher._monitor
-    late = monitor.late
+    wait_exited = monitor.wait_exited
+    presses = 0
 
-    def pressed(*args: Any) -> list[int]:
-        found = late(*args)
+    def pressed(*args: Any) -> bool:
+        nonlocal presses
+        has_ended = wait_exited(*args)
+        presses += 1
         press_stop()
-        return found
+        return has_ended
 
     with monkeypatch.context() as patch:
-        patch.setattr(monitor, "late", pressed)
+        patch.setattr(monitor, "wait_exited", pressed)
         with pytest.raises(KeyboardInterrupt):
             two.restart([1])
+    assert presses == 2
     assert "rank 1 is dead" in two.status()
     two.restart([1])
+    check(two)
+
+
+def test_a_stop_as_the_fresh_rank_meets_the_others_leaves_it_there(
+    two: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press_after(monkeypatch, two._launcher, "_fork")
+    with pytest.raises(RunInterrupt, match="when the fresh ranks were there already"):
+        two.restart([1])
     check(two)
 
 
@@ -154,13 +167,6 @@ def test_stop_is_pressed_at_any_moment_of_a_restart(two: Session) -> None:
         pauses = [dice.uniform(0, 0.5), *(dice.uniform(0, 0.05) for _ in range(dice.randrange(3)))]
         press_at(pauses, press_stop, lambda: two.restart([1]))
         if two._launcher.dead_ranks():
-            try:
-                two.restart([1])
-            except errors.SessionStateError as error:
-                # Its peer ended after both had met: gloo (torch 2.13) waits for it until its limit.
-                if "rank 0 still runs something" not in str(error):
-                    raise
-                two.restart()
-                two.execute("kept = 40 + rank")
+            two.restart([1])
         check(two)
     assert psutil.Process().num_fds() <= descriptors + 2

@@ -26,12 +26,14 @@ from distsession.engine import agent as module
 from distsession.engine import deaths, store_server, usage
 from distsession.engine import relay as engine_relay
 from distsession.engine.agent import (
+    HANDLED,
     LOG_TAIL_BYTES,
     MAX_STORE_ENDS,
     STORE_ENDS_WITHIN_S,
     Agent,
     Kernel,
 )
+from distsession.engine.collectives import torch_private  # noqa: F401  before parts are replaced
 from distsession.engine.log_file import log_path
 from distsession.engine.process import die_with_parent
 from distsession.protocol.messages import (
@@ -51,7 +53,6 @@ from distsession.ranks import HostInfo
 from tests.until import until
 
 HOST = HostInfo("alpha", 1, (), (("gloo", ("cpu",)),), "2.9.0", 4)
-HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Children:
@@ -237,6 +238,15 @@ def test_the_end_of_a_rank_is_told_once_with_its_code_and_its_last_words(host: H
     assert (len(ended.log_tail), rest) == (2 * LOG_TAIL_BYTES, "")
     host.agent._reap()
     assert len(host.received()) == 1
+
+
+def test_a_child_that_is_told_to_end_as_it_begins_runs_no_handler_of_the_agent(host: Host) -> None:
+    # The agent's would end the store, the relay and all ranks.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(99))
+    host.children.in_child = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    host.start(pause)
+    [ended] = host.reap(1)
+    assert ended.returncode == -signal.SIGTERM
 
 
 def test_a_rank_without_logs_that_is_killed_is_told_of_too(host: Host) -> None:

@@ -67,6 +67,25 @@ def test_an_interrupt_between_sending_and_waiting_comes_where_it_is_waited() -> 
     assert interrupts(press)  # as ever
 
 
+def test_what_is_taken_back_after_an_interrupt_is_held_again() -> None:
+    taken_back = []
+
+    def work() -> None:
+        with InterruptHold() as hold:
+            hold.hold()
+            press()
+            try:
+                with hold.released():
+                    pass
+            except KeyboardInterrupt:
+                press()
+                taken_back.append(True)
+                raise
+
+    assert interrupts(work)
+    assert taken_back
+
+
 def test_a_hold_that_nobody_released_ends_with_its_block() -> None:
     sent = []
 
