@@ -2,8 +2,8 @@
 
 It stays single-threaded and never touches a zmq context, CUDA or a parallel torch operation, for
 a forked child of a process that did is broken. Its only link is a socket to the kernel; when that
-closes, for whatever reason, the agent ends its ranks and itself. If the kernel is gone, it removes
-the session's folder, too.
+closes, for whatever reason, the agent ends its ranks and itself; of a session that is kept, once
+nobody has attached for as long. If the kernel is gone, it removes the session's folder, too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from distsession.engine import store_server
 from distsession.engine.log_file import log_path
 from distsession.engine.oom import OomKills
-from distsession.engine.process import signal_when_parent_ends
-from distsession.protocol import folder_lock
+from distsession.engine.owners import Owners
+from distsession.engine.process import signal_when_parent_ends, started_at
+from distsession.protocol import attach, folder_lock
+from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
@@ -42,7 +44,7 @@ from distsession.protocol.messages import (
     UsageRequest,
 )
 from distsession.protocol.shared_memory import LinkListener
-from distsession.protocol.wire import memory_path
+from distsession.protocol.wire import memory_path, socket_path
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,8 @@ class _Rank:
     folder: str
     memory: mmap.mmap
     """Where it notes the line that it is at."""
+    owners: Connection | None = None
+    """Tells it of another kernel, where the session is kept."""
     stopping: bool = False
 
 
@@ -93,12 +97,17 @@ class Agent:
     """Forks, watches and ends the ranks of one host, or of one node that this host plays."""
 
     def __init__(self, link: Connection, node: int, kernel: Kernel):
-        self._link = link
+        self._link: Connection | None = link
         self._node = node
         self._kernel = kernel
         self._folder = ""
         """The session's, once ranks are to be started."""
         self._ranks: dict[int, _Rank] = {}
+        self._owners: Owners | None = None
+        self._board: Board | None = None
+        self._board_descriptor = -1
+        self._ends: dict[int, RankExited] = {}
+        self._store_end: StoreEnded | None = None
         self._store_pid = 0
         self._tcp_store_pid = 0
         self._store_port = 0
@@ -120,11 +129,14 @@ class Agent:
         """Handle what the kernel sends until the link closes."""
         later = list(DDP_IMPORTS)
         try:
-            while self._kernel.is_alive and not self._kernel.is_leaving:  # an import may swallow it
+            while not self._kernel.is_leaving and not self._is_over():  # an import may swallow it
                 idle = PRELOAD_IDLE_S if later and self._ranks else PARENT_POLL_S
-                links = [self._link, *([self._usage_link] if self._usage_link else [])]
-                ready = wait([*links, self._wake], timeout=idle)
-                if self._link in ready and not self._receive():
+                links = [link for link in (self._link, self._usage_link) if link is not None]
+                door = [] if self._owners is None else [self._owners.fileno()]
+                ready = wait([*links, *door, self._wake], timeout=idle)
+                if door and door[0] in ready and self._accept():
+                    return
+                if self._link is not None and self._link in ready and not self._receive():
                     return
                 if self._wake in ready:
                     with contextlib.suppress(BlockingIOError):
@@ -144,7 +156,14 @@ class Agent:
 
     def _receive(self) -> bool:
         """Take in a message of the kernel; False if this process is to end."""
-        data = self._link.recv_bytes()
+        assert self._link is not None
+        try:
+            data = self._link.recv_bytes()
+        except (EOFError, OSError):
+            if self._owners is None:
+                raise
+            self._on_kernel_gone()
+            return True
         try:
             message = pickle.loads(data)
         except Exception:
@@ -157,18 +176,26 @@ class Agent:
             case PrepareAgent():
                 return self._prepare(message)
             case StartRanks():
-                os.set_inheritable(message.board, False)  # by forks it is, by other programs not
+                if self._board_descriptor < 0:
+                    self._board_descriptor = message.board
+                    os.set_inheritable(
+                        message.board, False
+                    )  # by forks it is, by other programs not
+                # The number is that of the kernel which started this process; another has its own.
+                message = replace(message, board=self._board_descriptor)
                 self._folder = message.folder
+                if message.keep and self._owners is None:
+                    self._keep(message)
                 if self._node:
                     self._store_port = message.store_port
                     if not self._relay_pid:
-                        self._start_relay(message.folder)
+                        self._start_relay(message.folder, message.epoch)
                 else:
                     if not self._store_pid:
                         self._start_store()
                     if not self._tcp_store_pid:
                         self._start_tcp_store(0)
-                self._link.send(StoreReady(self._store_port))
+                self._tell(StoreReady(self._store_port))
                 for rank in message.ranks:
                     self._fork(message, rank)
             case StopRanks():
@@ -176,9 +203,102 @@ class Agent:
                 self._stop(pids)
             case UsageRequest():
                 self._request_usage(message)
+            case attach.Adopt():
+                self._adopt(message.epoch)
             case _:
                 log.warning("dropped a message that is not for an agent: %r", message)
         return True
+
+    def _tell(self, message: Any) -> None:
+        """Send the kernel something, if there is one."""
+        if self._link is None:
+            return
+        try:
+            self._link.send(message)
+        except OSError:
+            if self._owners is None:
+                raise
+
+    # --- a session that is kept -------------------------------------------------------------------
+
+    def _keep(self, start: StartRanks) -> None:
+        self._owners = Owners(start, self._kernel.pid)
+        self._kernel.is_optional = True
+        self._board = Board(start.board, start.world_size)
+
+    def _is_over(self) -> bool:
+        """Whether nobody is there, and nobody is waited for."""
+        if self._owners is None:
+            return not self._kernel.is_alive
+        if self._link is not None and not self._kernel.is_alive:
+            # A process that it has started may still hold the other end of the link.
+            self._on_kernel_gone()
+        problem = self._owners.problem(self._is_idle)
+        if problem:
+            log.warning("the session ends: %s", problem)
+        return bool(problem)
+
+    def _is_idle(self) -> bool:
+        assert self._board is not None
+        return not any(self._board.regions[rank.rank].request for rank in self._ranks.values())
+
+    def _on_kernel_gone(self) -> None:
+        assert self._owners is not None
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+        self._owners.leave()
+        self._set_owner(0)
+
+    def _accept(self) -> bool:
+        """Take in one who has connected; whether the session is to end."""
+        assert self._owners is not None
+        # The owner before may have gone just now: its end comes first, also if it is read later.
+        while self._link is not None and self._link.poll():
+            if not self._receive():
+                return True
+        if self._link is not None and not self._kernel.is_alive:
+            self._on_kernel_gone()
+        found = self._owners.accept(self._link, self._attached)
+        if isinstance(found, attach.EndSession):
+            log.warning("the session ends: %s", found.reason)
+            return True
+        if found is not None:
+            self._link, pid = found
+            self._kernel.follow(pid)
+        return False
+
+    def _attached(self, epoch: int) -> attach.Attached:
+        from distsession.engine import host_info
+
+        ends = self._ends.values()
+        return attach.Attached(
+            epoch=epoch,
+            host=host_info.host_info(),
+            store_port=self._store_port,
+            ranks={rank.rank: (rank.generation, pid) for pid, rank in self._ranks.items()},
+            events=(*ends, *([self._store_end] if self._store_end else [])),
+            pid=os.getpid(),
+        )
+
+    def _adopt(self, epoch: int) -> None:
+        """The sockets of another owner are there."""
+        if self._node:
+            self._end_relay()
+            self._start_relay(self._folder, epoch)
+        self._set_owner(epoch)
+
+    def _set_owner(self, epoch: int) -> None:
+        for rank in self._ranks.values():
+            if rank.owners is not None:
+                with contextlib.suppress(OSError):  # it is just ending
+                    rank.owners.send(attach.SetOwner(epoch))
+
+    def _end_relay(self) -> None:
+        if self._relay_pid:
+            _signal(self._relay_pid, signal.SIGKILL)
+            os.waitpid(self._relay_pid, 0)
+            self._relay_pid = 0
 
     # --- getting ready ----------------------------------------------------------------------------
 
@@ -188,7 +308,7 @@ class Agent:
 
         problem = host_info.torch_problem()
         if problem:
-            self._link.send(AgentFailed(reason=problem))
+            self._tell(AgentFailed(reason=problem))
             return False
         from distsession.engine import rank  # noqa: F401  IPython
         from distsession.engine.collectives import torch_private
@@ -200,7 +320,7 @@ class Agent:
             except BaseException as error:
                 traceback.print_exc()
                 reason = f"the preload module {name!r} does not import: {error!r}"
-                self._link.send(AgentFailed(reason=reason))
+                self._tell(AgentFailed(reason=reason))
                 return False
         problem = host_info.fork_problem()
         if problem:
@@ -208,10 +328,10 @@ class Agent:
             reason = (
                 f"ranks cannot be forked: {problem}, because of {names}. Leave it out of preload."
             )
-            self._link.send(AgentFailed(reason=reason))
+            self._tell(AgentFailed(reason=reason))
             return False
         gc.freeze()  # a collection in a child then does not copy the pages of what all share
-        self._link.send(AgentReady(host_info.host_info(), self._node))
+        self._tell(AgentReady(host_info.host_info(), self._node))
         return True
 
     def _start_store(self) -> None:
@@ -263,8 +383,11 @@ class Agent:
         except OSError:
             log.exception("another one could not be started")
             is_replaced = False
+        ended = StoreEnded(pid, returncode, is_tcp, is_replaced)
+        if self._link is None:
+            self._store_end = ended
         with contextlib.suppress(OSError):
-            self._link.send(StoreEnded(pid, returncode, is_tcp, is_replaced))
+            self._tell(ended)
 
     # --- usage ------------------------------------------------------------------------------------
 
@@ -281,7 +404,7 @@ class Agent:
             except OSError:
                 log.warning("the process that asks about GPUs has ended")
                 self._usage_link = None
-        self._link.send(usage.read(message, pids))
+        self._tell(usage.read(message, pids))
 
     def _start_usage(self) -> None:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
@@ -305,11 +428,11 @@ class Agent:
             log.warning("the process that asks about GPUs has ended")
             self._usage_link = None
         else:
-            self._link.send(message)
+            self._tell(message)
 
-    def _start_relay(self, folder: str) -> None:
+    def _start_relay(self, folder: str, epoch: int) -> None:
         """Fork the process that payloads to and from another node pass through."""
-        path = memory_path(folder, self._node)
+        path = memory_path(folder, self._node, epoch)
         with contextlib.suppress(FileNotFoundError):  # of a relay that has ended
             os.unlink(path)
         links = LinkListener(path)
@@ -319,7 +442,7 @@ class Agent:
             with _exit_after():
                 from distsession.engine import relay
 
-                relay.serve(links, folder, self._node, agent)
+                relay.serve(links, folder, self._node, agent, epoch)
         links.close()
 
     # --- ranks ------------------------------------------------------------------------------------
@@ -328,13 +451,24 @@ class Agent:
         from distsession.engine import deaths, rank
 
         agent, memory = os.getpid(), deaths.make_memory()
+        its, mine = Pipe(duplex=False) if self._owners is not None else (None, None)
         pid = self._fork_child()
         if pid == 0:
+            if mine is not None:
+                mine.close()
             with _exit_after():
                 rank.main(
-                    message, rank_number, agent=agent, store_port=self._store_port, memory=memory
+                    message,
+                    rank_number,
+                    agent=agent,
+                    store_port=self._store_port,
+                    memory=memory,
+                    owners=its,
                 )
-        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder, memory)
+        if its is not None:
+            its.close()
+        self._ends.pop(rank_number, None)
+        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder, memory, mine)
         self._oom_kills.watch(pid)
 
     def _fork_child(self) -> int:
@@ -354,9 +488,12 @@ class Agent:
         signal.set_wakeup_fd(-1)
         for number in HANDLED:
             signal.signal(number, signal.SIG_DFL)
-        self._link.close()
-        if self._usage_link is not None:
-            self._usage_link.close()
+        for rank in self._ranks.values():
+            if rank.owners is not None:
+                rank.owners.close()
+        for link in (self._link, self._usage_link, self._owners):
+            if link is not None:
+                link.close()
         os.close(self._wake)
         os.close(self._wake_writer)
 
@@ -417,6 +554,8 @@ class Agent:
             fault = _read_end(rank, "err")
         remains = deaths.read_fault(fault) or deaths.read_memory(rank.memory)
         rank.memory.close()
+        if rank.owners is not None:
+            rank.owners.close()
         message = RankExited(
             rank=rank.rank,
             generation=rank.generation,
@@ -433,8 +572,10 @@ class Agent:
             is_terminated=remains.is_terminated,
             stack=remains.stack,
         )
+        if self._owners is not None:
+            self._ends[rank.rank] = message
         with contextlib.suppress(OSError):  # the kernel may be gone already
-            self._link.send(message)
+            self._tell(message)
 
     def _end(self) -> None:
         self._kernel.is_leaving = True
@@ -454,25 +595,35 @@ class Kernel:
     """
 
     def __init__(self, pid: int):
-        self._pid = pid
+        self.pid = pid
+        self._started = 0
+        """When it was, in the system's own unit, if it is not the one that started this process."""
         self.is_leaving = False
         """This process ends, so no signal needs to raise anything any more."""
+        self.is_optional = False
+        """This process goes on without it, for a while."""
         self.has_terminated = False
         """It has told this process to end, and so it lives and cleans up."""
         signal.signal(signal.SIGTERM, self._on_terminate)
         signal.signal(signal.SIGHUP, self._on_hangup)
         signal_when_parent_ends(signal.SIGHUP)
 
+    def follow(self, pid: int) -> None:
+        """Another process takes the place of the one that started this one."""
+        self.pid, self._started = pid, started_at(pid)
+
     @property
     def is_alive(self) -> bool:
-        return os.getppid() == self._pid
+        if self._started:
+            return started_at(self.pid) == self._started
+        return os.getppid() == self.pid
 
     def _on_terminate(self, *_: Any) -> None:
         self.has_terminated = True
         self._leave()
 
     def _on_hangup(self, *_: Any) -> None:
-        if not self.is_alive:
+        if not self.is_alive and not self.is_optional:
             self._leave()
 
     def _leave(self) -> None:
@@ -529,8 +680,9 @@ def _exit_after() -> Any:
 
 
 def main() -> NoReturn:
-    """Serve the kernel whose folder and pid are named by the command line."""
+    """Serve the kernel whose folder, pid and epoch are named by the command line."""
     folder, node, kernel = sys.argv[1], int(sys.argv[2]), Kernel(int(sys.argv[3]))
+    epoch = int(sys.argv[4])
     try:
         lock = folder_lock.hold(folder)
     except FileNotFoundError:  # the session has been closed, or its kernel is gone
@@ -539,7 +691,7 @@ def main() -> NoReturn:
     logging.getLogger("distsession").addHandler(logging.StreamHandler())
     try:
         if kernel.is_alive:
-            link = Client(os.path.join(folder, "agent.sock"), family="AF_UNIX")
+            link = Client(socket_path(folder, "agent", epoch), family="AF_UNIX")
             assert isinstance(link, Connection)
             link.send(AgentStarted(node))
             Agent(link, node, kernel).serve()

@@ -24,6 +24,7 @@ from typing import Any
 
 from distsession.engine.listeners import RequestListener
 from distsession.engine.log_file import DISK_FULL, LogFile
+from distsession.engine.retained_output import RetainedOutput
 from distsession.protocol.messages import Display, OutputEnd, Request, Text
 
 __all__ = ["Capture", "LogStream"]
@@ -113,22 +114,36 @@ class Capture(RequestListener):
     Args:
         rank: The rank.
         paths: The two log files.
+        limit: Bytes of each that are kept.
         send: Sends a message to the kernel. It may block for as long as the kernel is behind.
         on_wake: Called by the pump whenever it wakes.
+        acknowledged: The last request whose output nobody needs any more; None where a kernel that
+            ends takes this rank with it.
+        on_begin: Called with a request that begins, and how long both files are then.
     """
 
     def __init__(
         self,
         rank: int,
         paths: tuple[str, str],
+        limit: int,
         send: Callable[[Any], None],
         on_wake: Callable[[], None] = lambda: None,
+        acknowledged: Callable[[], int] | None = None,
+        on_begin: Callable[[int, tuple[int, int]], None] = lambda request, sizes: None,
     ):
         self._rank = rank
+        self._on_begin = on_begin
         self._on_wake = on_wake
-        self._send = send
+        self._send_now = send
+        self._acknowledged = acknowledged
+        self._is_attended = True
+        self._resume: Callable[[], None] | None = None
+        self.is_open_question: Callable[[Any], bool] = lambda message: True
+        """Whether a question still waits for its answer."""
         self._folder = os.path.dirname(paths[0])
-        self._files = [LogFile(path) for path in paths]
+        self._files = [LogFile(path, limit) for path in paths]
+        self._retained = RetainedOutput(rank, self._files, STREAMS)
         self._has_warned = False
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in paths]
         self._sent = [0, 0]
@@ -217,9 +232,12 @@ class Capture(RequestListener):
             self._append_text(1, DISK_IS_FULL.format(self._folder).encode())
 
     def _wait_for_kernel(self) -> None:
-        while len(self._marks) > MAX_MARKS_AHEAD or self._unsent() > MAX_AHEAD_BYTES:
+        while self._is_attended and self._is_ahead():
             self._wake.set()
             time.sleep(0.005)
+
+    def _is_ahead(self) -> bool:
+        return len(self._marks) > MAX_MARKS_AHEAD or self._unsent() > MAX_AHEAD_BYTES
 
     def _unsent(self) -> int:
         sizes = self._sizes()
@@ -236,6 +254,7 @@ class Capture(RequestListener):
         sizes = self._sizes()
         self._begun = (sizes, self._messages)
         self._marks.append(_Mark(sizes, begin=request.id))
+        self._on_begin(request.id, sizes)
 
     def end_request(self, request: Request) -> None:
         sizes = self._sizes()
@@ -250,6 +269,37 @@ class Capture(RequestListener):
         """Send everything that there is, now and in this thread."""
         self._drain()
 
+    # --- a kernel that goes, and one that comes: the control thread -------------------------------
+
+    def detach(self) -> None:
+        """Nobody is there to be told, or not yet."""
+        self._is_attended = False
+
+    def resume(self, then: Callable[[], None]) -> None:
+        """Tell another kernel all that none has acknowledged, and go on.
+
+        Args:
+            then: Called, by the pump, just before.
+        """
+        self._resume = then
+        self._wake.set()
+
+    def _send_retained(self) -> None:
+        with self._pump_lock:
+            resume, self._resume = self._resume, None
+            if resume is None:
+                return
+            resume()
+            self._forget()
+            for message in self._retained.messages(self.is_open_question):
+                self._send_now(message)
+            self._is_attended = True
+
+    def _forget(self) -> None:
+        if self._acknowledged is not None:
+            # What comes between requests is kept for as long as nobody is there.
+            self._retained.forget(self._acknowledged(), background=self._is_attended)
+
     # --- the pump ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
@@ -258,7 +308,10 @@ class Capture(RequestListener):
             self._wake.clear()
             try:
                 self._on_wake()
+                if self._resume is not None:
+                    self._send_retained()
                 self._drain()
+                self._forget()
                 for index in range(len(self._files)):
                     self._maintain(index)
             except Exception:  # the rank must go on, and say so where its agent keeps the log
@@ -302,8 +355,23 @@ class Capture(RequestListener):
     ) -> bool:
         text = self._decoders[index].decode(data)
         if text:
-            self._send(Text(self._rank, self._request, STREAMS[index], text, begin, end))
+            message = Text(self._rank, self._request, STREAMS[index], text, begin, end)
+            if begin < 0:
+                self._send(message)
+            else:
+                if self._acknowledged is not None:
+                    self._retained.add_text(self._request, index, begin, end)
+                self._deliver(message)
         return bool(text)
+
+    def _send(self, message: Any) -> None:
+        if self._acknowledged is not None:
+            self._retained.add(message)
+        self._deliver(message)
+
+    def _deliver(self, message: Any) -> None:
+        if self._is_attended:
+            self._send_now(message)
 
     def _maintain(self, index: int) -> None:
         if not self._files[index].maintain(self._sent[index]):

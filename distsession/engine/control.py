@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 import zmq
 
+from distsession.protocol.attach import SetOwner
 from distsession.protocol.messages import Abort, MalformedMessage, decode
 
 __all__ = ["CALLBACK", "Control", "Interrupter"]
@@ -99,6 +101,8 @@ class Control:
         is_blocked: Whether the main thread waits in a collective, which the abort will free.
         abort_backend: Called with an ``Abort`` once operations under way have had time to end.
         interrupt_children: Interrupts what a request has started, if it still runs.
+        owners: The agent says by it that there is another kernel; None where there will be none.
+        set_owner: Called with each ``SetOwner``.
     """
 
     def __init__(
@@ -109,8 +113,16 @@ class Control:
         is_blocked: Callable[[], bool],
         abort_backend: Callable[[Abort], None],
         interrupt_children: Callable[[int], None],
+        owners: Connection | None = None,
+        set_owner: Callable[[SetOwner], None] = lambda owner: None,
     ):
+        self._owners = owners
+        self._set_owner = set_owner
+        self._poller = zmq.Poller()
+        if owners is not None:
+            self._poller.register(owners.fileno(), zmq.POLLIN)
         self._socket = socket
+        self._poller.register(socket, zmq.POLLIN)
         self._interrupter = interrupter
         self._handle_message = handle
         self._is_blocked = is_blocked
@@ -123,9 +135,28 @@ class Control:
     def start(self) -> None:
         self._thread.start()
 
+    def use(self, socket: zmq.Socket[bytes]) -> None:
+        """From this thread: another kernel's socket takes the place of the one before."""
+        self._poller.unregister(self._socket)
+        self._socket.close(0)
+        self._socket = socket
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _receive_owner(self) -> None:
+        assert self._owners is not None
+        try:
+            owner = self._owners.recv()
+        except (EOFError, OSError):  # the agent is gone, and this process with it
+            self._poller.unregister(self._owners.fileno())
+        else:
+            self._set_owner(owner)
+
     def _serve(self) -> None:
         while True:
-            if self._socket.poll(10 if self._timers else None):
+            ready = dict(self._poller.poll(10 if self._timers else None))
+            if self._owners is not None and self._owners.fileno() in ready:
+                self._safely(self._receive_owner)
+            elif self._socket in ready:
                 try:
                     message, _ = decode(self._socket.recv_multipart())
                 except MalformedMessage as error:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from distsession.engine.failure import is_own_file, is_user_code, line_name
 from distsession.engine.listeners import RequestListener, name_of
+from distsession.protocol.board import Region
 from distsession.protocol.messages import Request
 
 __all__ = ["DeathRecord", "LastLine", "catch_faults", "make_memory", "read_fault", "read_memory"]
@@ -68,9 +69,15 @@ class LastLine(RequestListener):
 
     def __init__(self, memory: mmap.mmap):
         self._memory = memory
+        self._region: Region | None = None
         self._main = threading.main_thread().ident or 0
         self._runs = False
         self._exit = os._exit
+
+    def share(self, region: Region) -> None:
+        """Note the line on the board, too, where others see it while this process lives."""
+        self._region = region
+        region.set_last_line("")
 
     def install(self) -> None:
         """Let ``os._exit`` say from where it was called."""
@@ -87,6 +94,7 @@ class LastLine(RequestListener):
     def uninstall(self) -> None:
         """In a forked process, whose end is no death of the rank."""
         os._exit = self._exit
+        self._region = None
         self.update = _do_nothing  # type: ignore[method-assign]
 
     def begin_request(self, request: Request) -> None:
@@ -95,7 +103,7 @@ class LastLine(RequestListener):
 
     def end_request(self, request: Request) -> None:
         self._runs = False
-        self._memory[:1] = _NOTHING
+        self._clear()
 
     def update(self) -> None:
         """From another thread, now and then: note where the main thread is."""
@@ -105,7 +113,7 @@ class LastLine(RequestListener):
         if place:
             self._write(_SEEN, place)
             if not self._runs:  # the request has ended meanwhile
-                self._memory[:1] = _NOTHING
+                self._clear()
 
     def note_terminated(self, frame: FrameType | None) -> None:
         """SIGTERM has come, at this frame."""
@@ -114,6 +122,13 @@ class LastLine(RequestListener):
     def _write(self, kind: bytes, text: str) -> None:
         data = kind + text.encode("utf-8", "replace")[: MEMORY_BYTES - 2] + b"\0"
         self._memory[: len(data)] = data
+        if self._region is not None:
+            self._region.set_last_line(text)
+
+    def _clear(self) -> None:
+        self._memory[:1] = _NOTHING
+        if self._region is not None:
+            self._region.set_last_line("")
 
 
 def _do_nothing() -> None:

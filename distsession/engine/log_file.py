@@ -3,28 +3,28 @@
 Writers append to the file, Python's own prints and any C library or subprocess, and nobody can ask
 them to wait or to open another one. So it is one file for as long as the rank lives. Blocks behind
 its end are reserved, so that they can go on writing when the disk is full. Blocks at its front are
-given back when it is longer than ``LIMIT_BYTES``, or when the disk is full: a hole is punched,
+given back when it is longer than its limit, or when the disk is full: a hole is punched,
 which changes no offset and which no writer notices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["DISK_FULL", "LogFile", "log_path"]
+__all__ = ["DISK_FULL", "LogFile", "log_path", "newest_log"]
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a write says when there is no room for it."""
 
-LIMIT_BYTES = 1 << 30
-"""Bytes of a log file that are kept."""
 LIMIT_STEP_BYTES = 16 << 20
-"""Bytes that are given back together when a file is longer."""
+"""Bytes that are given back together when a file is longer than its limit; fewer of a low one."""
 RESERVED_BYTES = 256 << 10
 """Bytes that are reserved behind the end of a file."""
 LAST_BYTES = 64 << 10
@@ -49,14 +49,35 @@ def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
     return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
 
 
+def newest_log(folder: str, rank: int, stream: str) -> str | None:
+    """The log file of the process that is the rank now, or was it last; None if there is none.
+
+    Args:
+        folder: Of the session.
+        rank: Which.
+        stream: As of :func:`log_path`.
+    """
+    wanted = re.compile(rf"rank{rank}-(\d+)\.{stream}")
+    generations = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(os.path.join(folder, "logs")):
+            found = wanted.fullmatch(name)
+            if found is not None:
+                generations.append(int(found[1]))
+    return log_path(folder, rank, max(generations), stream) if generations else None
+
+
 class LogFile:
     """A log file as the thread sees it that sends its text on.
 
     Args:
         path: Of the file, which is there already.
+        limit: Bytes of it that are kept.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, limit: int):
+        self._limit = limit
+        self._step = min(LIMIT_STEP_BYTES, limit // 4)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._begin = 0
         self._reserved = 0
@@ -69,6 +90,11 @@ class LogFile:
     def size(self) -> int:
         """Bytes that have been written to it."""
         return os.fstat(self._descriptor).st_size
+
+    @property
+    def begin(self) -> int:
+        """Where what is still there begins."""
+        return self._begin
 
     def read(self, size: int, at: int) -> bytes:
         return os.pread(self._descriptor, size, at)
@@ -89,8 +115,8 @@ class LogFile:
         if self._fallocate is None:
             return True
         size = self.size
-        if sent - self._begin > LIMIT_BYTES + LIMIT_STEP_BYTES:
-            self._punch_hole(sent - LIMIT_BYTES)
+        if sent - self._begin > self._limit + self._step:
+            self._punch_hole(sent - self._limit)
         if size + RESERVED_BYTES // 2 <= self._reserved:
             return True
         if time.monotonic() < self._next_attempt and sent - LAST_BYTES < self._begin + BLOCK_BYTES:

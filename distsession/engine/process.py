@@ -16,6 +16,7 @@ __all__ = [
     "interrupt_children",
     "redirect_standard_streams",
     "signal_when_parent_ends",
+    "started_at",
 ]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -41,6 +42,15 @@ def signal_when_parent_ends(number: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def started_at(pid: int) -> int:
+    """When a process was started, in ticks since the system was; 0 where that is not known."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/stat") as stat:
+        # Behind the name, which is in parentheses and may hold anything.
+        fields = stat.read().rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0
 
 
 def redirect_standard_streams(out_path: str, err_path: str) -> None:

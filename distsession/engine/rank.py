@@ -19,11 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-import zmq
 
 from distsession.engine import cause, failure, process_group, store, tensors
 from distsession.engine.capture import Capture
@@ -39,6 +39,7 @@ from distsession.engine.debugger import Debugger
 from distsession.engine.execute import NOTHING
 from distsession.engine.forks import Forks, make_private, spawn_hint
 from distsession.engine.ipython import ShellFront, make_shell, register
+from distsession.engine.kernel_link import KernelLink, Received
 from distsession.engine.listeners import RequestListener, is_run
 from distsession.engine.log_file import log_path
 from distsession.engine.namespace import rank_names
@@ -55,8 +56,8 @@ from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
 from distsession.engine.torch_errors import is_from_gloo, is_without_group
 from distsession.errors import CollectiveError, SessionStateError
+from distsession.protocol import attach, serialize, shared_memory
 from distsession.protocol import board as layout
-from distsession.protocol import serialize, shared_memory
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Abort,
@@ -67,21 +68,21 @@ from distsession.protocol.messages import (
     EngineRegistered,
     FillRequest,
     InputReply,
-    MalformedMessage,
+    RankAttached,
     RankFailed,
     RankReady,
     ReconnectRequest,
     Reply,
     Request,
+    Resume,
     Shared,
     StackReply,
     StackRequest,
     StartRanks,
-    decode,
-    encode,
 )
 from distsession.protocol.rank_state import AbortReason
-from distsession.protocol.wire import memory_path
+from distsession.protocol.shared_memory import Segment
+from distsession.ranks import RankInfo
 
 __all__ = ["main"]
 
@@ -90,9 +91,6 @@ log = logging.getLogger(__name__)
 REQUEST_POLL_MS = 3
 """How long to wait for the next request before ipyparallel's event loop gets its turn: a request
 that follows at once is then served without the cost of entering and leaving that loop."""
-
-OUTPUT_SEND_TIMEOUT_MS = 50
-"""How long a piece of output waits for a kernel that may be gone, once this process is to end."""
 
 NATIVE_MARK = "groups-of-torch"
 """A file in the session's folder, once its ranks have left their groups to torch."""
@@ -104,7 +102,15 @@ class _Terminated(SystemExit):
     """Raised by SIGTERM: leave, running exit functions. asyncio passes it on out of a callback."""
 
 
-def main(start: StartRanks, rank: int, *, agent: int, store_port: int, memory: mmap.mmap) -> None:
+def main(
+    start: StartRanks,
+    rank: int,
+    *,
+    agent: int,
+    store_port: int,
+    memory: mmap.mmap,
+    owners: Connection | None = None,
+) -> None:
     """Be this rank until the agent ends it.
 
     Args:
@@ -113,6 +119,7 @@ def main(start: StartRanks, rank: int, *, agent: int, store_port: int, memory: m
         agent: Its pid.
         store_port: Of the rendezvous store.
         memory: Shared with the agent, for the line that this rank is at.
+        owners: Tells whose sockets to connect to, where the session is kept.
     """
     os.setsid()
     die_with_parent(agent)
@@ -121,7 +128,7 @@ def main(start: StartRanks, rank: int, *, agent: int, store_port: int, memory: m
     redirect_standard_streams(out, err)
     end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))
     last_line = LastLine(memory)
-    Rank(start, rank, store_port, (out, err), last_line, end_catching).serve()
+    Rank(start, rank, store_port, (out, err), last_line, end_catching, owners).serve()
 
 
 class Rank:
@@ -135,16 +142,17 @@ class Rank:
         paths: tuple[str, str],
         last_line: LastLine,
         end_catching: Callable[[], None],
+        owners: Connection | None,
     ):
         self._last_line = last_line
-        self._generation = start.generation
+        self._forked_in = self._generation = start.generation
         self._place = process_group.prepare(start, rank, store_port)
         self._rank = rank
         self._is_alone = start.is_whole
-        self._recorder = Recorder(
-            Board(start.board, start.world_size), rank, check=start.check == "shared"
-        )
+        self._board = Board(start.board, start.world_size)
+        self._recorder = Recorder(self._board, rank, check=start.check == "shared")
         self._recorder.reset()
+        last_line.share(self._recorder.region)
         self._groups: Groups | None = None
         self._is_gloo = set(re.findall(r"\w+(?!\w*:)", start.backend)) == {"gloo"}
         self._native_mark = os.path.join(start.folder, NATIVE_MARK)
@@ -166,30 +174,31 @@ class Rank:
         self._refused: set[int] = set()
         self._thread_error: BaseException | None = None
         """What ended a thread of the user's, within a collective, while the present request ran."""
-        context = zmq.Context()
-        identity = f"{start.generation}.{rank}".encode()
-        self._requests = _connect(context, zmq.DEALER, start.folder, "requests", identity)
-        self._replies = _connect(context, zmq.PUSH, start.folder, "replies")
-        self._reply_lock = threading.Lock()
-        self._link = shared_memory.Link.connect(
-            memory_path(start.folder, start.node), identity.decode()
-        )
-        self._output = _connect(context, zmq.PUSH, start.folder, "output")
-        self._output.setsockopt(zmq.SNDTIMEO, OUTPUT_SEND_TIMEOUT_MS)
-        self._is_leaving = False
+        self._link = KernelLink(start, rank, self._board, self._wake_loop)
+        self._memory: shared_memory.Link | None = None
+        self._info: RankInfo | None = None
         self._terminated: BaseException | None = None
-        control = _connect(context, zmq.DEALER, start.folder, "control", identity)
-        self._capture = Capture(rank, paths, self._send_output, last_line.update)
+        self._capture = Capture(
+            rank,
+            paths,
+            start.keep_output,
+            self._link.send_output,
+            lambda: self._on_pump(last_line),
+            self._acknowledged if owners is not None else None,
+            self._recorder.region.set_log_begins,
+        )
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
         self._interrupter = Interrupter()
         self._control = Control(
-            control,
+            self._link.control,
             self._interrupter,
             self._handle_control,
             lambda: self._recorder.is_blocked,
             self._abort_backend,
             self._interrupt_children,
+            owners,
+            self._set_owner,
         )
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -198,7 +207,7 @@ class Rank:
             rank,
             start.generation,
             self._capture,
-            lambda: self._loop.call_soon_threadsafe(self._end_idle),
+            self._wake_loop,
         )
         self._namespace: dict[str, Any] = {}
         self._completion = CompletionServer(self._namespace, rank, self._send)
@@ -206,6 +215,7 @@ class Rank:
         self._dispatcher: RequestDispatcher
         self._listeners: tuple[RequestListener, ...] = ()
         self._stdin = RankStdin(rank, self._capture, self._recorder)
+        self._capture.is_open_question = self._stdin.is_open
         self._debugger = Debugger(
             self._stdin, self._recorder, self._capture.streams[0], self._namespace
         )
@@ -288,7 +298,7 @@ class Rank:
     def _leave(self) -> None:
         if self._forks.is_child:
             os._exit(1)
-        self._is_leaving = True
+        self._link.is_leaving = True
         with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
         with contextlib.suppress(Exception):
@@ -304,7 +314,8 @@ class Rank:
         self._recorder.abort = Abort(AbortReason.FORKED, text, self._generation)
 
     def _announce(self) -> None:
-        self._send(RankReady(self._rank, process_group.rank_info(self._place, self._generation)))
+        self._info = process_group.rank_info(self._place, self._generation)
+        self._send(RankReady(self._rank, self._info))
 
     def _make_namespace(self) -> None:
         place = self._place
@@ -349,40 +360,18 @@ class Rank:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def _send(self, message: Any, payload: serialize.Frames | Shared | None = None) -> None:
-        frames = encode(message, payload or ())
-        with self._reply_lock:
-            self._replies.send_multipart(frames, copy=len(frames) == 1)
+    def _send(self, message: Any) -> None:
+        self._link.send(message)
 
-    def _send_output(self, message: Any) -> None:
-        """Wait for as long as the kernel is behind; give up only when this process ends."""
-        frames = encode(message)
-        while True:
-            try:
-                self._output.send_multipart(frames)
-                return
-            except zmq.Again:
-                if self._is_leaving:
-                    raise
-
-    def _next_request(self) -> tuple[Request, Any]:
-        while True:
-            frames = self._receive()
-            try:
-                message, payload = decode(frames)
-            except MalformedMessage as error:
-                log.warning("dropped a malformed request: %s", error)
-                continue
-            if isinstance(message, Request):
-                return message, payload
-            log.warning("dropped a message that is no request: %r", message)
-
-    def _receive(self) -> list[Any]:
+    def _next_request(self) -> Received:
         while True:
             self._comms.handle(self._callback)
-            if self._requests.poll(REQUEST_POLL_MS):
-                return self._requests.recv_multipart()
-            self._loop.run_until_complete(self._await_request())
+            if not self._link.poll_request(REQUEST_POLL_MS):
+                self._loop.run_until_complete(self._await_request())
+                continue
+            received = self._link.receive_request()
+            if received is not None:
+                return received
 
     @contextlib.contextmanager
     def _callback(self) -> Iterator[None]:
@@ -400,35 +389,37 @@ class Rank:
 
         zmq's descriptor signals changes, not states, so the state is read before each wait.
         """
-        while not self._has_request() and not self._comms.has_input:
+        while not self._link.has_request() and not self._comms.has_input:
             self._idle = self._loop.create_future()
-            self._loop.add_reader(self._requests.FD, self._end_idle)
+            descriptor = self._link.descriptor
+            self._loop.add_reader(descriptor, self._end_idle)
             try:
-                if not self._has_request() and not self._comms.has_input:
+                if not self._link.has_request() and not self._comms.has_input:
                     await self._idle
             finally:
-                self._loop.remove_reader(self._requests.FD)
+                self._loop.remove_reader(descriptor)
                 self._idle = None
 
     def _end_idle(self) -> None:
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
-    def _has_request(self) -> bool:
-        return bool(int(self._requests.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    def _wake_loop(self) -> None:
+        """From another thread: there is something else to look at than the requests' socket."""
+        self._loop.call_soon_threadsafe(self._end_idle)
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _handle_request(self, received: tuple[Request, Any]) -> None:
-        request, payload = received
+    def _handle_request(self, received: Received) -> None:
+        request, payload, self._memory = received.request, received.payload, received.memory
         if request.id in self._refused:
-            self._refuse(request, payload)
+            self._refuse(received)
             return
         for listener in self._listeners:
             listener.begin_request(request)
         began = time.perf_counter()
         self._thread_error = None
-        answer: serialize.Frames | Shared | None = None
+        answer: serialize.Frames | Segment = []
         shown = error = reason = None
         try:
             with self._interrupter.user_code(request.id):
@@ -450,7 +441,7 @@ class Rank:
             error, shown = self._explain(raised), None
             reason = cause.find(error, self._recorder.abort)
         if error is None and self._thread_error is not None and is_run(request):
-            error, shown, answer = self._thread_error, None, None
+            error, shown, answer = self._thread_error, None, []
             reason = cause.find(error, self._recorder.abort)
         for listener in reversed(self._listeners):
             listener.end_code(request, error)
@@ -464,7 +455,7 @@ class Rank:
             listener.end_request(request)
         has_output = self._capture.has_output
         reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
-        self._send(reply, answer)
+        self._link.answer(received, reply, answer)
 
     def _explain(self, raised: BaseException) -> BaseException:
         """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
@@ -484,12 +475,18 @@ class Rank:
 
     # --- payloads ---------------------------------------------------------------------------------
 
+    @property
+    def _payload_link(self) -> shared_memory.Link:
+        """The link of the kernel that has sent the present request."""
+        assert self._memory is not None
+        return self._memory
+
     def read_private(self, payload: Any) -> Any:
         """The frames of a request, wherever they are."""
         if not isinstance(payload, Shared):
             return payload
         try:
-            with self._link.receive(payload) as descriptor:
+            with self._payload_link.receive(payload) as descriptor:
                 return shared_memory.map_private(descriptor, payload.sizes)
         except OSError as error:
             raise SessionStateError(
@@ -500,24 +497,18 @@ class Rank:
         """Memory of all ranks of this host; None where the payload has come from another host."""
         if not isinstance(payload, Shared):
             return None
-        with self._link.receive(payload) as descriptor:
+        with self._payload_link.receive(payload) as descriptor:
             (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
         return whole
 
-    def _pack(self, request: Request, value: Any) -> serialize.Frames | Shared:
+    def _pack(self, request: Request, value: Any) -> serialize.Frames | Segment:
         """A value as frames, or in shared memory if it is large."""
         began = time.monotonic_ns()
         frames = serialize.dump_value(value, what=f"the result of rank {self._rank}")
         size = shared_memory.nbytes(frames)
         try:
             offered = shared_memory.offer(frames, self._note_progress)
-            if offered is None:
-                return frames
-            with offered:
-                return self._link.send(offered)
-        except OSError as error:
-            log.warning("a result is sent through a socket: %s", error)
-            return frames
+            return frames if offered is None else offered
         finally:
             self._note_progress(0, 0)
             if not isinstance(request, FillRequest):  # which only says where a part belongs
@@ -586,17 +577,17 @@ class Rank:
         if region.request == request:
             interrupt_children(region.seconds)
 
-    def _refuse(self, request: Request, payload: Any) -> None:
+    def _refuse(self, received: Received) -> None:
+        request = received.request
         self._refused.discard(request.id)
-        if isinstance(payload, Shared):
-            self._link.discard(payload)
+        if isinstance(received.payload, Shared):
+            received.memory.discard(received.payload)
         error = SessionStateError(
             "this was not run: it waited behind a run that was stopped, or was stopped itself "
             "before it began. Run it again if it is still wanted."
         )
-        self._send(
-            Reply(request.id, self._rank, 0.0, failure.describe(error)), failure.pickled(error)
-        )
+        reply = Reply(request.id, self._rank, 0.0, failure.describe(error))
+        self._link.answer(received, reply, failure.pickled(error))
 
     # --- the control thread -----------------------------------------------------------------------
 
@@ -614,6 +605,8 @@ class Rank:
                 self._stdin.put_reply(message)
             case ControllerInfo():
                 self._on_controller(message)
+            case Resume():
+                self._resume(message)
             case _:
                 log.warning("dropped a message that is not for the control thread: %r", message)
 
@@ -621,6 +614,48 @@ class Rank:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = failure.stack(frame) if self._recorder.region.request else ()
         return StackReply(self._rank, number, stack, failure.innermost(stack))
+
+    # --- a kernel that goes, and one that comes: the control thread -------------------------------
+
+    def _set_owner(self, message: attach.SetOwner) -> None:
+        self._capture.detach()
+        if not message.epoch:
+            self._link.detach()
+            return
+        before = self._link.epoch
+        self._link.attach(message.epoch)
+        self._control.use(self._link.control)
+        assert self._info is not None
+        running, queued, answered = self._link.state()
+        with self._group_lock:
+            generation, is_broken = self._generation, self._recorder.abort is not None
+        self._send(
+            RankAttached(
+                rank=self._rank,
+                epoch=message.epoch,
+                before=before,
+                info=self._info,
+                forked_in=self._forked_in,
+                generation=generation,
+                is_broken=is_broken,
+                running=running,
+                queued=queued,
+                answered=answered,
+            )
+        )
+
+    def _resume(self, message: Resume) -> None:
+        self._refused -= set(message.drop)
+        self._capture.resume(lambda: setattr(self._link, "takes_output", True))
+        self._link.resume(message.drop)
+
+    def _acknowledged(self) -> int:
+        return self._board.acknowledged(self._link.epoch)
+
+    def _on_pump(self, last_line: LastLine) -> None:
+        """Called by the thread that sends the output, whenever it wakes."""
+        last_line.update()
+        self._link.forget_acknowledged()
 
     # --- ipyparallel ------------------------------------------------------------------------------
 
@@ -642,19 +677,3 @@ class Rank:
             log.debug("could not register with ipyparallel's controller", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
             self._send(EngineRegistered(self._rank, self._generation, -1, problem))
-
-
-def _connect(
-    context: zmq.Context[zmq.Socket[bytes]],
-    kind: int,
-    folder: str,
-    name: str,
-    identity: bytes = b"",
-) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 500)
-    socket.setsockopt(zmq.SNDHWM, 32)
-    if identity:
-        socket.setsockopt(zmq.IDENTITY, identity)
-    socket.connect(f"ipc://{folder}/{name}.sock")
-    return socket

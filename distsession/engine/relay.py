@@ -54,11 +54,11 @@ class _Incoming:
     missing: int
 
 
-def serve(listener: LinkListener, folder: str, node: int, agent: int) -> None:
+def serve(listener: LinkListener, folder: str, node: int, agent: int, epoch: int = 1) -> None:
     """Be the relay of a node until the kernel or the agent is gone."""
     die_with_parent(agent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Relay(connect(folder, node), listener, node).serve()
+    Relay(connect(folder, node, epoch), listener, node).serve()
 
 
 class Relay:

@@ -112,6 +112,13 @@ class RankStdin(RequestListener):
             raise EOFError("the input is at its end.")
         return reply.text
 
+    def is_open(self, message: Any) -> bool:
+        """Whether a message is no question, or one that still waits for its answer."""
+        if not isinstance(message, InputRequest):
+            return True
+        words, start = self._recorder.words, self._recorder.region.start
+        return bool(words[start + layout.ASKS]) and message.number == self._number
+
     def put_reply(self, reply: InputReply) -> None:
         """From the control thread: somebody has answered."""
         self._replies.put(reply)

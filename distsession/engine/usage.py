@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -121,6 +121,21 @@ class GpuReader:
         if rates is not None:
             known["gpu_percent"] = int(rates.gpu)
         return known
+
+    def memory_of(self, pids: Container[int]) -> int | None:
+        """Bytes of the memory of all GPUs that some processes hold together.
+
+        Returns:
+            None where NVML does not know any of them. In a container it may know them by other
+            pids, those of the host.
+        """
+        amounts = [
+            int(process.usedGpuMemory or 0)  # None where the driver does not tell
+            for handle in self._handles.values()
+            for process in self._call("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+            if process.pid in pids
+        ]
+        return sum(amounts) if amounts else None
 
     def _devices(self) -> Iterator[Any]:
         """The GPUs, each followed by its parts if it is divided."""

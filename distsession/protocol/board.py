@@ -32,7 +32,7 @@ from distsession.protocol.operation_names import CodeLine
 
 __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 
-HEADER = 16
+HEADER = 32
 STREAMS = 4096
 RING = 64
 SLOT = 6
@@ -46,13 +46,20 @@ another."""
 TEXT_WORDS = 1 << 18
 LONGEST_TEXT = 8192
 """Bytes; whatever is longer is cut."""
-REGION = HEADER + STREAMS * STREAM + TEXT_WORDS
+LINE_WORDS = 64
+"""For the line that the main thread was last seen at, as text that ends with a zero."""
+REGION = HEADER + STREAMS * STREAM + TEXT_WORDS + LINE_WORDS
 """Words of one rank's region, 16 MB; only what is used of it takes memory."""
 
 # Words of a header.
 STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 INCARNATIONS, WITHOUT_GROUP = 11, 12
+LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files
+# Of the first rank's header, written by the kernel; one word of each for every owner's epoch, so
+# that a former owner who goes on after a stop by SIGSTOP changes nothing of the present one's.
+COMMITTED, ACKNOWLEDGED = 16, 24
+EPOCHS = 8
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
 NAME = MEMBERS + MEMBER_WORDS
@@ -112,20 +119,51 @@ def key_of(*parts: object) -> int:
 class Board:
     """The memory of all ranks of a host.
 
+    Args:
+        descriptor: Of the memory.
+        world_size: Number of ranks.
+        is_read_only: Of somebody who only looks.
+
     Raises:
         ValueError: There are more ranks than a stream's head has room for.
     """
 
-    def __init__(self, descriptor: int, world_size: int):
+    def __init__(self, descriptor: int, world_size: int, *, is_read_only: bool = False):
         if world_size > MAX_RANKS:
             raise ValueError(f"a session has at most {MAX_RANKS} ranks on a host, not {world_size}")
-        self._map = mmap.mmap(descriptor, file_size(world_size))
+        access = mmap.ACCESS_READ if is_read_only else mmap.ACCESS_WRITE
+        self._map = mmap.mmap(descriptor, file_size(world_size), access=access)
         self.words = memoryview(self._map).cast("Q")
         self.regions = [Region(self, rank) for rank in range(world_size)]
 
     @property
     def bytes(self) -> mmap.mmap:
         return self._map
+
+    # --- what the kernel says to all ranks: one word each, so that they see it all or not -------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Nothing has been sent by this owner yet."""
+        self.commit(epoch, 0)
+        self.acknowledge(epoch, 0)
+
+    def commit(self, epoch: int, number: int) -> None:
+        """Requests up to this one have been sent to all their ranks."""
+        self.words[COMMITTED + epoch % EPOCHS] = number
+
+    def last_committed(self) -> int:
+        """The highest number that an owner has given; later ones go on from there."""
+        return max(self.words[COMMITTED : COMMITTED + EPOCHS])
+
+    def committed(self, epoch: int) -> int:
+        return self.words[COMMITTED + epoch % EPOCHS]
+
+    def acknowledge(self, epoch: int, number: int) -> None:
+        """Nobody needs the answers of requests up to this one any more."""
+        self.words[ACKNOWLEDGED + epoch % EPOCHS] = number
+
+    def acknowledged(self, epoch: int) -> int:
+        return self.words[ACKNOWLEDGED + epoch % EPOCHS]
 
     def close(self) -> None:
         self.words.release()
@@ -142,6 +180,7 @@ class Region:
         self.start = rank * REGION
         self._first = self.start + HEADER
         self._texts = self._first + STREAMS * STREAM
+        self._line = (self._texts + TEXT_WORDS) * 8
         self._heads: dict[int, tuple[int, Head]] = {}
 
     # --- writing, by its own rank -----------------------------------------------------------------
@@ -152,7 +191,7 @@ class Region:
         The counts of incarnations and of texts go on, so that nobody takes what comes for what was.
         """
         for word in range(HEADER):
-            if word not in (TEXT_END, INCARNATIONS):
+            if word not in (TEXT_END, INCARNATIONS) and word < COMMITTED:
                 self._words[self.start + word] = 0
 
     @property
@@ -209,10 +248,22 @@ class Region:
             words[self.start + STREAM_COUNT] = count + 1
         return at
 
+    def set_last_line(self, text: str) -> None:
+        """Where its main thread has just been seen; empty where it runs nothing."""
+        data = text.encode("utf-8", "replace")[: LINE_WORDS * 8 - 1] + b"\0"
+        self._board.bytes[self._line : self._line + len(data)] = data
+
     def clear_input_request(self) -> None:
         """Its rank has died, so it is in no debugger and waits for no input; the kernel says so."""
         for word in (IN_DEBUGGER, ASKS):
             self._words[self.start + word] = 0
+
+    def set_log_begins(self, request: int, sizes: tuple[int, int]) -> None:
+        """How long its log files were as a request began, which puts out what follows."""
+        words, start = self._words, self.start
+        words[start + LOG_REQUEST] = 0
+        words[start + LOG_BEGINS], words[start + LOG_BEGINS + 1] = sizes
+        words[start + LOG_REQUEST] = request
 
     def set_without_group(self, is_without: bool) -> None:
         """Whether its code has left the process group."""
@@ -278,6 +329,29 @@ class Region:
     def request(self) -> int:
         """The request that runs; 0 if none."""
         return self._words[self.start + REQUEST]
+
+    @property
+    def last_line(self) -> str:
+        """``In[3] line 4``, as it was some hundredths of a second ago; or only what it runs."""
+        data, again = b"", self._line_bytes()
+        while data != again:  # it was just being written
+            data, again = again, self._line_bytes()
+        return data.decode("utf-8", "replace")
+
+    def _line_bytes(self) -> bytes:
+        data = self._board.bytes[self._line : self._line + LINE_WORDS * 8]
+        return data.partition(b"\0")[0]
+
+    @property
+    def last_begun(self) -> int:
+        """The last request that has begun; 0 if none has."""
+        return self._words[self.start + LOG_REQUEST]
+
+    def log_begins(self, request: int) -> tuple[int, int] | None:
+        """Where a request's output begins in the log files; None if it is not the last one."""
+        words, start = self._words, self.start
+        begins = words[start + LOG_BEGINS], words[start + LOG_BEGINS + 1]
+        return begins if words[start + LOG_REQUEST] == request else None
 
     @property
     def seconds(self) -> float:

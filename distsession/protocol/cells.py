@@ -13,6 +13,7 @@ __all__ = [
     "is_cell",
     "is_notebook_file",
     "name_of_value",
+    "number_in",
     "parse_cell",
 ]
 
@@ -25,11 +26,25 @@ def cell_name(number: int) -> str:
 
 
 class CellNames:
-    """Names of code that cells send in calls; each has lines of its own, so none is named twice."""
+    """Names of code that cells send; each has lines of its own, so none is named twice.
+
+    Attributes:
+        kernel: Which of the session's kernels has these cells, from 1.
+        taken: Numbers that cells of earlier kernels have in the names that ranks know.
+        seen: Those that cells of this kernel have there.
+    """
 
     def __init__(self) -> None:
         self._cell = 0
         self._count = 0
+        self.kernel = 1
+        self.taken: set[int] = set()
+        self.seen: set[int] = set()
+
+    def name(self, cell: int) -> str:
+        """``In[3]``; and ``In[3] (kernel 2)`` if an earlier kernel's cell has that name."""
+        which = self._which(cell)
+        return f"{cell_name(cell)} ({which})" if which else cell_name(cell)
 
     def next(self, cell: int, how: str) -> str:
         """``In[3] (execute)``, and ``In[3] (execute 2)`` for the next one of the same cell.
@@ -40,7 +55,17 @@ class CellNames:
         """
         self._count = self._count + 1 if cell == self._cell else 1
         self._cell = cell
-        return f"{cell_name(cell)} ({how}{f' {self._count}' if self._count > 1 else ''})"
+        call = f"{how} {self._count}" if self._count > 1 else how
+        return f"{cell_name(cell)} ({', '.join(filter(None, (self._which(cell), call)))})"
+
+    def _which(self, cell: int) -> str:
+        return f"kernel {self.kernel}" if cell in self.taken else ""
+
+
+def number_in(name: str) -> tuple[int, ...]:
+    """The number in the name of a cell, if that is one."""
+    found = re.match(r"In\[(\d+)\]", name)
+    return (int(found[1]),) if found else ()
 
 
 def parse_cell(text: str) -> int | None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PREFIX", "hold", "make", "release", "remove", "remove_unused", "sweep"]
+__all__ = ["LOCK", "PREFIX", "hold", "make", "release", "remove", "remove_unused", "sweep"]
 
 PREFIX = "distsession-"
 """How the names of all sessions' folders begin."""
@@ -24,6 +24,7 @@ PREFIX = "distsession-"
 REMOVE_ATTEMPTS = 10
 REMOVE_PAUSE_S = 0.02
 LOCK = "lock"
+"""The name of the lock's file."""
 
 YOUNG_S = 60.0
 """Seconds in which a folder without a lock may be one that is being made just now."""

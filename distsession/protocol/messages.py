@@ -22,6 +22,7 @@ __all__ = [
     "STORE_WAIT",
     "Abort",
     "Aborted",
+    "Addressed",
     "AgentFailed",
     "AgentReady",
     "AgentStarted",
@@ -52,6 +53,7 @@ __all__ = [
     "PrepareAgent",
     "PullRequest",
     "PushRequest",
+    "RankAttached",
     "RankExited",
     "RankFailed",
     "RankReady",
@@ -61,6 +63,7 @@ __all__ = [
     "ReconnectRequest",
     "Reply",
     "Request",
+    "Resume",
     "ShardsRequest",
     "Shared",
     "StackReply",
@@ -342,6 +345,17 @@ Request = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Addressed(_Message):
+    """A request of a session that is kept, and who else gets it.
+
+    A kernel may end while it sends a request; so it counts once all have it (see ``board``).
+    """
+
+    request: Request
+    ranks: tuple[int, ...]
+
+
 # --- rank to kernel, on the reply socket ----------------------------------------------------------
 
 
@@ -471,6 +485,34 @@ class RankReady(_Message):
 
     rank: int
     info: RankInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RankAttached(_Message):
+    """The rank has connected to a kernel that has attached, and waits for its ``Resume``.
+
+    Attributes:
+        epoch: Of that kernel.
+        before: Of the one that it had been connected to.
+        info: As the rank last told it.
+        forked_in: The generation for which its process was started.
+        generation: Whose process group it is in, or was to join last.
+        is_broken: That group has been given up.
+        running: The request that runs.
+        queued: Requests that wait.
+        answered: Requests whose answers nobody has acknowledged.
+    """
+
+    rank: int
+    epoch: int
+    before: int
+    info: RankInfo
+    forked_in: int
+    generation: int
+    is_broken: bool
+    running: Addressed | None
+    queued: tuple[Addressed, ...]
+    answered: tuple[Addressed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -704,6 +746,17 @@ class Abort(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Resume(_Message):
+    """Send again what nobody has acknowledged, and go on.
+
+    Attributes:
+        drop: Requests that are not to be begun, and whose answers are of no interest.
+    """
+
+    drop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StackRequest(_Message):
     """Send a ``StackReply``."""
 
@@ -787,6 +840,11 @@ class StartRanks(_Message):
         node: Of which node the agent is.
         nodes: How many there are, all with as many ranks.
         store_port: Of torch's TCP store; 0 on the first node, whose agent has it.
+        epoch: Of the owner, to whose sockets the ranks connect.
+        keep: Seconds for which the ranks stay when their kernel has gone; 0: they end with it.
+        keep_idle: The same once all of them are idle; 0: as long.
+        keep_output: Bytes of each log file that are kept.
+        version: Of the kernel's package, which is the agent's too.
     """
 
     ranks: tuple[int, ...]
@@ -808,6 +866,11 @@ class StartRanks(_Message):
     node: int = 0
     nodes: int = 1
     store_port: int = 0
+    epoch: int = 1
+    keep: float = 0.0
+    keep_idle: float = 0.0
+    keep_output: int = 1 << 30
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

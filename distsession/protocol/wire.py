@@ -39,6 +39,7 @@ __all__ = [
     "connect",
     "listen",
     "memory_path",
+    "socket_path",
 ]
 
 CHUNK = 4 << 20
@@ -51,7 +52,6 @@ MESSAGE_MAX = 16 << 20
 
 _HEAD = struct.Struct("<BQQQ")
 _MESSAGE, _CHUNK = 1, 2
-_FILE = "relay.sock"
 
 
 # --- relay to kernel ------------------------------------------------------------------------------
@@ -266,25 +266,36 @@ class Wire:
         self._socket.close()
 
 
-def listen(folder: str) -> socket.socket:
+def socket_path(folder: str, name: str, epoch: int) -> str:
+    """Where the kernel listens that owns a session.
+
+    Args:
+        folder: The session's.
+        name: For what.
+        epoch: Which owner: nobody who connects can reach one of those before.
+    """
+    return os.path.join(folder, f"{name}-{epoch}.sock")
+
+
+def listen(folder: str, epoch: int = 1) -> socket.socket:
     """Where the relays of a session connect to its kernel."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(os.path.join(folder, _FILE))
+    listener.bind(socket_path(folder, "relay", epoch))
     listener.listen(128)
     return listener
 
 
-def connect(folder: str, node: int) -> Wire:
+def connect(folder: str, node: int, epoch: int = 1) -> Wire:
     """The stream of a node's relay to the kernel."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(os.path.join(folder, _FILE))
+    connection.connect(socket_path(folder, "relay", epoch))
     wire = Wire(connection)
     wire.send(RelayHere(node))
     return wire
 
 
-def memory_path(folder: str, node: int) -> str:
+def memory_path(folder: str, node: int, epoch: int = 1) -> str:
     """Where the ranks of a node connect that take and give payloads: the kernel's own, or a
     relay's.
     """
-    return os.path.join(folder, f"memory-{node}.sock" if node else "memory.sock")
+    return socket_path(folder, f"memory{node}", epoch)

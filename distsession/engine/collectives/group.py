@@ -196,8 +196,7 @@ class Groups:
                 self._carry_over(group)
                 group.connect(dist.PrefixStore(f"group{name}", meeting))
         self._meeting = None
-        for module in torch_private.data_parallel_modules():
-            torch_private.refresh_data_parallel(module)
+        torch_private.refresh_modules()
 
     def _carry_over(self, group: SwappableGroup) -> None:
         """A group of an earlier generation goes on in this one, on all its members."""

@@ -28,7 +28,6 @@ from distsession.engine.collectives.torch_changes import Part
 
 __all__ = [
     "BACKEND",
-    "data_parallel_modules",
     "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
@@ -36,6 +35,7 @@ __all__ = [
     "make_native_group",
     "native_groups",
     "refresh_data_parallel",
+    "refresh_modules",
     "replace_init_process_group",
     "set_group_count",
     "set_store",
@@ -333,12 +333,32 @@ def warn_of_fsdp2() -> None:
         frame = frame.f_back
 
 
-def data_parallel_modules() -> Iterator[torch.nn.parallel.DistributedDataParallel]:
-    """All that there are in this process."""
-    kind = torch.nn.parallel.DistributedDataParallel
+def refresh_modules() -> None:
+    """Let modules that hold a group go on after it was connected anew: DDP, and FSDP2."""
+    data_parallel = torch.nn.parallel.DistributedDataParallel
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = getattr(fsdp, "FSDPModule", None)  # where nobody has imported it, there is none
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), kind) and "reducer" in candidate.__dict__:
-            yield candidate
+        kind = type(candidate)
+        if issubclass(kind, data_parallel) and "reducer" in candidate.__dict__:
+            refresh_data_parallel(candidate)
+        elif sharded is not None and issubclass(kind, sharded):
+            _refresh_fully_sharded(candidate)
+
+
+def _refresh_fully_sharded(module: Any) -> None:
+    """Let an FSDP2 module begin its next pass anew.
+
+    One that was given up leaves parameters that are gathered, though from a device nothing came.
+    What that pass had of gradients is lost; those that were there before stay.
+    """
+    state = module._get_fsdp_state()
+    if not state._is_root or not hasattr(module, "reset_iter_state"):  # as of torch 2.13
+        return
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group._all_gather_result = None  # it would be waited for
+    module.reset_iter_state()
 
 
 def refresh_data_parallel(module: Any) -> None:

@@ -1,0 +1,198 @@
+"""Who owns a session that is kept, as the agent of one node sees it.
+
+The agent listens in the session's folder. One owner at a time stays connected; when it is gone, a
+lease begins, at whose end the session ends. Who owns it is written beside the sockets, for those
+who only look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+from distsession.protocol.attach import (
+    Attached,
+    AttachRefused,
+    AttachRequest,
+    Ended,
+    EndSession,
+    Fenced,
+    attach_path,
+)
+from distsession.protocol.kept_record import OWNER_FILE, Owner, write_record
+from distsession.protocol.messages import StartRanks
+
+__all__ = ["Owners"]
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 1.0
+"""Seconds that one who has connected may take to say what it wants."""
+
+
+class Owners:
+    """The owner of a session, those who want to be it, and the lease while there is none.
+
+    Args:
+        start: What the first ranks were started with.
+        pid: Of the kernel that has started them.
+    """
+
+    def __init__(self, start: StartRanks, pid: int):
+        self._folder, self._node = start.folder, start.node
+        self._keep_s, self._keep_idle_s = start.keep, start.keep_idle
+        self._version = start.version
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(attach_path(self._folder, self._node))
+        self._listener.listen(16)
+        self.epoch, self._pid, self._since = start.epoch, pid, time.time()
+        self._gone_at: float | None = None
+        self._lease_began = 0.0
+        self._idle_since: float | None = None
+        self._write()
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    # --- the lease --------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """The owner is gone."""
+        self._gone_at, self._lease_began = time.time(), _clock()
+        self._idle_since = None
+        self._write()
+
+    def problem(self, is_idle: Callable[[], bool]) -> str:
+        """Why the session is over; empty while it is not.
+
+        Args:
+            is_idle: Whether no rank runs anything.
+        """
+        if self._gone_at is None:
+            return ""
+        now = _clock()
+        if now > self._lease_began + self._keep_s:
+            return f"nobody has attached for {self._keep_s:g} s"
+        if not self._keep_idle_s:
+            return ""
+        if not is_idle():
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now > self._idle_since + self._keep_idle_s:
+            return f"nobody has attached, and the ranks have been idle for {self._keep_idle_s:g} s"
+        return ""
+
+    def _write(self) -> None:
+        """Say in a file who owns it."""
+        if self._node:
+            return
+        gone_at = self._gone_at
+        ends_at = None if gone_at is None else gone_at + self._keep_s
+        owner = Owner(
+            epoch=self.epoch,
+            pid=self._pid,
+            since=self._since,
+            gone_at=gone_at,
+            lease_ends_at=ends_at,
+        )
+        try:
+            write_record(self._folder, OWNER_FILE, asdict(owner))
+        except OSError:
+            log.exception("could not write who owns the session")
+
+    # --- those who connect ------------------------------------------------------------------------
+
+    def accept(
+        self,
+        link: Connection | None,
+        attached: Callable[[int], Attached],
+    ) -> tuple[Connection, int] | EndSession | None:
+        """Take in one who has connected.
+
+        Args:
+            link: To the present owner; closed if another takes its place.
+            attached: What the new owner of an epoch is told.
+
+        Returns:
+            The link to another owner, and its pid; or that the session is to end; or None where
+            all stays as it was.
+        """
+        connection = Connection(self._listener.accept()[0].detach())
+        try:
+            wanted = connection.recv() if connection.poll(REQUEST_TIMEOUT_S) else None
+            match wanted:
+                case EndSession():
+                    _tell(link, Fenced(wanted.reason, is_over=True))
+                    connection.send(Ended())
+                    return wanted
+                case AttachRequest():
+                    if refusal := self._refusal(wanted, link is not None):
+                        connection.send(AttachRefused(refusal))
+                    else:
+                        return self._change(wanted, connection, link, attached)
+                case _:
+                    log.warning("somebody has connected who does not say what for: %r", wanted)
+        except (EOFError, OSError) as error:
+            log.warning("somebody who connected is gone: %s", error)
+        except Exception:
+            log.exception("dropped what somebody has sent who connected")
+        connection.close()
+        return None
+
+    def _refusal(self, wanted: AttachRequest, is_owned: bool) -> str:
+        if wanted.version != self._version:
+            return (
+                f"it was started by distsession {self._version}, and this is {wanted.version}: "
+                "attach with the same version, or end it with `distsession stop`."
+            )
+        if self._node and wanted.epoch <= self.epoch:
+            return "another kernel has attached meanwhile."
+        if is_owned and not wanted.take and not self._node:
+            since = time.strftime("%H:%M:%S", time.localtime(self._since))
+            return (
+                f"process {self._pid} has owned it since {since}: look on with %session view "
+                "(Session.view), detach there (%session detach), or take it with %session attach "
+                "--take (take=True); the other one can then ask nothing of it any more."
+            )
+        return ""
+
+    def _change(
+        self,
+        wanted: AttachRequest,
+        connection: Connection,
+        link: Connection | None,
+        attached: Callable[[int], Attached],
+    ) -> tuple[Connection, int]:
+        at = time.strftime("%H:%M:%S")
+        _tell(link, Fenced(f"process {wanted.pid} has taken it at {at}"))
+        self.epoch = wanted.epoch or self.epoch + 1
+        self._pid, self._since, self._gone_at = wanted.pid, time.time(), None
+        connection.send(attached(self.epoch))
+        self._write()
+        return connection, wanted.pid
+
+
+def _clock() -> float:
+    """Seconds by a clock that nobody sets, and that goes on while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _tell(link: Connection | None, message: Any) -> None:
+    """Send an owner the last message that it gets; it may be stopped and not read."""
+    if link is None:
+        return
+    with contextlib.suppress(OSError):
+        if select.select([], [link], [], 0)[1]:
+            link.send(message)
+    link.close()

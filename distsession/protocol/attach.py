@@ -1,0 +1,132 @@
+"""What a process says to the agents of a session that is kept, and what they answer.
+
+Each agent of a kept session listens on a unix socket in the session's folder, which only its user
+can open. One who connects says first what it wants. Only an owner stays connected: there is one at
+a time, told from those before it by its epoch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from distsession.ranks import HostInfo
+
+__all__ = [
+    "Adopt",
+    "AttachRefused",
+    "AttachRequest",
+    "Attached",
+    "EndSession",
+    "Ended",
+    "Fenced",
+    "SetOwner",
+    "attach_path",
+]
+
+
+def attach_path(folder: str, node: int) -> str:
+    """Where the agent of a node listens."""
+    return os.path.join(folder, f"attach-{node}.sock")
+
+
+# --- from one who connects ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequest:
+    """Somebody wants to own the session.
+
+    Attributes:
+        pid: Of its process.
+        version: Of its package.
+        take: Also if it has an owner.
+        epoch: What the agent of the first node has given; 0 for that agent itself.
+    """
+
+    pid: int
+    version: str
+    take: bool = False
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The sockets of this epoch are there: the ranks are to connect to them."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """End the ranks and everything else of the session, whoever owns it.
+
+    Attributes:
+        reason: What its owner is told.
+    """
+
+    reason: str
+
+
+# --- from an agent --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The one who has asked is the owner now.
+
+    Attributes:
+        epoch: Its number.
+        host: Facts of the agent's host.
+        store_port: Of torch's TCP store.
+        ranks: Those whose processes live: the generation that each was forked for, and its pid.
+        events: What an owner would have been told of: ends of other ranks, and of stores.
+        pid: Of the agent.
+    """
+
+    epoch: int
+    host: HostInfo
+    store_port: int
+    ranks: dict[int, tuple[int, int]]
+    events: tuple[Any, ...]
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRefused:
+    """It is not.
+
+    Attributes:
+        reason: Why, as a sentence that says what to do.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The session is being ended, as it was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """To an owner: somebody else owns the session from now on, or somebody has ended it.
+
+    Attributes:
+        reason: Who, as a sentence.
+        is_over: It has been ended.
+    """
+
+    reason: str
+    is_over: bool = False
+
+
+# --- from an agent to its ranks, by a pipe --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetOwner:
+    """Whose sockets a rank is to connect to: those of this epoch; 0 says that nobody is there."""
+
+    epoch: int
