@@ -15,8 +15,10 @@ from typing import Any, BinaryIO
 
 from distsession.cluster.base import python_command
 from distsession.cluster.deaths import agent_text
+from distsession.engine.process import started_at
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
 from distsession.protocol.messages import AgentStarted
+from distsession.protocol.wire import socket_path
 
 __all__ = ["Agents"]
 
@@ -31,6 +33,37 @@ LOOK_S = 0.25
 """Seconds between two looks at whether it does."""
 
 
+class AdoptedProcess:
+    """A process that is no child of this one, with what is used of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self._began = started_at(pid)
+
+    def poll(self) -> int | None:
+        is_same = self._began and started_at(self.pid) == self._began
+        return None if is_same else -1
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            time.sleep(0.005)
+        return -1
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+
 class Agents:
     """Starts agents, sends to them, and ends them.
 
@@ -38,22 +71,39 @@ class Agents:
         folder: The session's private folder.
         board: A descriptor that all of them inherit.
         pids_of: Gives the pids of a node's ranks, as far as they are known and live.
+        epoch: Of the kernel that owns the session.
     """
 
-    def __init__(self, folder: str, board: int, pids_of: Callable[[int], Iterable[int]]):
+    def __init__(
+        self, folder: str, board: int, pids_of: Callable[[int], Iterable[int]], epoch: int = 1
+    ):
+        self._epoch = epoch
         self._folder = folder
         self._board = board
         self._pids_of = pids_of
         self._is_urgent = threading.Event()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | AdoptedProcess] = {}
         self._links: dict[int, Connection] = {}
         self._lock = threading.Lock()
-        self._listener = Listener(os.path.join(folder, "agent.sock"), family="AF_UNIX")
+        self._listener = Listener(socket_path(folder, "agent", epoch), family="AF_UNIX")
+
+    def adopt(self, node: int, pid: int, link: Connection) -> None:
+        """An agent that another kernel has started serves this one."""
+        self._processes[node], self._links[node] = AdoptedProcess(pid), link
+
+    def abandon(self) -> None:
+        """Let go of all agents, which live on."""
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+            self._processes.clear()
+        self._close_listener()
 
     def start(self, node: int) -> None:
         """Start the agent of a node, also in the place of one that is gone."""
         self.end(node)
-        arguments = [self._folder, str(node), str(os.getpid())]
+        arguments = [self._folder, str(node), str(os.getpid()), str(self._epoch)]
         with open(self._log_path(node), "wb") as output:
             self._processes[node] = start_process(arguments, self._board, output, environment())
 
@@ -147,6 +197,9 @@ class Agents:
         self.release()
         for node in list(self._processes):
             self.end(node)
+        self._close_listener()
+
+    def _close_listener(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # somebody may have removed the folder
             self._listener.close()
 
@@ -173,7 +226,7 @@ class Agents:
         process.kill()
         process.wait()
 
-    def _ends(self, process: subprocess.Popen[bytes]) -> bool:
+    def _ends(self, process: subprocess.Popen[bytes] | AdoptedProcess) -> bool:
         """Wait for an agent to end, as long as it shows signs of life.
 
         How long it takes depends on its ranks, and on what else runs on the machine.

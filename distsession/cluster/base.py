@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distsession.cluster.attachment import Adopted
 from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import EngineDiedError
@@ -113,6 +114,27 @@ class Launcher(ABC):
     @abstractmethod
     def close(self) -> None:
         """End everything. Harmless when repeated."""
+
+    # --- a session that is kept -------------------------------------------------------------------
+
+    taken = ""
+    """Why this process owns the session no longer; empty while it does."""
+    adopted: tuple[Adopted, ...] = ()
+    """What a former owner has left, where this process has attached."""
+
+    @property
+    def folder(self) -> str:
+        """The session's private folder; empty where it has none."""
+        return ""
+
+    @property
+    def epoch(self) -> int:
+        """Which owner of the session this process is, from 1."""
+        return 1
+
+    def detach(self) -> None:
+        """Let go of the ranks, which go on; they end where they cannot without this process."""
+        self.close()
 
     # --- the process group; nothing to do where there is only this process ------------------------
 

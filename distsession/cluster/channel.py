@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import os
 import pickle
@@ -29,7 +28,9 @@ from distsession.cluster.payloads import Payloads
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
 from distsession.protocol import serialize
+from distsession.protocol.board import Board
 from distsession.protocol.messages import (
+    Addressed,
     CompletionReply,
     ErrorInfo,
     InputReply,
@@ -45,6 +46,7 @@ from distsession.protocol.messages import (
     encode,
 )
 from distsession.protocol.shared_memory import Progress, Segment
+from distsession.protocol.wire import socket_path
 
 __all__ = ["SocketChannel"]
 
@@ -63,6 +65,8 @@ class SocketChannel(Channel):
             readiness, failures and ends of ranks and agents. ``NodeGone`` says that the link of a
             node's agent has closed; ``None`` the same of the first node's. It must not block.
         background: Takes output that belongs to no run.
+        epoch: Which owner of the session this is.
+        is_kept: Another owner may attach when this one is gone.
     """
 
     def __init__(
@@ -70,8 +74,17 @@ class SocketChannel(Channel):
         folder: str,
         on_event: Callable[[Any], None],
         background: PendingRequest,
+        *,
+        epoch: int = 1,
+        is_kept: bool = False,
     ):
         self._folder = folder
+        self._epoch = epoch
+        self._is_kept = is_kept
+        self.board: Board | None = None
+        """Where ranks of a session that is kept see what has been sent and what was seen."""
+        self.refusal = ""
+        """Why nothing can be sent any more though the session is not closed."""
         self._on_event = on_event
         self.budget = OutputBudget()
         self._background = background
@@ -81,7 +94,7 @@ class SocketChannel(Channel):
         self._output = self._bind(zmq.PULL, "output")
         self._control = self._bind(zmq.ROUTER, "control")
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._last = 0
         self._pending: dict[int, PendingRequest] = {}
         self._dead: dict[int, EngineDiedError] = {}
         self._identities: dict[int, bytes] = {}
@@ -89,12 +102,13 @@ class SocketChannel(Channel):
         self._answers: dict[int, dict[int, Any]] = {}
         self._asked = 0
         self._answered = threading.Condition()
-        self.payloads = Payloads(folder)
+        self.payloads = Payloads(folder, epoch)
         self._poller = zmq.Poller()
         self._agents: dict[int, tuple[int, Connection]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_reader, self._wake_writer = os.pipe()
         self._closed = False
+        self._linger_ms = 0
         self.malformed = 0
         self.has_ended: Callable[[int], bool] = lambda rank: False
         """Whether the process of a rank is known to be gone."""
@@ -110,7 +124,7 @@ class SocketChannel(Channel):
             socket.setsockopt(zmq.SNDHWM, 0)
         if name == "output":
             socket.setsockopt(zmq.RCVHWM, 8)
-        socket.bind(f"ipc://{self._folder}/{name}.sock")
+        socket.bind(f"ipc://{socket_path(self._folder, name, self._epoch)}")
         return socket
 
     # --- agents -----------------------------------------------------------------------------------
@@ -171,22 +185,61 @@ class SocketChannel(Channel):
             for rank in ranks:
                 if rank in self._dead:
                     raise copy.copy(self._dead[rank])  # it may be given notes
-            request = make(next(self._numbers))
+            self._last += 1
+            request = make(self._last)
+            message = Addressed(request, tuple(ranks)) if self._is_kept else request
             pending = PendingRequest(request.id, ranks, self.budget, self.send_control)
             self._pending[request.id] = pending
-            encoded: dict[int, list[Any]] = {}
-            for rank in ranks:
-                part = parts[rank]
-                if not isinstance(part, list):
-                    frames = self.payloads.encode(rank, request, part)
-                else:
-                    if id(part) not in encoded:
-                        encoded[id(part)] = encode(request, part)
-                    frames = encoded[id(part)]
-                self._busy[rank].add(request.id)
-                identity, is_small = self._identities[rank], len(frames) == 1
-                self._route(self._requests, identity, frames, is_small=is_small)
+            try:
+                self._send_to_all(message, request.id, ranks, parts)
+            finally:
+                if self._is_kept and self.board is not None:
+                    self.board.commit(self._epoch, request.id)
         return pending
+
+    def _send_to_all(
+        self, message: Any, number: int, ranks: Sequence[int], parts: Mapping[int, Any]
+    ) -> None:
+        encoded: dict[int, list[Any]] = {}
+        for rank in ranks:
+            part = parts[rank]
+            if not isinstance(part, list):
+                frames = self.payloads.encode(rank, message, part)
+            else:
+                if id(part) not in encoded:
+                    encoded[id(part)] = encode(message, part)
+                frames = encoded[id(part)]
+            self._busy[rank].add(number)
+            identity, is_small = self._identities[rank], len(frames) == 1
+            self._route(self._requests, identity, frames, is_small=is_small)
+
+    def adopt(self, number: int, ranks: Sequence[int], busy: Sequence[int]) -> PendingRequest:
+        """Wait for a request that a former owner has sent.
+
+        Args:
+            number: Its own.
+            ranks: That were sent it.
+            busy: Those of them that have not answered.
+        """
+        with self._lock:
+            pending = PendingRequest(number, ranks, self.budget, self.send_control)
+            self._pending[number] = pending
+            for rank in busy:
+                self._busy[rank].add(number)
+            self._last = max(self._last, number)
+        return pending
+
+    def go_on_after(self, number: int) -> None:
+        """A former owner has given its requests numbers up to this one."""
+        with self._lock:
+            self._last = max(self._last, number)
+
+    def _acknowledge(self) -> None:
+        """Tell the ranks, in memory that they share, whose answers nobody needs any more."""
+        if self._closed or not self._is_kept or self.board is None:
+            return
+        seen = min(self._pending, default=self._last + 1) - 1
+        self.board.acknowledge(self._epoch, seen)
 
     def send_control(self, rank: int, message: Any) -> None:
         with self._lock:
@@ -230,6 +283,8 @@ class SocketChannel(Channel):
             return list(self._pending.values())
 
     def _check_open(self) -> None:
+        if self.refusal:
+            raise SessionStateError(self.refusal)
         if self._closed:
             raise SessionStateError("this session is closed: start another with Session(...).")
 
@@ -290,7 +345,7 @@ class SocketChannel(Channel):
                     poller.unregister(descriptor)
                     del self._agents[descriptor]
         for socket in (self._requests, self._replies, self._output, self._control):
-            socket.close(0)
+            socket.close(self._linger_ms)
 
     def _drain(self, socket: zmq.Socket[bytes], at_most: int = 1000) -> None:
         for _ in range(at_most):
@@ -365,6 +420,7 @@ class SocketChannel(Channel):
         pending.abandon()
         with self._lock:
             self._pending.pop(pending.request, None)
+            self._acknowledge()
             self.payloads.forget(pending.request, taken=not pending.missing)
 
     def _receive_from_agent(self, node: int, agent: Connection) -> bool:
@@ -391,19 +447,23 @@ class SocketChannel(Channel):
             if error.rank in pending.ranks:
                 pending.put_death(error)
 
-    def close(self) -> None:
-        """Close everything; whoever waits is told by the deaths of the ranks."""
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Close everything; whoever waits is told by the deaths of the ranks.
+
+        Args:
+            linger_ms: How long what has been sent may take to leave this process.
+        """
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._linger_ms = True, linger_ms
         os.write(self._wake_writer, b"x")
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2.0)
         elif not self._thread.ident:
             for socket in (self._requests, self._replies, self._output, self._control):
-                socket.close(0)
+                socket.close(self._linger_ms)
         self.payloads.close()
-        self._context.destroy(0)
+        self._context.destroy(self._linger_ms)
         os.close(self._wake_reader)
         os.close(self._wake_writer)

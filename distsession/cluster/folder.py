@@ -8,7 +8,7 @@ import tempfile
 from distsession.errors import LaunchError
 from distsession.protocol import folder_lock
 
-__all__ = ["PrivateFolder"]
+__all__ = ["AttachedFolder", "PrivateFolder"]
 
 UNIX_PATH_MAX = 100
 """A unix socket's path has 107 bytes at most (sun_path in <sys/un.h>), less where we add a name."""
@@ -36,6 +36,17 @@ class PrivateFolder:
         """Remove it, if it is still there. All processes that use it have ended."""
         folder_lock.remove(self.path)
         folder_lock.release(self._lock)
+
+
+class AttachedFolder(PrivateFolder):
+    """The folder of a session that another process has started.
+
+    Raises:
+        FileNotFoundError: It is gone.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self._lock = path, folder_lock.hold(path)
 
 
 def _make() -> tuple[str, int]:

@@ -14,7 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distsession import __version__
 from distsession.cluster.agents import Agents
+from distsession.cluster.attachment import (
+    Adopted,
+    Attachment,
+    LauncherState,
+    write_state,
+)
 from distsession.cluster.base import Launcher
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.deaths import AGENT_GONE, agent_text
@@ -22,10 +29,12 @@ from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
-from distsession.cluster.monitor import Monitor, RankUnreported
+from distsession.cluster.kept_session import write_kept
+from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.cluster.process_state import GONE, STOPPED, has_ended, process_state
 from distsession.cluster.reconnect import UNDISTURBED_S, Halted, Reconnect, failure_of
+from distsession.cluster.takeover import Takeover
 from distsession.errors import (
     DOCTOR_REMEDY,
     EngineDiedError,
@@ -35,6 +44,7 @@ from distsession.errors import (
     SessionStateError,
 )
 from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.protocol.attach import Fenced
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.diagnosis import describe_operation
 from distsession.protocol.messages import (
@@ -42,6 +52,7 @@ from distsession.protocol.messages import (
     CompletionReply,
     CompletionRequest,
     PrepareAgent,
+    RankAttached,
     ReconnectRequest,
     StackReply,
     StartRanks,
@@ -73,6 +84,9 @@ SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
 SETTLE_PER_RANK = 0.05
 """By how much each of them makes that longer."""
+HALF_SENT = "its kernel ended as it sent it, and other ranks never got it."
+LINGER_MS = 2000
+"""How long requests may take to reach the ranks of a session that is let go."""
 END = 5.0
 """Seconds that a rank which did not come into its group has to end."""
 
@@ -83,12 +97,18 @@ class LocalLauncher(Launcher):
     Args:
         options: What to start.
         on_background: Takes output that belongs to no run, in a thread of its own.
+        attachment: To a session that another process has started, and whose ranks are there.
     """
 
     name = "local"
     channel: SocketChannel
 
-    def __init__(self, options: SessionOptions, on_background: Callable[[OutputMessage], None]):
+    def __init__(
+        self,
+        options: SessionOptions,
+        on_background: Callable[[OutputMessage], None],
+        attachment: Attachment | None = None,
+    ):
         check_room(DESCRIPTORS, "A session")
         self._options = options
         self._generation = 0
@@ -101,6 +121,13 @@ class LocalLauncher(Launcher):
         self._unreported: dict[int, float] = {}
         self._looked_at = 0.0
         self._plan: RankPlan | None = None
+        self._attachment = attachment
+        self._takeover: Takeover | None = None
+        self._started = time.time() if attachment is None else attachment.state.started
+        self._epoch = 1 if attachment is None else attachment.epoch
+        self.adopted: tuple[Adopted, ...] = ()
+        """What a former owner has left, where this process has attached."""
+        self.taken = ""
         self._controller: Controller | None = None
         self._controller_lock = threading.Lock()
         self._registering = threading.Lock()
@@ -114,13 +141,25 @@ class LocalLauncher(Launcher):
         self._monitor = Monitor(self._on_death, self._operation_of)
         self._background = PendingRequest(0, [-1])
         with contextlib.ExitStack() as made:
-            self._folder = PrivateFolder()
-            made.callback(self._folder.remove)
-            self._board_file = make_file()
+            if attachment is None:
+                self._folder = PrivateFolder()
+                made.callback(self._folder.remove)
+                self._board_file = self._board_in_agent = make_file()
+            else:
+                self._folder = attachment.folder
+                made.callback(self._folder.release)
+                self._board_file = os.open(attachment.state.board, os.O_RDWR)
+                self._board_in_agent = int(os.path.basename(attachment.state.board))
             made.callback(os.close, self._board_file)
-            self._agents = Agents(self.folder, self._board_file, self._pids_of)
-            made.callback(self._agents.close)
-            self.channel = SocketChannel(self.folder, self._handle_event, self._background)
+            self._agents = Agents(self.folder, self._board_file, self._pids_of, self._epoch)
+            made.callback(self._agents.abandon if attachment else self._agents.close)
+            self.channel = SocketChannel(
+                self.folder,
+                self._handle_event,
+                self._background,
+                epoch=self._epoch,
+                is_kept=options.keep > 0,
+            )
             made.callback(self.channel.close)
             self.channel.payloads.relays.is_expected = self._monitor.is_gone
             self.channel.has_ended = self._has_ended
@@ -138,19 +177,26 @@ class LocalLauncher(Launcher):
         """The session's private folder: sockets and logs."""
         return self._folder.path
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
     # --- start ------------------------------------------------------------------------------------
 
     def start(self) -> tuple[RankInfo, ...]:
         deadline = time.monotonic() + self._options.start_timeout
+        if self._attachment is not None:
+            return self._adopt(self._attachment, deadline)
         try:
             host = self._start_agents(range(self._options.nodes), deadline)
             self._plan = plan_ranks(self._options, host)
             world = self._plan.world_size
             check_room(DESCRIPTORS_OF_RANK * world, f"A session of {world} ranks")
             os.ftruncate(self._board_file, file_size(world))
-            self.board = Board(self._board_file, world)
+            self.board = self.channel.board = Board(self._board_file, world)
             with InterruptHold() as interrupts:
                 infos = self._launch(range(world), deadline, interrupts)
+            self._write_state()
             if self._options.ipyparallel == "eager":
                 self._register_behind()
             return infos
@@ -188,7 +234,14 @@ class LocalLauncher(Launcher):
         return hosts[0]
 
     def _handle_event(self, event: object) -> None:
+        if isinstance(event, Fenced):
+            self._on_taken(event)
+            return
+        if self.taken and (event is None or isinstance(event, NodeGone)):
+            return
         self._monitor.handle(event)
+        if isinstance(event, RankAttached) and self._takeover is not None:
+            self._takeover.resume_late(event.rank)
         if event is None:  # the store is gone with the first agent: no rank can go on without it
             self._agents.terminate()
 
@@ -268,6 +321,11 @@ class LocalLauncher(Launcher):
             environ=dict(os.environ),
             is_whole=len(ranks) == plan.world_size,
             nodes=plan.nodes,
+            epoch=self._epoch,
+            keep=self._options.keep,
+            keep_idle=self._options.keep_idle,
+            keep_output=self._options.keep_output,
+            version=__version__,
         )
         port = 0
         self._monitor.expect_store()
@@ -300,6 +358,82 @@ class LocalLauncher(Launcher):
         if any(rank not in self._monitor.ready for rank in world):
             return ()  # it is starting
         return tuple(self._monitor.ready[rank] for rank in world)
+
+    # --- a session that is kept -------------------------------------------------------------------
+
+    def _write_state(self) -> None:
+        if not self._options.keep or self._plan is None:
+            return
+        agents = [self._agents.pid(node) for node in range(self._plan.nodes)]
+        board = f"/proc/{agents[0]}/fd/{self._board_in_agent}"
+        write_state(
+            self.folder, LauncherState(self._options, self._plan, self.infos, board, self._started)
+        )
+        write_kept(
+            self.folder,
+            name=self._options.name,
+            world_size=self._plan.world_size,
+            nodes=self._plan.nodes,
+            backend=self._plan.backend,
+            keep_s=self._options.keep,
+            keep_idle_s=self._options.keep_idle,
+            keep_output_bytes=self._options.keep_output,
+            agents=agents,
+            board=board,
+            started=self._started,
+        )
+
+    def _adopt(self, attachment: Attachment, deadline: float) -> tuple[RankInfo, ...]:
+        """Become the owner of ranks that are there."""
+        self._plan = attachment.state.plan
+        self.board = self.channel.board = Board(self._board_file, self._plan.world_size)
+        takeover = self._takeover = Takeover(
+            attachment, self._monitor, self._agents, self.channel, self.board
+        )
+        self._forked_in = takeover.forked_in
+        try:
+            takeover.run(deadline)
+        except BaseException:  # it goes on without this process, as it was
+            self.detach()
+            raise
+        self._generation, self.is_broken = takeover.generation, takeover.is_broken
+        self.adopted = takeover.adopted
+        if takeover.ended:
+            text = f"{ranks_text(takeover.ended)} could not be started"
+            self.abort(AbortReason.FAILED, text)
+        for number in takeover.half_sent:
+            self.abort(AbortReason.STOP, HALF_SENT, interrupt=number)
+        return self.infos
+
+    def _on_taken(self, event: Fenced) -> None:
+        """Somebody else owns the session from now on, or has ended it."""
+        self.taken = (
+            f"this session is over: {event.reason}."
+            if event.is_over
+            else f"this session is no longer this process's: {event.reason}. "
+            "%session attach --take takes it back."
+        )
+        self.channel.refusal = self.taken
+        self._monitor.lose_all(self.taken)
+
+    def detach(self) -> None:
+        """Let go of the session: its ranks go on, and another process may attach."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self._monitor.closing = True
+        self.channel.close(linger_ms=0 if self.taken else LINGER_MS)
+        self._agents.abandon()
+        with self._controller_lock:
+            if self._controller is not None:
+                self._controller.close()
+        self._folder.release()
+        self._folder.sweep()  # it is over if it was ended, and nobody else may be there
+        self._monitor.handle(None)
+        self._background.put_death(EngineDiedError("", rank=-1, pid=0, returncode=0))
+        with contextlib.suppress(OSError):
+            os.close(self._board_file)
 
     # --- the process group ------------------------------------------------------------------------
 
@@ -623,6 +757,7 @@ class LocalLauncher(Launcher):
                     raise RunInterrupt(text) from None
                 raise
             self._register_anew(engine_ids)
+        self._write_state()
         return infos
 
     def _stop_ranks(self, ranks: Sequence[int]) -> None:
@@ -702,7 +837,7 @@ class LocalLauncher(Launcher):
         return describe_operation(operations[-1])
 
     def _on_death(self, error: EngineDiedError) -> None:
-        if self.board is not None:
+        if self.board is not None and not self._closed:  # of one that goes on, its question waits
             self.board.regions[error.rank].clear_input_request()
         self.channel.mark_dead(error)
 
@@ -710,6 +845,9 @@ class LocalLauncher(Launcher):
 
     def close(self) -> None:
         if os.getpid() != self._owner:  # a forked child of the kernel owns nothing of this
+            return
+        if self.taken:
+            self.detach()
             return
         with interrupts_held(self._agents.end_at_once):
             with self._closing:

@@ -27,6 +27,7 @@ from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     EngineRegistered,
+    RankAttached,
     RankExited,
     RankFailed,
     RankReady,
@@ -95,6 +96,8 @@ class Monitor:
         self.closing = False
         """The user closes the session: deaths from here on are no surprise."""
         self._agent_problem = ""
+        self.attached: dict[int, RankAttached] = {}
+        """What ranks said when this kernel attached."""
         self._failed: dict[int, RankFailed] = {}
         self._exited: dict[int, RankExited] = {}
         self._unreported: set[int] = set()
@@ -115,6 +118,9 @@ class Monitor:
                     self._agent_problem = message.reason
                 case RankReady():
                     self.ready[message.rank] = message.info
+                case RankAttached():
+                    self.ready[message.rank] = message.info
+                    self.attached[message.rank] = message
                 case RankFailed():
                     self._failed[message.rank] = message
                 case EngineRegistered():
@@ -212,6 +218,14 @@ class Monitor:
         text = node_gone_text(node, ranks)
         return [self._lost_with_agent(rank, text) for rank in ranks]
 
+    def lose_all(self, text: str) -> None:
+        """Nobody here hears of these ranks any more, which live."""
+        with self._changed:
+            self.agent_gone = True
+            for death in [self._lost_with_agent(rank, text) for rank in self._living()]:
+                self._on_death(death)
+            self._changed.notify_all()
+
     def _lost_with_agent(self, rank: int, text: str = AGENT_GONE) -> EngineDiedError:
         info = self.ready[rank]
         how = "ended with its session, which was closed." if self.closing else f"is gone: {text}"
@@ -261,6 +275,18 @@ class Monitor:
                 ),
                 timeout,
             )
+
+    def wait_attached(self, ranks: Sequence[int], deadline: float) -> list[int]:
+        """Wait until ranks have connected to this kernel; gives those that have not."""
+
+        def late() -> list[int]:
+            return [r for r in ranks if r not in self.attached and r not in self._exited]
+
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.agent_gone or not late(), max(0.0, deadline - time.monotonic())
+            )
+            return [rank for rank in ranks if rank not in self.attached]
 
     def wait_host(self, node: int, is_alive: Callable[[], bool], deadline: float) -> HostInfo:
         """Wait until the agent of a node has imported torch."""

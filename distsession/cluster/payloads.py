@@ -16,7 +16,7 @@ from distsession.cluster.base import Payload
 from distsession.cluster.relay import Arrival, Upload, lost
 from distsession.cluster.relays import Relays
 from distsession.protocol import shared_memory
-from distsession.protocol.messages import Request, Shared, encode
+from distsession.protocol.messages import Addressed, Request, Shared, encode
 from distsession.protocol.serialize import Frames
 from distsession.protocol.shared_memory import LinkListener, Progress, Segment
 from distsession.protocol.wire import memory_path
@@ -37,13 +37,14 @@ class Payloads:
 
     Args:
         folder: The session's private folder.
+        epoch: Of the kernel that owns the session.
     """
 
-    def __init__(self, folder: str):
-        self.relays = Relays(folder)
+    def __init__(self, folder: str, epoch: int = 1):
+        self.relays = Relays(folder, epoch)
         self._pool = shared_memory.Pool()
         self._sent: dict[int, list[Segment | Upload]] = {}
-        self._links = LinkListener(memory_path(folder, 0))
+        self._links = LinkListener(memory_path(folder, 0, epoch))
         self._names: dict[int, str] = {}
         self._nodes: dict[str, int] = {}
 
@@ -146,7 +147,7 @@ class Payloads:
                 upload.release()
         return parts
 
-    def encode(self, rank: int, request: Request, part: Part) -> list[Any]:
+    def encode(self, rank: int, request: Request | Addressed, part: Part) -> list[Any]:
         """The message of a request to a rank, which leads to its part."""
         if isinstance(part, Upload):
             return encode(request, part.relay.hand(part, self._names[rank]))

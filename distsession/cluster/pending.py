@@ -129,6 +129,8 @@ class PendingRequest:
         self._arriving.pop(reply.rank, None)
         if reply.rank in self.deaths:  # it died while its answer was on its way
             return
+        if reply.rank in self.replies:  # it was sent again, as this kernel has just attached
+            return
         if reply.has_output:
             self._open.add(reply.rank)
         self.times[reply.rank] = time.monotonic()

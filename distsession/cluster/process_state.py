@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["ENDED", "GONE", "STOPPED", "has_ended", "process_state", "processor_time"]
+__all__ = [
+    "ENDED",
+    "GONE",
+    "STOPPED",
+    "has_ended",
+    "process_facts",
+    "process_state",
+    "processor_time",
+]
 
 
 ENDED = ("Z", "X")
@@ -19,6 +27,14 @@ STOPPED = ("T", "t")
 def process_state(pid: int) -> str:
     """The letter that /proc has for it; empty where that is not known."""
     return (_stat(f"/proc/{pid}/stat") or [""])[0]
+
+
+def process_facts(pid: int) -> list[str]:
+    """What stands in /proc of a process behind its name: state, parent, group, session, and more.
+
+    Empty where there is no such process.
+    """
+    return _stat(f"/proc/{pid}/stat")
 
 
 def has_ended(pid: int) -> bool:

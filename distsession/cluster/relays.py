@@ -27,10 +27,11 @@ class Relays:
 
     Args:
         folder: The session's private folder.
+        epoch: Of the kernel that owns the session.
     """
 
-    def __init__(self, folder: str):
-        self.listener = listen(folder)
+    def __init__(self, folder: str, epoch: int = 1):
+        self.listener = listen(folder, epoch)
         self._changed = threading.Condition()
         self._relays: dict[int, Relay] = {}
         self.is_expected: Callable[[int], bool] = lambda node: False

@@ -1,0 +1,220 @@
+"""Attaching to a session that is kept: the launcher's state, and the way to its agents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from distsession.cluster.deaths import agent_text
+from distsession.cluster.folder import AttachedFolder
+from distsession.cluster.pending import PendingRequest
+from distsession.errors import SessionStateError
+from distsession.options import RankPlan, SessionOptions
+from distsession.protocol.attach import Attached, AttachRefused, AttachRequest, attach_path
+from distsession.protocol.messages import Addressed, RankAttached, Request
+from distsession.ranks import RankInfo
+
+__all__ = [
+    "Adopted",
+    "Attachment",
+    "LauncherState",
+    "LeftRequest",
+    "connect",
+    "read_state",
+    "requests_of",
+    "write_state",
+]
+
+STATE_FILE = "state.pickle"
+ANSWER_TIMEOUT_S = 5.0
+"""Seconds that an agent may take to say whether one may attach."""
+
+
+@dataclass(frozen=True)
+class LauncherState:
+    """What a launcher knows of the ranks that it has started.
+
+    Attributes:
+        board: A path at which the memory that all ranks share can be opened.
+        started: When the session was, by ``time.time()``.
+    """
+
+    options: SessionOptions
+    plan: RankPlan
+    infos: tuple[RankInfo, ...]
+    board: str
+    started: float
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A request of a former owner, which somebody may wait for now.
+
+    Attributes:
+        pending: What comes of it.
+        missing: Ranks that were to get it and never did: their kernel ended as it sent it.
+    """
+
+    request: Request
+    pending: PendingRequest
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """The agents of a session that this process owns now."""
+
+    folder: AttachedFolder
+    state: LauncherState
+    epoch: int
+    links: dict[int, Connection]
+    agents: dict[int, Attached]
+
+
+def write_state(folder: str, state: LauncherState) -> None:
+    """Write down what another kernel needs to attach."""
+    path = os.path.join(folder, STATE_FILE)
+    with open(os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        pickle.dump(state, file)
+    os.replace(f"{path}.new", path)
+
+
+def read_state(folder: str) -> LauncherState:
+    """What :func:`write_state` has written.
+
+    Only for folders of this user: to read it runs what its pickle names.
+
+    Raises:
+        OSError: There is none.
+    """
+    with open(os.path.join(folder, STATE_FILE), "rb") as file:
+        state: LauncherState = pickle.load(file)
+    return state
+
+
+def connect(folder: str, version: str, *, take: bool = False) -> Attachment:
+    """Become the owner of a session.
+
+    Args:
+        folder: Its own.
+        version: Of this package.
+        take: Also if it has an owner, who can ask nothing of it from then on.
+
+    Raises:
+        SessionStateError: It is gone, has an owner, or its agents do not answer.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            place = AttachedFolder(folder)
+        except OSError:
+            raise SessionStateError(
+                f"the session in {folder} is gone: `distsession ls` shows those that are there."
+            ) from None
+        stack.callback(place.release)
+        links: dict[int, Connection] = {}
+        agents: dict[int, Attached] = {}
+        epoch, nodes = 0, 1
+        while len(links) < nodes:
+            node = len(links)
+            link, attached = _ask(folder, node, AttachRequest(os.getpid(), version, take, epoch))
+            stack.callback(link.close)
+            links[node], agents[node], epoch = link, attached, attached.epoch
+            if not node:
+                state = read_state(folder)
+                nodes = state.plan.nodes
+        stack.pop_all()
+    return Attachment(place, state, epoch, links, agents)
+
+
+def _ask(folder: str, node: int, request: AttachRequest) -> tuple[Connection, Attached]:
+    who = agent_text(node)
+    link = _open(folder, node)
+    try:
+        link.send(request)
+        if not link.poll(ANSWER_TIMEOUT_S):
+            raise SessionStateError(
+                f"{who} has not answered within {ANSWER_TIMEOUT_S:g} s: if it is stopped, "
+                "`kill -CONT` lets it go on."
+            )
+        answer = link.recv()
+    except (EOFError, OSError) as error:
+        link.close()
+        raise SessionStateError(f"{who} is gone: {error}.") from None
+    except BaseException:
+        link.close()
+        raise
+    if isinstance(answer, AttachRefused):
+        link.close()
+        raise SessionStateError(f"this session cannot be attached to: {answer.reason}")
+    assert isinstance(answer, Attached)
+    return link, answer
+
+
+def _open(folder: str, node: int) -> Connection:
+    try:
+        link: Any = Client(attach_path(folder, node), family="AF_UNIX")
+    except OSError as error:
+        raise SessionStateError(
+            f"{agent_text(node)} of the session in {folder} cannot be reached ({error}): it is "
+            "gone, or was not started with keep=."
+        ) from None
+    assert isinstance(link, Connection)
+    return link
+
+
+@dataclass(frozen=True)
+class LeftRequest:
+    """A request of a former owner that nobody has seen the end of.
+
+    Attributes:
+        answered: The ranks that have answered it.
+        running: Those that run it.
+        queued: Those at which it waits.
+        missing: Those that were to get it and did not, as their kernel ended while it sent it.
+        gone: Those that have ended, so that nobody knows.
+    """
+
+    request: Request
+    answered: tuple[int, ...]
+    running: tuple[int, ...]
+    queued: tuple[int, ...]
+    missing: tuple[int, ...]
+    gone: tuple[int, ...]
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        return tuple(sorted((*self.answered, *self.running)))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted((*self.begun, *self.queued)))
+
+
+def requests_of(ranks: Sequence[RankAttached]) -> list[LeftRequest]:
+    """What a former owner has left, in its order, by what each rank has said."""
+    found: dict[int, Addressed] = {}
+    of: dict[str, dict[int, list[int]]] = {"answered": {}, "running": {}, "queued": {}}
+    for said in ranks:
+        running = () if said.running is None else (said.running,)
+        for how, each in (
+            ("answered", said.answered),
+            ("running", running),
+            ("queued", said.queued),
+        ):
+            for addressed in each:
+                found[addressed.request.id] = addressed
+                of[how].setdefault(addressed.request.id, []).append(said.rank)
+    here = {said.rank for said in ranks}
+    left = []
+    for number, addressed in sorted(found.items()):
+        at = {how: tuple(of[how].get(number, ())) for how in of}
+        had = {rank for part in at.values() for rank in part}
+        missing = tuple(rank for rank in addressed.ranks if rank in here and rank not in had)
+        gone = tuple(rank for rank in addressed.ranks if rank not in here)
+        left.append(LeftRequest(addressed.request, missing=missing, gone=gone, **at))
+    return left
