@@ -6,6 +6,7 @@ this package loads neither torch nor IPython, and starts nothing.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from distsession import errors
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from distsession.scripts.launch import launch, start_training
     from distsession.scripts.launch_options import LaunchOptions
     from distsession.session import Session, current_session
+    from distsession.viewer import SessionViewer
 
 __version__ = "0.1.0"
 
@@ -24,6 +26,7 @@ __all__ = [
     "RankResults",
     "Session",
     "SessionOptions",
+    "SessionViewer",
     "current_session",
     "errors",
     "launch",
@@ -35,6 +38,7 @@ __all__ = [
 _HOMES = {
     "Session": "distsession.session",
     "current_session": "distsession.session",
+    "SessionViewer": "distsession.viewer",
     "RankResults": "distsession.results",
     "SessionOptions": "distsession.options",
     "LaunchOptions": "distsession.scripts.launch_options",
@@ -93,10 +97,12 @@ def _error_colors() -> Any:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What ``%load_ext distsession`` does: add the magics."""
-    from distsession.notebook import magics
+    """What ``%load_ext distsession`` does: add the magics, and say which sessions are there."""
+    from distsession.notebook import kept_hint, magics
 
     magics.register(shell)
+    for line in kept_hint.hints():
+        sys.stdout.write(f"{line}\n")
 
 
 def unload_ipython_extension(shell: Any) -> None:

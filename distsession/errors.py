@@ -5,6 +5,7 @@
     DistsessionError
     ├─ OptionsError(ValueError)
     ├─ SessionStateError(RuntimeError)
+    │  └─ KeptSessionError
     ├─ SerializationError(TypeError)
     ├─ ResultsError(TypeError)
     ├─ LaunchError(RuntimeError)
@@ -37,6 +38,7 @@ __all__ = [
     "DistsessionError",
     "EngineDiedError",
     "ExportError",
+    "KeptSessionError",
     "LaunchError",
     "LaunchTimeoutError",
     "OptionsError",
@@ -83,8 +85,13 @@ class DistsessionError(Exception):
     def __str__(self) -> str:
         return f"{super().__str__()} {self.remedy}" if self.remedy else super().__str__()
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The message in lines, as it is shown."""
+        return self._lines or (str(self),)
+
     def _render_traceback_(self) -> list[str]:
-        first, *others = self._lines or (str(self),)
+        first, *others = self.lines
         return [f"{type(self).__name__}: {first}", *others]
 
 
@@ -94,6 +101,10 @@ class OptionsError(DistsessionError, ValueError):
 
 class SessionStateError(DistsessionError, RuntimeError):
     """The session cannot do this in its present state (closed, not started, none at all)."""
+
+
+class KeptSessionError(SessionStateError):
+    """A session that is kept is not there, or cannot be had from here."""
 
 
 class SerializationError(DistsessionError, TypeError):

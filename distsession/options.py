@@ -8,10 +8,12 @@ One field of :class:`SessionOptions` is a keyword of ``Session(...)``, a flag of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import math
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -24,10 +26,13 @@ __all__ = [
     "add_arguments",
     "check_names",
     "declare",
+    "duration_text",
     "option_sources",
     "plan_ranks",
     "read_bool",
+    "read_duration",
     "read_environment",
+    "read_size",
     "resolve_options",
 ]
 
@@ -35,6 +40,18 @@ PREFIX = "DISTSESSION_"
 LAUNCHERS = ("local", "inline")
 CHECKS = ("shared", "detail", "off")
 IPYPARALLEL = ("lazy", "eager")
+LONGEST_NAME = 64
+"""Characters of the name of a session."""
+
+LEAST_OUTPUT_BYTES = 1 << 20
+"""What is kept of each rank's output at least: an error shows the last lines."""
+
+DURATIONS = "12h, 90m, 2d, 1h30m, 45s or a number of seconds"
+SIZES = "1G, 500M or a number of bytes"
+NAMES = (
+    f"a word of at most {LONGEST_NAME} characters, without blanks and slashes, that begins with "
+    "no hyphen and is no number, which would be a pid"
+)
 
 
 def declare(default: Any, help: str, read: Any, **extra: Any) -> Any:
@@ -63,6 +80,59 @@ def read_bool(text: str) -> bool:
     if word not in ("1", "true", "yes", "on", "0", "false", "no", "off", ""):
         raise ValueError(text)
     return word in ("1", "true", "yes", "on")
+
+
+class Unreadable(argparse.ArgumentTypeError, ValueError):
+    """A text cannot be read; the message says what is taken, on a command line, too."""
+
+
+_SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+_DURATION = re.compile(
+    " ?".join(rf"(?:(?P<{unit}>[\d.]+){unit})?" for unit in _SECONDS) + r"|(?P<number>[\d.]+)"
+)
+_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"(?P<number>[\d.]+) ?(?P<unit>[kmgt]?)(?:i?b)?")
+_ENDLESS = ("forever", "always", "never", "inf", "infinity", "infinite", "endless", "unlimited")
+
+
+def read_duration(text: str) -> float:
+    """Seconds, of ``12h``, ``90m``, ``2d``, ``1h30m``, ``45s``, or a plain number of seconds.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    word = text.strip().lower()
+    if word in _ENDLESS:
+        raise Unreadable("a lease has an end: give one that is long enough, such as 30d")
+    found = _DURATION.fullmatch(word)
+    if found is not None and found[0]:
+        parts = ((unit, part) for unit, part in found.groupdict().items() if part)
+        with contextlib.suppress(ValueError):
+            return sum(_SECONDS.get(unit, 1) * float(part) for unit, part in parts)
+    raise Unreadable(f"it takes {DURATIONS}")
+
+
+def duration_text(seconds: float) -> str:
+    """A duration as a person types it, to the second: ``1h30m``."""
+    left, parts = round(seconds), []
+    for unit, length in _SECONDS.items():
+        count, left = divmod(left, length)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"
+
+
+def read_size(text: str) -> int:
+    """Bytes, of ``1G``, ``500M``, ``64k``, or a plain number of bytes; k is 1024.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    found = _SIZE.fullmatch(text.strip().lower())
+    if found is not None:
+        with contextlib.suppress(ValueError):
+            return round(float(found["number"]) * _BYTES[found["unit"]])
+    raise Unreadable(f"it takes {SIZES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +166,15 @@ class SessionOptions:
             the session, so that the first of these has less to wait for.
         text_bars: Show progress bars that are widgets as lines of text, for front ends that have
             no widgets. On more than eight ranks they always are.
+        keep: How long the ranks stay after the last kernel that had them has gone, as seconds or
+            as ``"12h"``, ``"90m"``, ``"2d"``, ``"1h30m"``: the lease, which has an end. Default: 0,
+            they end with the kernel.
+        name: What the session is called, where it is attached to and in what is told of it. One
+            word. Default: a number, and the name of its folder if it is kept.
+        keep_idle: How long the ranks of a session that is kept may all be idle while nobody has
+            it; then they end before the lease does. 0 for as long as the lease.
+        keep_output: Bytes of text that are kept of what each rank writes, on stdout and on stderr,
+            also as ``"1G"`` or ``"500M"``; of more than that the front is given back to the disk.
     """
 
     ranks: int | None = declare(None, "number of ranks", int)
@@ -118,6 +197,16 @@ class SessionOptions:
         choices=IPYPARALLEL,
     )  # fmt: skip
     text_bars: bool = declare(False, "progress bars as text, not as widgets", read_bool)
+    keep: float = declare(
+        0.0, "how long the ranks outlive the kernel: 12h, 90m, 2d; 0: not at all", read_duration
+    )
+    name: str | None = declare(None, "what the session is called", str)
+    keep_idle: float = declare(
+        0.0, "how long they may be idle meanwhile: 2h; 0: as long as they are kept", read_duration
+    )
+    keep_output: int = declare(
+        1 << 30, "bytes that are kept of what each rank writes: 1G, 500M", read_size
+    )
 
     def __post_init__(self) -> None:
         for name in ("ranks", "nodes", "threads"):
@@ -134,6 +223,16 @@ class SessionOptions:
         self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")
         for name in ("seed_per_rank", "text_bars"):
             self._check(name, lambda v: isinstance(v, bool), "True or False")
+        self._read("keep", read_duration)
+        self._read("keep_idle", read_duration)
+        self._read("keep_output", read_size)
+        for name in ("keep", "keep_idle"):
+            self._check(name, lambda v: _is_number(v) and v >= 0, f"{DURATIONS}, or 0")
+            object.__setattr__(self, name, float(getattr(self, name)))
+        self._check(
+            "keep_output", lambda v: _is_int(v) and v >= LEAST_OUTPUT_BYTES, f"{SIZES}, at least 1M"
+        )
+        self._check("name", _is_name, NAMES)
         self._tuple("devices", lambda v: _is_int(v) and v >= 0, "a list of different GPU numbers")
         self._tuple("preload", lambda v: isinstance(v, str), "a list of module names")
         if self.devices is not None:
@@ -156,6 +255,27 @@ class SessionOptions:
                 f"launcher='inline' runs one rank in this process, ranks={self.ranks} asks for "
                 "more: use launcher='local'."
             )
+        if self.launcher == "inline" and self.keep:
+            raise OptionsError(
+                "launcher='inline' runs the rank in this process and ends with it, so nothing is "
+                f"there to be kept (keep={duration_text(self.keep)}): use launcher='local', or "
+                "keep=0."
+            )
+        if self.keep and not os.path.isdir("/proc/self/fd"):
+            raise OptionsError(
+                f"keep={duration_text(self.keep)} works on Linux alone: another kernel finds the "
+                "memory that the ranks share by /proc, which this system has not. Use keep=0."
+            )
+
+    def _read(self, name: str, read: Callable[[str], Any]) -> None:
+        """Take an option that has a unit as a text, too."""
+        value = getattr(self, name)
+        if not isinstance(value, str):
+            return
+        try:
+            object.__setattr__(self, name, read(value))
+        except ValueError as error:
+            raise OptionsError(f"{name}={value!r} is not possible: {error}.") from None
 
     def _check(self, name: str, allowed: Any, what: str) -> None:
         value = getattr(self, name)
@@ -193,6 +313,16 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_name(value: Any) -> bool:
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= LONGEST_NAME
+        and value.isprintable()
+        and not re.search(r"[\s/]|^-", value)
+        and not value.isdigit()
+    )
 
 
 def _field(name: str) -> Field[Any]:
@@ -253,10 +383,10 @@ def read_environment(
             continue
         try:
             values[option.name] = option.metadata["read"](environ[variable])
-        except ValueError:
+        except ValueError as error:
+            why = error if isinstance(error, Unreadable) else f"it takes {option.metadata['help']}"
             raise OptionsError(
-                f"the environment variable {variable}={environ[variable]!r} cannot be read: "
-                f"it takes {option.metadata['help']}."
+                f"the environment variable {variable}={environ[variable]!r} cannot be read: {why}."
             ) from None
     return values
 

@@ -8,38 +8,52 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from distsession.cluster.base import Channel, Launcher
 from distsession.cluster.interrupts import interrupts_held
+from distsession.cluster.kept import find_kept, kept_sessions
 from distsession.display import panel as static_panel
 from distsession.display import render
 from distsession.display.html import element
-from distsession.errors import OptionsError, SessionStateError
+from distsession.display.table import Table
+from distsession.errors import OptionsError, RunError, SessionStateError
 from distsession.export import script as export_script
 from distsession.export.history import History
 from distsession.kernel import transfer
+from distsession.kernel.adopted_runs import AdoptedRuns
+from distsession.kernel.kept_state import look_at
+from distsession.kernel.kept_table import kept_html, kept_text
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import ProgressNotice
 from distsession.kernel.recovery import DIAGNOSE_TIMEOUT_S, Recovery
-from distsession.kernel.replay import replay, replayed_text
-from distsession.kernel.requests import LastRun, Requests
+from distsession.kernel.replay import show_again
+from distsession.kernel.requests import Requests
+from distsession.kernel.runs import LastRun
+from distsession.kernel.session_record import SessionRecord
 from distsession.kernel.snapshot import Snapshots
 from distsession.kernel.timeline import bring
 from distsession.options import SessionOptions, option_sources, resolve_options
-from distsession.protocol.cells import cell_name
 from distsession.protocol.diagnosis import diagnose
 from distsession.protocol.messages import DebugRequest
 from distsession.protocol.rank_state import AbortReason
 from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
+from distsession.results import RankResults
 from distsession.timeline.timeline import Timeline
 from distsession.view import RankView
+from distsession.viewer import SessionViewer
 
 __all__ = ["Session", "Table", "current_session"]
 
+CLOSED = "this session is closed: start another with Session(...)."
+
 CLIENT_TIMEOUT = 60.0
 """Seconds that ``session.client`` waits for ipyparallel."""
+
+END_S = 0.5
+"""Seconds after a Ctrl-C within which a process is told to end that it has only announced."""
 
 _open: list[Session] = []
 _numbers = itertools.count(1)
@@ -48,29 +62,8 @@ output_factory: Callable[[Callable[[int], str] | None], Output] | None = None
 """Makes the place for output where a session was given none; the package's face sets it. It gets
 what tells the path of a rank's log file, or None for output that belongs to no run."""
 
-panel_factory: Callable[[Session], Table | None] | None = None
+panel_factory: Callable[[Session | SessionViewer], Table | None] | None = None
 """Makes what a notebook shows of a session, or nothing elsewhere; the package's face sets it."""
-
-
-class Table:
-    """Facts as text in a terminal and as a table in a notebook."""
-
-    def __init__(self, text: str, html: str):
-        self._text = text
-        self._html = str(html)  # marimo can send no subclass of it
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def _repr_html_(self) -> str:
-        return self._html
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self.bundle()
-
-    def bundle(self) -> dict[str, Any]:
-        """All forms of it, by MIME type."""
-        return {"text/plain": self._text, "text/html": self._html}
 
 
 class Session(RankView):
@@ -101,33 +94,208 @@ class Session(RankView):
     ):
         if ranks is not None:
             options["ranks"] = ranks
-        self.options: SessionOptions = resolve_options(options)
-        self.option_sources = option_sources(options)
+        wanted = resolve_options(options)
+        self._prepare(wanted, option_sources(options), output)
+        self._begin(lambda: _make_launcher(wanted, self._on_background), "starting the ranks")
+
+    def _prepare(
+        self,
+        options: SessionOptions,
+        sources: dict[str, str],
+        output: Callable[[], Output] | None,
+    ) -> None:
+        """Everything that needs no rank."""
+        self.options: SessionOptions = options
+        self.option_sources = sources
         self._number = next(_numbers)
-        self.name = f"session {self._number}"
         self._output = output
-        self._closed = False
+        self._ended = ""
+        """How the session has ended, or this process has let go of it."""
         self._owner = os.getpid()
         self._lifecycle = threading.RLock()
         transfer.prepare()
         self.history = History()
         self.recovery = Recovery(
             lambda: self._launcher,
-            self.options.hang_grace,
+            options.hang_grace,
             lambda: self._waiting("connecting the process group anew"),
         )
-        self._launcher: Launcher = _make_launcher(self.options, self._on_background)
+
+    def _begin(self, make: Callable[[], Launcher], doing: str) -> None:
+        """Start the ranks, or attach to them."""
+        self._launcher: Launcher = make()
         try:
-            with self._waiting("starting the ranks"):
+            with self._waiting(doing):
                 infos = self._launcher.start()
         except BaseException:
             self._launcher.close()
             raise
         requests = Requests(self.recovery, self.output, self.check_open)
+        requests.leave = self._leave
         super().__init__(self, requests, self.history, range(len(infos)))
+        self._record = SessionRecord(requests, self.history)
+        self._adopted = AdoptedRuns(requests, self.history)
+        if self.options.keep and self._launcher.epoch == 1:
+            self._record.begin(self._launcher.folder, 1)
         _open.append(self)
         for sentence in infos[0].torch_changes:
-            warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+            warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+    # --- sessions that are kept -------------------------------------------------------------------
+
+    @classmethod
+    def attach(
+        cls,
+        name: str | None = None,
+        *,
+        take: bool = False,
+        output: Callable[[], Output] | None = None,
+    ) -> Session:
+        """Become the owner of a session that is kept, whose ranks are there.
+
+        Ranks, variables and group are as they were. What ran in earlier kernels is known here:
+        :meth:`show_output`, :meth:`timeline`, :meth:`export`. A cell that runs still is waited for
+        by :meth:`follow`; the values of calls whose caller is gone are those of :meth:`pending`.
+
+        Args:
+            name: Of the session, of its folder, or the pid of its agent. Default: the only one
+                that there is.
+            take: Also if another kernel owns it, which is told so and can ask nothing of it then.
+            output: Makes the place for a run's output. Default: the notebook's cell, or stdout.
+
+        Raises:
+            KeptSessionError: There is none, or more than one, or it is of another version.
+            SessionStateError: Somebody owns it, or it ends just now.
+        """
+        from distsession.cluster.attachment import connect
+        from distsession.cluster.local import LocalLauncher
+
+        kept = find_kept(name)
+        if (mine := _attached_to(kept.folder)) is not None:
+            return mine
+        attachment = connect(kept.folder, kept.version, take=take)
+        options = attachment.state.options
+        session = cls.__new__(cls)
+        session._prepare(options, dict.fromkeys(vars(options), "the session"), output)
+        session._begin(
+            lambda: LocalLauncher(options, session._on_background, attachment),
+            f"attaching to {kept}",
+        )
+        try:
+            with interrupts_held():
+                session._take_over()
+        except BaseException:  # it goes on without this process, as it was
+            session._detach_now()
+            raise
+        return session
+
+    @classmethod
+    def view(
+        cls, name: str | None = None, *, output: Callable[[], Output] | None = None
+    ) -> SessionViewer:
+        """Look on at a session that is kept, whoever owns it: nothing can be asked of its ranks.
+
+        Args:
+            name: As of :meth:`attach`.
+            output: Makes the place for what its ``show_output`` shows.
+
+        Raises:
+            KeptSessionError: There is none, or more than one, or it is of another version.
+        """
+
+        def make_output(viewer: SessionViewer) -> Output:
+            log = lambda rank: str(viewer.log_path(rank) or "")  # noqa: E731
+            return _make_output(output, log, viewer.options)
+
+        def make_panel(viewer: SessionViewer) -> Table | None:
+            return None if panel_factory is None else panel_factory(viewer)
+
+        return SessionViewer(find_kept(name), make_output, make_panel)
+
+    @classmethod
+    def list(cls) -> Table:
+        """The sessions of this user that are kept: who owns each, what it does and uses."""
+        states = [look_at(kept) for kept in kept_sessions()]
+        return Table(kept_text(states), kept_html(states))
+
+    def _take_over(self) -> None:
+        launcher = self._launcher
+        known = self._record.restore(launcher.folder, launcher.epoch)
+        self._adopted.take(launcher.adopted, known)
+        self._record.begin(launcher.folder, launcher.epoch)
+        self._adopted.begin()
+
+    def follow(self, say: Callable[[str], None] = lambda line: None) -> None:
+        """Wait for cells and calls that an earlier kernel has begun, as that kernel would have.
+
+        Their output goes on here, a Ctrl-C stops them, and their errors are raised; of several the
+        last, and the others are said. What has ended meanwhile is shown once.
+
+        Args:
+            say: Gets a line for each: which it is, and when it was begun and ended.
+
+        Raises:
+            RunError: It raised on a rank.
+            RunInterrupt: Ctrl-C or Jupyter's Stop; what waits behind it goes on in the background.
+        """
+        self.check_open()
+        for line in self._adopted.take_lost():
+            say(line)
+        waiting = self._adopted.waiting
+        for run in waiting:
+            say(self._adopted.heading(run))
+            try:
+                self._adopted.follow(run)
+            except RunError as error:
+                if run is waiting[-1]:
+                    raise
+                say("\n".join(error._render_traceback_()))
+            except BaseException:
+                self._adopted.follow_behind()
+                raise
+
+    def pending(self) -> Sequence[Future[RankResults[Any]]]:
+        """Futures of the values that callers in an earlier kernel waited for, in their order.
+
+        They are those of calls, and of cells whose values were to be kept, that had not ended when
+        this process attached, or whose end no kernel had seen.
+        """
+        self.check_open()
+        return [*self._adopted.futures]
+
+    def detach(self) -> None:
+        """Let go of a session that is kept: the ranks go on, and its lease runs.
+
+        Raises:
+            SessionStateError: It is not kept.
+        """
+        self.check_open()
+        if not self.options.keep:
+            raise SessionStateError(
+                f"{self.name} is not kept, so its ranks cannot go on without this process: "
+                'Session(4, keep="12h") or %session start 4 --keep 12h starts one that can.'
+            )
+        with self._lifecycle, interrupts_held():
+            self._detach_now()
+
+    def _detach_now(self) -> None:
+        self._forget(
+            f"this process has let go of {self.name}: Session.attach({self.name!r}) or "
+            f"%session attach {self.name} takes it up again."
+        )
+        self._launcher.detach()
+
+    def _leave(self, output: Output) -> str:
+        """At a Ctrl-C: let go of ranks that are kept if it only announces the end of the process.
+
+        Jupyter interrupts a kernel before it restarts it or shuts it down.
+        """
+        if not (self.options.keep and output.ends_soon(END_S)):
+            return ""
+        with self._lifecycle, interrupts_held():
+            if not self._ended:
+                self._detach_now()
+        return f"this process ends. What it waited for goes on in {self.name}, which is kept."
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -235,6 +403,13 @@ class Session(RankView):
     # --- facts ------------------------------------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        """What it is called: a session that is kept by its name, or else by that of its folder."""
+        if self.options.name or not self.options.keep:
+            return self.options.name or f"session {self._number}"
+        return os.path.basename(self._launcher.folder)
+
+    @property
     def world_size(self) -> int:
         return len(self._ranks)
 
@@ -245,7 +420,12 @@ class Session(RankView):
 
     @property
     def is_open(self) -> bool:
-        return not self._closed
+        return not self._ended
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be asked of the ranks from here; empty where it can."""
+        return self._launcher.taken
 
     @property
     def launcher(self) -> Launcher:
@@ -323,12 +503,7 @@ class Session(RankView):
         """
         self.check_open()
         reports = self.recovery.reports(ask=True, timeout=DIAGNOSE_TIMEOUT_S)
-        verdict = diagnose(reports)
-        culprits = set(verdict.missing) - set(verdict.waiting) or set(verdict.missing)
-        return Table(
-            render.diagnosis_text(reports, verdict.sentence, stacks, culprits),
-            render.diagnosis_html(reports, verdict.sentence, stacks, culprits),
-        )
+        return render.diagnosis_table(reports, diagnose(reports), stacks)
 
     def timeline(self, *, waits: bool = True) -> Timeline:
         """What the ranks did in the last cell, and who waited for whom.
@@ -349,8 +524,9 @@ class Session(RankView):
     def log_path(self, rank: int, stream: str = "stdout") -> Path | None:
         """The file that has what a rank has written.
 
-        It is there until the session is closed. It has everything, except that of more than 1 GiB
-        the front is given back and reads as zeros, and that on a full disk text may be missing.
+        It is there until the session is closed. It has everything, except that of more than the
+        option ``keep_output`` the front is given back and reads as zeros, and that on a full disk
+        text may be missing.
 
         Args:
             rank: Which.
@@ -361,7 +537,12 @@ class Session(RankView):
         """
         return self._launcher.log_path(rank, stream)
 
-    def show_output(self, cell: int | None = None, ranks: RankSelector | None = None) -> Table:
+    def show_output(
+        self,
+        cell: int | None = None,
+        ranks: RankSelector | None = None,
+        kernel: int | None = None,
+    ) -> Table:
         """Show again what the ranks put out in a cell: more of it than the notebook keeps.
 
         Text is read from the log files. Displays are there as long as those that came since take
@@ -371,6 +552,8 @@ class Session(RankView):
         Args:
             cell: The number of the notebook's cell. Default: the last that has put out something.
             ranks: Whose. Default: all that it ran on.
+            kernel: Which of the kernels that had the session, from 1. Default: the last that ran a
+                cell of that number.
 
         Returns:
             Of which cell it is and of when, what is missing, and the cell's error.
@@ -379,20 +562,8 @@ class Session(RankView):
             SessionStateError: There is no output of that cell, or not of these ranks.
         """
         self.check_open()
-        runs = self.requests.outputs.runs(cell)
         wanted = self.ranks if ranks is None else select_ranks(ranks, self.world_size)
-        ran = {rank for run in runs for rank in run.ranks}
-        if not ran & set(wanted):
-            raise SessionStateError(
-                f"{cell_name(runs[0].cell)} ran on {ranks_text(sorted(ran))}, not on "
-                f"{ranks_text(wanted)}."
-            )
-        missing = []
-        for run in runs:
-            output = self.output()
-            output.show_more()
-            missing += replay(run, output, [rank for rank in wanted if rank in run.ranks])
-        text = replayed_text(runs, missing)
+        text = show_again(self.requests.outputs, wanted, self.output, cell, kernel)
         return Table(text, element("pre", text))
 
     def status(self) -> str:
@@ -400,8 +571,10 @@ class Session(RankView):
         return f"{self.name}: {self._condition()}"
 
     def _condition(self) -> str:
-        if self._closed:
-            return "closed"
+        if self._ended:
+            return "detached" if self._ended != CLOSED else "closed"
+        if self._launcher.taken:
+            return "taken over by another process"
         if not self.infos:
             return "its ranks are being started"
         facts = f"{self.world_size} ranks, {self.infos[0].backend}"
@@ -471,11 +644,12 @@ class Session(RankView):
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
                     self._launcher.restart(chosen)
                     self.recovery.verdict = None
-                self.requests.failed_rank = None
+                self.requests.forget_failure()
                 if chosen is None or len(chosen) == self.world_size:
                     self.history.clear()
                 return
             self.history.clear()
+            self._record.end()
             self._launcher.close()
             self._launcher = _make_launcher(self.options, self._on_background)
             try:
@@ -484,8 +658,10 @@ class Session(RankView):
             except BaseException:
                 self._forget()
                 raise
+            if self.options.keep:
+                self._record.begin(self._launcher.folder, self._launcher.epoch)
 
-    def _sources(self, chosen: Sequence[int] | None) -> tuple[int, list[int]]:
+    def _sources(self, chosen: Sequence[int] | None) -> tuple[int, Sequence[int]]:
         """The rank to restore from, and those to restore."""
         dead = self._launcher.dead_ranks()
         fresh = sorted({*(self.ranks if chosen is None else chosen), *dead})
@@ -502,15 +678,16 @@ class Session(RankView):
         if os.getpid() != self._owner:
             return
         with self._lifecycle, interrupts_held():
-            if not self._closed:
+            if not self._ended:
                 self._close_now()
 
     def _close_now(self) -> None:
         self._forget()
         self._launcher.close()
 
-    def _forget(self) -> None:
-        self._closed = True
+    def _forget(self, ended: str = CLOSED) -> None:
+        self._ended = ended
+        self._record.end()
         if self in _open:
             _open.remove(self)
 
@@ -531,19 +708,8 @@ class Session(RankView):
 
     def output(self, *, is_run: bool = True) -> Output:
         """A place for the output of one run, or for what comes between runs."""
-        if self._output is not None:
-            made = self._output()
-            if not isinstance(made, Output):
-                raise OptionsError(
-                    f"output= gives a {type(made).__name__}: derive it from "
-                    "distsession.view.Output, which drops what it is not told to show."
-                )
-            return made
-        if output_factory is None:
-            return Silent()
-        made = output_factory((lambda rank: str(self.log_path(rank) or "")) if is_run else None)
-        made.text_bars = self.options.text_bars
-        return made
+        log = (lambda rank: str(self.log_path(rank) or "")) if is_run else None
+        return _make_output(self._output, log, self.options)
 
     def _waiting(self, doing: str) -> ProgressNotice:
         return ProgressNotice(self.output(), doing, lambda: self._launcher.waits_for())
@@ -556,12 +722,32 @@ class Session(RankView):
 
     def check_open(self) -> None:
         """Refuse to go on with a session that is closed, or inherited by a forked process."""
-        if self._closed:
-            raise SessionStateError("this session is closed: start another with Session(...).")
+        if self._ended or self._launcher.taken:
+            raise SessionStateError(self._ended or self._launcher.taken)
         if os.getpid() != self._owner:
             raise SessionStateError(
                 "this session belongs to the process that started it, and this is a forked copy."
             )
+
+
+def _make_output(
+    given: Callable[[], Output] | None,
+    log: Callable[[int], str] | None,
+    options: SessionOptions,
+) -> Output:
+    if given is not None:
+        made = given()
+        if not isinstance(made, Output):
+            raise OptionsError(
+                f"output= gives a {type(made).__name__}: derive it from "
+                "distsession.view.Output, which drops what it is not told to show."
+            )
+        return made
+    if output_factory is None:
+        return Silent()
+    made = output_factory(log)
+    made.text_bars = options.text_bars
+    return made
 
 
 def _make_launcher(options: SessionOptions, on_background: Callable[[Any], None]) -> Launcher:
@@ -589,6 +775,16 @@ def current_session() -> Session:
     return _open[-1]
 
 
+def _attached_to(folder: str) -> Session | None:
+    """The open session of this process that has this folder; one that was taken away is let go."""
+    for session in list(_open):
+        if os.path.realpath(session._launcher.folder or "/") == os.path.realpath(folder):
+            if not session._launcher.taken:
+                return session
+            session._detach_now()
+    return None
+
+
 def open_sessions() -> Sequence[Session]:
     """All open sessions, the current one last."""
     return tuple(_open)
@@ -600,4 +796,7 @@ def _close_all() -> None:
     with interrupts_held(forget=True):
         for session in list(_open):
             if os.getpid() == session._owner:
-                session._close_now()
+                if session.options.keep:
+                    session._detach_now()
+                else:
+                    session._close_now()

@@ -13,21 +13,22 @@ from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
 from distsession.display import render
 from distsession.errors import OptionsError
-from distsession.export.history import History
+from distsession.export.history import Entry, History
 from distsession.kernel import diff as comparing
 from distsession.kernel import outcome, transfer
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import TransferProgress
-from distsession.kernel.requests import LastRun, Requests
+from distsession.kernel.requests import Requests
+from distsession.kernel.runs import RunKind
 from distsession.protocol import serialize
 from distsession.protocol.cells import cell_name, name_of_value
-from distsession.protocol.messages import CallRequest, CellRequest, Request
+from distsession.protocol.messages import CallRequest, CellRequest
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
 
 __all__ = ["Output", "RankView", "Silent"]
 
-INTERNAL = frozenset(("channel", "check_open", "launcher", "recovery", "requests"))
+INTERNAL = frozenset(("channel", "check_open", "launcher", "recovery", "refusal", "requests"))
 """Attributes that other modules use: completion and ``dir()`` do not show them."""
 
 T = TypeVar("T")
@@ -99,8 +100,9 @@ class RankView:
         self.requests.wait_for_ranks(self._ranks, output)
         progress = TransferProgress(output.notify, "sending")
         with InterruptHold() as interrupts:
-            pending = self._call(function, args, kwargs, progress, interrupts)
-            entry = self._history.call(self._ranks, function, args, kwargs)
+            pending, entry = self._call(
+                RunKind.CALL, function, args, kwargs, output.cell, progress, interrupts
+            )
             results: RankResults[T] = self.requests.finish(
                 pending, output, began, interrupts=interrupts
             )
@@ -127,8 +129,9 @@ class RankView:
                 future.set_exception(error)
 
         with InterruptHold() as interrupts:
-            pending = self._call(function, args, kwargs, progress, interrupts)
-            entry = self._history.call(self._ranks, function, args, kwargs)
+            pending, entry = self._call(
+                RunKind.SUBMIT, function, args, kwargs, output.cell, progress, interrupts
+            )
             threading.Thread(target=wait, name="distsession-submit", daemon=True).start()
         return future
 
@@ -304,12 +307,14 @@ class RankView:
 
     def _call(
         self,
+        kind: RunKind,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        cell: int | None,
         progress: TransferProgress,
         interrupts: InterruptHold,
-    ) -> PendingRequest:
+    ) -> tuple[PendingRequest, Entry]:
         self.requests.check_open()
         if not callable(function):
             raise TypeError(
@@ -320,15 +325,19 @@ class RankView:
         files = set[str]()
         payload = serialize.dump_call(function, args, kwargs, files)
         cells = outcome.notebook_cells(files)
-        pending = self.requests.submit(
+        entry = self._history.call(self._ranks, function, args, kwargs)
+        pending = self.requests.submit_run(
             self._ranks,
             lambda number: CallRequest(number, name, cells),
             payload,
-            progress,
-            interrupts,
+            kind=kind,
+            entry=entry.number,
+            cell=cell,
+            progress=progress,
+            interrupts=interrupts,
         )
-        self.requests.last_run = LastRun(pending.request, self._ranks)
-        return pending
+        self._history.note(entry)
+        return pending, entry
 
     def _execute(
         self,
@@ -359,8 +368,13 @@ class RankView:
 
         label = label or self._label("evaluate" if expression else "execute")
 
-        def make(number: int) -> Request:
+        source = code.strip() if expression else code
+        entry = self._history.begin_cell(self._ranks, source)
+
+        def make(number: int) -> CellRequest:
             name = label or cell_name(number)
+            entry.name = f"%distributed {source}" if expression else name
+            self._history.note(entry)
             return CellRequest(number, code, name, fetch, expression, tuple(profile), tuple(debug))
 
         output = self.requests.make_output()
@@ -369,15 +383,15 @@ class RankView:
             timeout = max(0.1, timeout - round(waited, 1))
         named = name_of_value(code)
         with InterruptHold() as interrupts:
-            pending = self.requests.submit(self._ranks, make, [], interrupts=interrupts)
-            if not expression:
-                self.requests.last_run = LastRun(pending.request, self._ranks)
-            name = (
-                f"%distributed {code.strip()}"
-                if expression
-                else label or cell_name(pending.request)
+            pending = self.requests.submit_run(
+                self._ranks,
+                make,
+                [],
+                kind=RunKind.EXPRESSION if expression else RunKind.CELL,
+                entry=entry.number,
+                cell=output.cell,
+                interrupts=interrupts,
             )
-            entry = self._history.cell(self._ranks, code.strip() if expression else code, name)
             results: RankResults[Any] = self.requests.finish(
                 pending,
                 output,

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from distsession.display import html
 from distsession.display.colors import PLAIN, Colors
 from distsession.display.html import Html, element
+from distsession.display.table import Table
 from distsession.protocol.cells import is_cell, is_notebook_file
-from distsession.protocol.diagnosis import describe_operation
+from distsession.protocol.diagnosis import Verdict, describe_operation
 from distsession.protocol.messages import ErrorInfo, FrameInfo, RankReport
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo, ranks_text
@@ -29,6 +30,7 @@ __all__ = [
     "devices_html",
     "devices_text",
     "diagnosis_html",
+    "diagnosis_table",
     "diagnosis_text",
     "differing_notes",
     "error_line",
@@ -235,6 +237,17 @@ def diagnosis_html(
         label = html.label(f"{ranks_text(ranks)}{_waited_for(ranks, culprits)}", tag="p")
         blocks += [label, *_frames_html(frames)]
     return html.join(blocks)
+
+
+def diagnosis_table(
+    reports: Mapping[int, RankReport], verdict: Verdict, stacks: bool = False
+) -> Table:
+    """The same in both forms; the stacks of ranks that others wait for come first."""
+    culprits = set(verdict.missing) - set(verdict.waiting) or set(verdict.missing)
+    return Table(
+        diagnosis_text(reports, verdict.sentence, stacks, culprits),
+        diagnosis_html(reports, verdict.sentence, stacks, culprits),
+    )
 
 
 def _frames_html(frames: Sequence[FrameInfo]) -> Iterator[Html]:

@@ -6,22 +6,30 @@ and plain, and not at all otherwise. Then the record says why it cannot be writt
 
 from __future__ import annotations
 
-import dis
-import functools
-import math
-import sys
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-__all__ = ["Call", "Cell", "Entry", "History", "Need", "names_of", "need", "stored_names"]
+from distsession.export.needs import Need, collect, literal, need, resolved
+from distsession.kernel.journal import Record
+
+__all__ = [
+    "Call",
+    "Cell",
+    "Entry",
+    "EntryAdded",
+    "EntryKept",
+    "History",
+    "HistoryCleared",
+]
 
 LIMIT = 1000
 """Entries that are kept; older ones are forgotten, and only counted."""
-TEXT_MAX = 2000
-"""Characters of a value that is written as text."""
+ALIKE_AMONG = 16
+"""Entries that are searched for one like a new one, which is then told in few bytes."""
+LOST = "the kernel that began it ended before it was noted"
 
 
 @dataclass
@@ -33,12 +41,16 @@ class Entry:
         name: How messages and headings call it.
         problem: Why it cannot be written as part of a script; empty if it can.
         succeeded: Whether it ended without an error on all of these ranks.
+        number: Its own, in its history.
+        is_run: It is a run, of which it is told elsewhere, too, how it has ended.
     """
 
     ranks: tuple[int, ...]
     name: str
     problem: str = ""
     succeeded: bool = False
+    number: int = field(default=0, compare=False)
+    is_run: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -66,18 +78,47 @@ class Call(Entry):
 
 
 @dataclass(frozen=True)
-class Need:
-    """A value of the notebook that a function uses.
+class EntryAdded(Record):
+    """Something has begun.
 
     Attributes:
-        text: The statement that makes it; empty if its source has to be looked up.
-        source_of: A function or class of the notebook.
-        problem: Why it cannot be written.
+        entry: As text alone; or the number of one that it is like.
     """
 
-    text: str = ""
-    source_of: Any = None
-    problem: str = ""
+    number: int
+    entry: Entry | int
+
+
+@dataclass(frozen=True)
+class EntryKept(Record):
+    """It has succeeded.
+
+    Attributes:
+        merged: The number of the one before it, if that counts it as one time more.
+    """
+
+    number: int
+    merged: int = 0
+
+
+@dataclass(frozen=True)
+class HistoryCleared(Record):
+    """Nothing of what came before counts any more.
+
+    Attributes:
+        forgotten: How many entries were too many to keep.
+    """
+
+    forgotten: int = 0
+
+
+Change = EntryAdded | EntryKept | HistoryCleared
+
+
+class Listener(Protocol):
+    """Is told of each change; with ``later``, something else is about to be told, too."""
+
+    def __call__(self, change: Change, *, later: bool = False) -> None: ...
 
 
 class History:
@@ -86,8 +127,11 @@ class History:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
         self.forgotten = 0
         """How many entries were too many to keep."""
+        self.on_change: Listener | None = None
+        """Is told of each change, so that another process can have the same history."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -99,6 +143,10 @@ class History:
         """A cell begins."""
         return self._add(Cell(tuple(ranks), label, source=source))
 
+    def begin_cell(self, ranks: Sequence[int], source: str) -> Entry:
+        """The same of one whose name its request gives; :meth:`note` is to be called then."""
+        return self._add(Cell(tuple(ranks), "", source=source, is_run=True), noted=False)
+
     def call(
         self,
         ranks: Sequence[int],
@@ -106,13 +154,17 @@ class History:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Entry:
-        """A call begins."""
+        """A call begins; :meth:`note` is to be called once its ranks have it."""
         try:
             entry: Entry = _call(tuple(ranks), function, args, kwargs)
         except Exception as error:  # of an object's own methods: no reason not to run
             reason = f"looking at it raises {type(error).__name__}"
             entry = Entry(tuple(ranks), "session.run(...)", reason)
-        return self._add(entry)
+        entry.is_run = True
+        self._add(entry, noted=False)
+        if self.on_change is not None and (like := self._like(entry)):
+            self.on_change(EntryAdded(entry.number, like), later=True)
+        return entry
 
     def pushed(self, ranks: Sequence[int], values: Mapping[str, Any], how: str) -> Entry:
         """Variables of the notebook are about to be set; plain ones are as good as a cell.
@@ -123,7 +175,7 @@ class History:
             how: ``"push"`` or ``"scatter"``.
         """
         name = f"session.{how}({', '.join(map(str, values))})"
-        texts = {key: _literal(value) for key, value in values.items()}
+        texts = {key: literal(value) for key, value in values.items()}
         for key, text in texts.items():
             if text is None or how == "scatter":
                 kind = type(values[key]).__name__
@@ -142,38 +194,148 @@ class History:
         """
         return self._add(Entry(tuple(ranks), name, problem))
 
+    def note(self, entry: Entry) -> None:
+        """Tell of an entry that has begun, with the sources of what it calls."""
+        tell = self.on_change
+        if tell is None or (isinstance(entry, Call) and self._like(entry)):  # it is told already
+            return
+        tell(EntryAdded(entry.number, _as_text(entry)), later=isinstance(entry, Cell))
+
+    def _like(self, entry: Entry) -> int:
+        """The number of an entry shortly before that is like it; 0 if there is none."""
+        with self._lock:
+            before = self._entries[-ALIKE_AMONG:]
+        found = (e for e in reversed(before) if e.number < entry.number and _alike(e, entry))
+        return next((each.number for each in found), 0)
+
     def keep(self, entry: Entry) -> None:
         """An entry has succeeded. The same call many times in succession is one entry."""
         with self._lock:
-            entry.succeeded = True
-            if len(self._entries) < 2 or self._entries[-1] is not entry:
-                return
-            last = self._entries[-2]
-            if isinstance(entry, Call) and isinstance(last, Call) and _alike(last, entry):
-                last.times += 1
-                self._entries.pop()
+            merged = self._keep(entry)
+        if self.on_change is not None:
+            self.on_change(EntryKept(entry.number, merged), later=entry.is_run)
 
     def clear(self) -> None:
         """The ranks' variables are lost, and with them what earlier entries did."""
         with self._lock:
             self._entries.clear()
             self.forgotten = 0
+        if self.on_change is not None:
+            self.on_change(HistoryCleared())
 
-    def _add(self, entry: Entry) -> Entry:
+    # --- for another process ----------------------------------------------------------------------
+
+    def changes(self) -> Iterator[Change]:
+        """What leads to this history from an empty one."""
         with self._lock:
-            self._entries.append(entry)
-            if len(self._entries) > LIMIT:
-                self.forgotten += self._entries.pop(0).succeeded
+            entries = list(self._entries)
+        yield HistoryCleared(self.forgotten)
+        for entry in entries:
+            yield EntryAdded(entry.number, _as_text(entry))
+
+    def restore(self, changes: Iterable[object]) -> None:
+        """Become the history of which these changes were told.
+
+        A change may be told twice, once as part of all.
+        """
+        for change in changes:
+            match change:
+                case EntryAdded(number, Entry() as entry):
+                    self._restore(replace(entry, number=number))
+                case EntryAdded(number, int(like)):
+                    if (found := self.find(like)) is not None:
+                        self._restore(_again(found, number))
+                case EntryKept(number, merged):
+                    self._restore_kept(number, merged)
+                case HistoryCleared(forgotten):
+                    self._entries.clear()
+                    self.forgotten = forgotten
+        last = max((entry.number for entry in self._entries), default=0)
+        self._numbers = itertools.count(last + 1)
+
+    def find(self, number: int) -> Entry | None:
+        """The entry with this number, if it is still kept."""
+        with self._lock:
+            return next((each for each in reversed(self._entries) if each.number == number), None)
+
+    def lost(self, ranks: Sequence[int], name: str) -> Entry:
+        """Something was begun of which no more is known."""
+        return self._add(Entry(tuple(ranks), name, LOST))
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _add(self, entry: Entry, *, noted: bool = True) -> Entry:
+        with self._lock:
+            entry.number = next(self._numbers)
+            self._append(entry)
+        if noted:
+            self.note(entry)
         return entry
 
+    def _append(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        if len(self._entries) > LIMIT:
+            self.forgotten += self._entries.pop(0).succeeded
 
-def _alike(last: Call, entry: Call) -> bool:
+    def _keep(self, entry: Entry) -> int:
+        """Gives the number of the entry before, if that counts it."""
+        entry.succeeded = True
+        if len(self._entries) < 2 or self._entries[-1] is not entry:
+            return 0
+        last = self._entries[-2]
+        if isinstance(entry, Call) and isinstance(last, Call) and _is_again(last, entry):
+            last.times += 1
+            self._entries.pop()
+            return last.number
+        return 0
+
+    def _restore(self, entry: Entry) -> None:
+        is_new = not self._entries or self._entries[-1].number < entry.number
+        if is_new or self.find(entry.number) is None:
+            with self._lock:
+                self._append(entry)
+
+    def _restore_kept(self, number: int, merged: int) -> None:
+        entry, before = self.find(number), self.find(merged)
+        if entry is None:
+            return
+        with self._lock:
+            if isinstance(before, Call):
+                before.times += 1
+                self._entries = [each for each in self._entries if each is not entry]
+            else:
+                entry.succeeded = True
+
+
+def _as_text(entry: Entry) -> Entry:
+    """The same, with nothing in it that only this process has."""
+    if not isinstance(entry, Call):
+        return entry
+    try:
+        return replace(entry, function=None, needs=resolved(entry.needs))
+    except Exception as error:  # of an object's own methods
+        problem = f"looking at it raises {type(error).__name__}"
+        return replace(entry, function=None, needs={}, problem=problem)
+
+
+def _again(entry: Entry, number: int) -> Entry:
+    """Another one that is like it, which has just begun."""
+    begun = replace(entry, number=number, succeeded=False)
+    return replace(begun, times=1) if isinstance(begun, Call) else begun
+
+
+def _is_again(last: Call, entry: Call) -> bool:
+    return last.succeeded and _alike(last, entry)
+
+
+def _alike(last: Entry, entry: Entry) -> bool:
     return (
-        last.succeeded
-        and last.function is not None
+        isinstance(last, Call)
+        and isinstance(entry, Call)
         and last.function is entry.function
-        and (last.ranks, last.arguments, last.needs, last.problem)
-        == (entry.ranks, entry.arguments, entry.needs, entry.problem)
+        and (last.function is not None or last.needs is entry.needs)  # restored as one like it
+        and (last.name, last.ranks, last.arguments, last.needs, last.problem)
+        == (entry.name, entry.ranks, entry.arguments, entry.needs, entry.problem)
     )
 
 
@@ -190,7 +352,7 @@ def _call(
     call = Call(ranks, f"session.run({title})")
     parts = []
     for name, value in [*enumerate(args), *kwargs.items()]:
-        text = _literal(value)
+        text = literal(value)
         if text is None:
             call.problem = f"its argument {name} is of type {type(value).__name__}"
             return call
@@ -203,98 +365,7 @@ def _call(
     call.function = function
     call.needs = {title: found}
     if found.source_of is not None:
-        _collect(found.source_of, call.needs)
+        collect(found.source_of, call.needs)
     problems = [each.problem for each in call.needs.values() if each.problem]
     call.problem = problems[0] if problems else ""
     return call
-
-
-def _collect(item: Any, needs: dict[str, Need]) -> None:
-    """Add what a function or class of the notebook uses of the notebook's names."""
-    functions = [item] if isinstance(item, FunctionType) else list(vars(item).values())
-    for function in functions:
-        function = getattr(function, "__func__", function)
-        if not isinstance(function, FunctionType):
-            continue
-        values = function.__globals__
-        for name in names_of(function.__code__):
-            if name in needs or name not in values:
-                continue
-            needs[name] = found = need(name, values[name])
-            if found.source_of is not None:
-                _collect(found.source_of, needs)
-
-
-def need(name: str, value: Any) -> Need:
-    """How a value can be written under a name."""
-    if isinstance(value, ModuleType):
-        plain = value.__name__ == name
-        return Need(f"import {value.__name__}" + ("" if plain else f" as {name}"))
-    text = _literal(value)
-    if text is not None:
-        return Need(f"{name} = {text}")
-    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if module not in (None, "__main__") and _find(str(module), path) is value:
-        first, dot, rest = path.partition(".")
-        if dot:
-            return Need(f"from {module} import {first}\n{name} = {first}.{rest}")
-        return Need(f"from {module} import {first}" + ("" if first == name else f" as {name}"))
-    if path == "<lambda>" or not isinstance(value, (FunctionType, type)):
-        kind = "a lambda" if path == "<lambda>" else f"of type {type(value).__name__}"
-        return Need(problem=f"{name} is {kind}")
-    if module != "__main__" or "<locals>" in path or getattr(value, "__closure__", None):
-        return Need(problem=f"{name} was made within another function")
-    return Need(source_of=value)
-
-
-def _find(module: str, path: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _literal(value: Any) -> str | None:
-    """The text of a plain, small value; None for any other."""
-    if not _is_plain(value, [200]):
-        return None
-    text = repr(value)
-    return text if len(text) <= TEXT_MAX else None
-
-
-def _is_plain(value: Any, left: list[int]) -> bool:
-    left[0] -= 1
-    if left[0] < 0:
-        return False
-    kind = type(value)
-    if kind in (int, bool, type(None)):
-        return True
-    if kind is float:
-        return math.isfinite(value)
-    if kind in (str, bytes):
-        return len(value) <= TEXT_MAX
-    if kind in (list, tuple):
-        return all(_is_plain(item, left) for item in value)
-    if kind is dict:
-        return all(_is_plain(k, left) and _is_plain(v, left) for k, v in value.items())
-    return False
-
-
-@functools.lru_cache(maxsize=512)
-def names_of(code: CodeType) -> frozenset[str]:
-    """The global names that code reads, also within functions that it defines."""
-    return _operands(code, ("LOAD_GLOBAL", "LOAD_NAME"))
-
-
-@functools.lru_cache(maxsize=512)
-def stored_names(code: CodeType) -> frozenset[str]:
-    """The names that code declares ``global`` and assigns."""
-    return _operands(code, ("STORE_GLOBAL",))
-
-
-def _operands(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            found |= _operands(const, operations)
-    return frozenset(found)

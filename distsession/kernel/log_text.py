@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["LogPage", "LogReader", "MissingText", "read_log"]
+__all__ = ["LogPage", "LogReader", "MissingText", "read_log", "read_open_log"]
 
 CHUNK_BYTES = 1 << 20
 PAGE_BYTES = 64 << 10
@@ -32,21 +32,30 @@ def read_log(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         raise MissingText("text whose log file is gone") from None
-    lost = 0
     try:
-        at = begin
-        while at < end:
-            there = _next_data(descriptor, at, end)
-            lost += there - at
-            data = os.pread(descriptor, min(CHUNK_BYTES, end - there), there)
-            if there < end and not data:  # it was cut short by someone else
-                lost += end - there
-                break
-            if data:
-                yield there, data
-            at = there + len(data)
+        yield from read_open_log(descriptor, begin, end)
     finally:
         os.close(descriptor)
+
+
+def read_open_log(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """The same of a file that is open, and may have been removed.
+
+    Raises:
+        MissingText: In the end, if something was missing; it says what.
+    """
+    lost = 0
+    at = begin
+    while at < end:
+        there = _next_data(descriptor, at, end)
+        lost += there - at
+        data = os.pread(descriptor, min(CHUNK_BYTES, end - there), there)
+        if there < end and not data:  # it was cut short by someone else
+            lost += end - there
+            break
+        if data:
+            yield there, data
+        at = there + len(data)
     if lost:
         raise MissingText(f"{lost:,} bytes of text that were given back to the disk")
 

@@ -67,6 +67,12 @@ class Output:
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the value of a cell's last expression on each rank."""
 
+    def go_on(self, seconds: float) -> None:
+        """Called before all else of a run that an earlier kernel began so many seconds ago."""
+
+    def fail(self, text: str) -> None:
+        """Say how a run has failed of which nobody else is told."""
+
     def show_more(self) -> None:
         """Called before all else where output is shown again: as much of it as can be read."""
 
@@ -81,6 +87,14 @@ class Output:
             NotImplementedError: This front end takes no input.
         """
         raise NotImplementedError
+
+    def ends_soon(self, wait: float) -> bool:
+        """Whether a Ctrl-C came because this process is to end, and not to stop what runs.
+
+        Args:
+            wait: Seconds within which that is known, at the latest.
+        """
+        return False
 
     def close(self) -> None:
         """The run is over."""

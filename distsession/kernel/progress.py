@@ -90,14 +90,17 @@ class TransferProgress:
         self._began = time.monotonic()
         self._shown = 0.0
         self._ranks: dict[int | None, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        """Threads send to nodes: a line must not take the place of a later one."""
 
     def __call__(self, done: int, total: int, rank: int | None = None) -> None:
-        self._ranks[rank] = done, total
-        now = time.monotonic()
-        if now - self._began < SHOW_AFTER_S or now - self._shown < SHOW_TRANSFER_EVERY_S:
-            return
-        self._shown = now
-        self._show(Notice(self.text(now - self._began)))
+        with self._lock:
+            self._ranks[rank] = done, total
+            now = time.monotonic()
+            if now - self._began < SHOW_AFTER_S or now - self._shown < SHOW_TRANSFER_EVERY_S:
+                return
+            self._shown = now
+            self._show(Notice(self.text(now - self._began)))
 
     def text(self, seconds: float) -> str:
         """``sending [######----] 512 of 1024 MB, 850 MB/s``, with the slowest rank if known."""

@@ -15,11 +15,11 @@ from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import ENDED, has_ended, process_state
 from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.protocol import diagnosis
-from distsession.protocol.diagnosis import (
-    Kind,
-    Verdict,
-)
-from distsession.protocol.messages import RankReport, StackReply
+from distsession.protocol.board import Region
+from distsession.protocol.board_report import running_report
+from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
+from distsession.protocol.messages import Operation, RankReport, StackReply
+from distsession.protocol.operation_names import Pair
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.ranks import ranks_text
 
@@ -122,23 +122,12 @@ class Recovery:
         if launcher.board is None:
             return RankReport(rank, RankState.IDLE)
         region = launcher.board.regions[rank]
-        operations, sequences = region.operations(), region.sequences()
         letter = process_state(pid)
         if letter in ENDED and has_ended(pid):
             outcome = Outcome(Ending.DIED, launcher.unreported(rank))
-            return RankReport(rank, RankState.DEAD, outcome=outcome, sequences=sequences)
+            return RankReport(rank, RankState.DEAD, outcome=outcome, sequences=region.sequences())
         if launcher.channel.is_busy(rank):
-            state, place = RankState.RUNNING, ""
-            if region.is_asking:
-                place = region.asks_at
-                state = RankState.WAITING_FOR_INPUT
-                if region.is_in_debugger:
-                    state = RankState.DEBUGGING
-            state = {"T": RankState.STOPPED, "t": RankState.TRACED}.get(letter, state)
-            return RankReport(
-                rank, state, region.seconds, region.request, place, None, operations, sequences,
-                region.refused(),
-            )  # fmt: skip
+            return running_report(region, letter)
         ended: Outcome | None = None
         for pending in pendings:
             if rank in pending.replies:
@@ -153,7 +142,7 @@ class Recovery:
             RankState.IDLE,
             region.seconds,
             outcome=ended,
-            sequences=sequences,
+            sequences=region.sequences(),
             refused=region.refused(),
         )
 
@@ -331,14 +320,24 @@ class Recovery:
         self.verdict = verdict
         self.launcher.abort(verdict.reason, verdict.sentence)
 
-    def check_damage(self) -> None:
-        """After a failure: give the group up too if it failed within (a time-out of gloo's)."""
+    def check_damage(self, *, has_failed: bool) -> None:
+        """After a run: give the group up if an operation failed within (a time-out of gloo's).
+
+        Args:
+            has_failed: So did the run: operations that were issued, and that others will not begin
+                any more, are a reason, too. What those begin next would be taken for them.
+        """
         launcher = self.launcher
-        if launcher.board is not None and not launcher.is_broken:
-            damaged = [r.rank for r in launcher.board.regions if r.is_damaged]
-            if damaged:
-                text = f"an operation failed on {ranks_text(damaged)}"
-                launcher.abort(AbortReason.FAILED, text)
+        if launcher.board is None or launcher.is_broken:
+            return
+        if damaged := [r.rank for r in launcher.board.regions if r.is_damaged]:
+            text = f"an operation failed on {ranks_text(damaged)}"
+            launcher.abort(AbortReason.FAILED, text)
+        elif not has_failed or launcher.channel.pending():
+            return
+        elif uneven := _left_alone(launcher.board.regions):
+            text = f"{describe_operation(uneven)} was left by a run that failed elsewhere"
+            launcher.abort(AbortReason.FAILED, text)
 
     def reconnect(self) -> str:
         """Connect the group anew if it has been given up; gives what prevents that, or nothing."""
@@ -352,6 +351,19 @@ class Recovery:
             if not problem:
                 self.verdict = None
             return problem
+
+
+def _left_alone(regions: Sequence[Region]) -> Operation | None:
+    """A collective of ranks that run nothing any more, which some member has not begun."""
+    begun = [region.sequences() for region in regions]
+    for region in regions:
+        for operation in region.operations() if not region.request else ():
+            if Pair.from_name(operation.group) is None and any(
+                begun[member].get(operation.group, 0) < operation.sequence
+                for member in operation.members
+            ):
+                return operation
+    return None
 
 
 def _stuck_text(report: RankReport) -> str:

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from distsession.cluster.base import Channel, Launcher, Payload
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import DistsessionError, RunError, RunInterrupt, RunTimeoutError
+from distsession.kernel.journal import Journal
 from distsession.kernel.outcome import collect, run_error
 from distsession.kernel.output import Output
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.recovery import Recovery
-from distsession.kernel.replay import OutputHistory
+from distsession.kernel.replay import OutputHistory, RunRecord
 from distsession.kernel.run import Run
-from distsession.protocol.cells import CellNames
-from distsession.protocol.messages import Request
+from distsession.kernel.runs import LastRun, RunBegan, RunEnded, RunFailed, RunKind, RunsKnown
+from distsession.protocol.cells import CellNames, number_in
+from distsession.protocol.messages import CallRequest, CellRequest, Request
 from distsession.results import RankResults
 
-__all__ = ["LastRun", "Requests"]
+__all__ = ["Requests"]
 
 
-@dataclass(frozen=True)
-class LastRun:
-    """The cell or call that the user has run last.
-
-    Attributes:
-        number: Of its request.
-        ranks: Where.
-    """
-
-    number: int
-    ranks: tuple[int, ...]
+MOST_ENDED = 1000
+"""Runs that have ended of which is noted so before it is looked which of them are acknowledged."""
 
 
 class Requests:
@@ -65,6 +58,16 @@ class Requests:
         self.outputs = OutputHistory()
         self.goes_on = True
         """Something may run after a failure; otherwise nobody is told what to do then."""
+        self.journal: Journal | None = None
+        """Where it is told what a later kernel has to know, if the session is kept."""
+        self.before_submit: Callable[[], None] = lambda: None
+        """Called before something is sent."""
+        self.leave: Callable[[Output], str] = lambda output: ""
+        """Asked at a Ctrl-C; see :class:`~distsession.kernel.run.Run`."""
+        self._under_way: dict[int, RunBegan] = {}
+        self._ended: dict[int, bool] = {}
+        """Whether runs succeeded whose ranks may not know yet that everything of them is here."""
+        self._most_ended = MOST_ENDED
 
     @property
     def launcher(self) -> Launcher:
@@ -110,6 +113,7 @@ class Requests:
             progress: Shows how much of the payload has been written.
             interrupts: Held from when it is sent; whoever waits for it releases them.
         """
+        self.before_submit()
         self.recovery.reconnect()
         try:
             return self.channel.submit(ranks, make, payload, progress, interrupts)
@@ -131,7 +135,15 @@ class Requests:
         interrupts: InterruptHold | None = None,
     ) -> RankResults[Any]:
         """Wait for a request; see :class:`~distsession.kernel.run.Run`."""
-        record = self.outputs.begin(output.cell, pending.ranks, self.launcher.log_path)
+        begun = self._under_way.get(pending.request)
+        record = self.outputs.begin(
+            output.cell,
+            pending.ranks,
+            self.launcher.log_path,
+            request=pending.request,
+            kernel=0 if begun is None or begun.cell is None else begun.kernel,
+            began=0.0 if begun is None else begun.at,
+        )
         run = Run(
             pending,
             recovery=self.recovery,
@@ -145,6 +157,8 @@ class Requests:
             expression=expression,
             record=record,
             interrupts=interrupts,
+            settle=partial(self._settle, pending.request, record),
+            leave=self.leave,
         )
         try:
             return run.finish()
@@ -153,7 +167,134 @@ class Requests:
                 self.failed_rank = error.first_rank
             if record is not None:
                 record.fail(error)
+            self._note_failure(pending.request, record)
             raise
+        finally:
+            if self.journal is not None:
+                self.journal.tidy()
+
+    # --- what a later kernel has to know ----------------------------------------------------------
+
+    def submit_run(
+        self,
+        ranks: Sequence[int],
+        make: Callable[[int], CellRequest | CallRequest],
+        payload: Payload,
+        *,
+        kind: RunKind,
+        entry: int,
+        cell: int | None,
+        progress: TransferProgress | None = None,
+        interrupts: InterruptHold | None = None,
+    ) -> PendingRequest:
+        """Send a run of the user's; a later kernel knows of it before the first rank gets it.
+
+        Args:
+            ranks: Who gets it.
+            make: Makes it from its number.
+            payload: What goes with it.
+            kind: What it is.
+            entry: The number of its entry in the history.
+            cell: The number of the notebook's cell; None where there is none.
+            progress: Shows how much of the payload has been written.
+            interrupts: Held from when it is sent; whoever waits for it releases them.
+        """
+        number = 0
+
+        def noted(given: int) -> Request:
+            nonlocal number
+            number, request = given, make(given)
+            label = request.label if isinstance(request, CellRequest) else request.name
+            self._note_begin(
+                RunBegan(
+                    request=given,
+                    ranks=tuple(ranks),
+                    kind=kind,
+                    label=label,
+                    cell=cell,
+                    entry=entry,
+                    at=time.time(),
+                    kernel=self.outputs.kernel,
+                    fetch=isinstance(request, CallRequest) or request.fetch,
+                )
+            )
+            return request
+
+        try:
+            pending = self.submit(ranks, noted, payload, progress, interrupts)
+        except BaseException:
+            self.drop_run(number)
+            raise
+        if kind is not RunKind.EXPRESSION:
+            self.last_run = LastRun(pending.request, tuple(ranks))
+        return pending
+
+    def _note_begin(self, run: RunBegan) -> None:
+        self._under_way[run.request] = run
+        if run.kind in (RunKind.CELL, RunKind.EXPRESSION):
+            self.names.seen.update(number_in(run.label))
+        if self.journal is not None:
+            self.journal.append(run)
+
+    def take_over(self, run: RunBegan) -> None:
+        """An earlier kernel's run is under way still, and is waited for here."""
+        self._under_way[run.request] = run
+
+    def note_end(self, request: int, succeeded: bool) -> None:
+        """Everything of a run has been seen, here or in an earlier kernel."""
+        self._ended[request] = succeeded
+        if len(self._ended) > self._most_ended:
+            # Answers are acknowledged in the order of the requests.
+            oldest = min((pending.request for pending in self.channel.pending()), default=request)
+            kept = [each for each in list(self._ended.items()) if each[0] >= oldest]
+            self._ended = dict(kept)
+            self._most_ended = max(MOST_ENDED, 2 * len(kept))
+
+    def ended(self) -> Iterator[RunEnded]:
+        """The runs that have ended, and of which ranks may still have the answers."""
+        for request, succeeded in list(self._ended.items()):
+            yield RunEnded(request, succeeded)
+
+    def drop_run(self, request: int) -> None:
+        """A run that was noted was not sent, or nobody waits for it."""
+        if self._under_way.pop(request, None) is not None and self.journal is not None:
+            self.journal.append(RunEnded(request, False))
+
+    def under_way(self) -> Iterator[RunBegan]:
+        """The runs that have not ended."""
+        yield from list(self._under_way.values())
+
+    def known(self) -> RunsKnown:
+        """What is known of all runs together."""
+        cells = frozenset(self.names.taken | self.names.seen)
+        return RunsKnown(self.last_run, self.failed_rank, cells, self.outputs.kernel)
+
+    def forget_failure(self) -> None:
+        """The ranks are others now."""
+        self.failed_rank = None
+        if self.journal is not None:
+            self.journal.append(self.known())
+
+    def _settle(self, request: int, record: RunRecord | None, succeeded: bool) -> None:
+        """Everything of a run is here, and its ranks are about to be told so."""
+        run = self._under_way.pop(request, None)
+        if record is not None:
+            record.is_over = True
+        if self.journal is None:
+            return
+        if record is not None and (noted := record.noted) is not None:
+            self.journal.append(noted, later=run is not None)
+        if run is not None:
+            self.note_end(request, succeeded)
+            self.journal.append(RunEnded(request, succeeded))
+
+    def _note_failure(self, request: int, record: RunRecord | None) -> None:
+        if self.journal is None:
+            return
+        text = "" if record is None else record.error
+        if record is not None and not (record.pieces or record.shown) and record.noted is not None:
+            self.journal.append(record.noted)
+        self.journal.append(RunFailed(request, self.failed_rank, text))
 
     # --- the session's own ------------------------------------------------------------------------
 

@@ -63,6 +63,10 @@ class Run:
         expression: What is shown of it, as code; empty if that has no name.
         record: Takes a note of its output, too.
         interrupts: Held since it was sent; released where a Ctrl-C stops it.
+        settle: Told whether it succeeded, when everything of it is here and before its ranks are
+            told so.
+        leave: Asked at a Ctrl-C: lets go of ranks that are kept where this process is to end, and
+            gives what its caller is told; nothing where they are to be stopped.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class Run:
         expression: str = "",
         record: RunRecord | None = None,
         interrupts: InterruptHold | None = None,
+        settle: Callable[[bool], None] = lambda succeeded: None,
+        leave: Callable[[Output], str] = lambda output: "",
     ):
         self._pending = pending
         self._recovery = recovery
@@ -93,6 +99,9 @@ class Run:
         self._expression = expression
         self._record = record
         self._interrupts = interrupts or InterruptHold()
+        self._settle = settle
+        self._leave = leave
+        self._has_left = False
         self._watchdog = Watchdog(recovery, pending, output.notify)
         self._input_requests = self._make_input_requests()
         self._stopped_at = 0.0
@@ -102,7 +111,7 @@ class Run:
     def finish(self) -> RankResults[Any]:
         """Wait for all ranks; their values, or one error."""
         pending, output = self._pending, self._output
-        is_late = False
+        is_late = succeeded = False
         try:
             is_late = self._wait()
             with self._importing():
@@ -121,9 +130,11 @@ class Run:
                 if self._record is not None:
                     self._record.show(bundles)
                 output.show(bundles)
+            succeeded = not (failed or pending.stopped or is_late)
         except KeyboardInterrupt:
             with interrupts_held():
-                if pending.missing and not pending.stopped:  # pressed twice within microseconds
+                # It may have been pressed twice within microseconds.
+                if pending.missing and not (pending.stopped or self._has_left):
                     self._recovery.stop(pending)
             raise
         finally:
@@ -131,9 +142,10 @@ class Run:
                 output.close()
             finally:
                 with interrupts_held():
+                    self._settle(succeeded)
                     self._channel.forget(pending)
-                    self._recovery.check_damage()
-            then = "" if pending.missing else self._reconnected_text()
+                    self._recovery.check_damage(has_failed=not succeeded)
+            then = "" if pending.missing or self._has_left else self._reconnected_text()
         if pending.stopped:
             end = then if pending.was_begun else ""
             raise in_lines(RunInterrupt, _lines(pending.stopped, end))
@@ -178,6 +190,9 @@ class Run:
             stuck = self._recovery.explain_stuck(pending)
             raise in_lines(RunInterrupt, _lines(pending.stopped, stuck)) from None
         except KeyboardInterrupt:
+            if left := self._leave(self._output):
+                self._has_left = True
+                raise RunInterrupt(left) from None
             if self._steady:
                 with suppress(RunTimeoutError):
                     pending.wait(self._write, RETURN_TIMEOUT_S)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, Protocol
 
-from distsession.cluster.base import Launcher
 from distsession.display.panel import HISTORY_READINGS, Gauge, RankRow, Snapshot
 from distsession.display.render import config_rows, state_text
 from distsession.errors import SessionStateError
-from distsession.kernel.recovery import Recovery
-from distsession.options import SessionOptions
+from distsession.options import SessionOptions, duration_text, read_duration, read_size
 from distsession.protocol.messages import RankReport, RankUsage, UsageReply
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo
@@ -34,22 +33,39 @@ SAME_MOMENT_S = 1.0
 """Two estimates of when a state began that differ by less mean the same moment."""
 
 
+class Reporting(Protocol):
+    """Knows what ranks do."""
+
+    def reports(
+        self, ranks: Iterable[int] | None = None, *, ask: bool, timeout: float = PLACE_TIMEOUT_S
+    ) -> dict[int, RankReport]: ...
+
+
+class Gauges(Protocol):
+    """Knows what ranks use."""
+
+    def usage(self, timeout: float) -> UsageReply | None: ...
+
+
 class Observed(Protocol):
     """What is needed of the session that is looked at."""
 
-    name: str
-    options: SessionOptions
-    option_sources: dict[str, str]
-    recovery: Recovery
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> SessionOptions: ...
+    @property
+    def option_sources(self) -> dict[str, str]: ...
+    @property
+    def recovery(self) -> Reporting: ...
+    @property
+    def launcher(self) -> Gauges: ...
     @property
     def is_open(self) -> bool: ...
     @property
     def infos(self) -> tuple[RankInfo, ...]: ...
     @property
     def world_size(self) -> int: ...
-    @property
-    def launcher(self) -> Launcher: ...
     def status(self) -> str: ...
 
 
@@ -225,8 +241,14 @@ def _options(session: Observed) -> tuple[tuple[str, str, str], ...]:
         value = getattr(session.options, option.name)
         if value is None:
             value = found.get(option.name)
+        if option.metadata["read"] in _SHOWN and value:
+            value = _SHOWN[option.metadata["read"]](value)
         rows.append((option.name, _value(value), session.option_sources[option.name]))
     return tuple(rows)
+
+
+_SHOWN: dict[Any, Any] = {read_duration: duration_text, read_size: lambda value: _size(value)}
+"""How options that have a unit are shown."""
 
 
 def _value(value: Any) -> str:

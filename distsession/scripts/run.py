@@ -35,7 +35,10 @@ LEAVE = 5.0
 """Seconds that ranks have to end once another has failed, on top of what a deadlock is given."""
 STOP = 10.0
 """Seconds that ranks have to end after Ctrl-C."""
+LAST_OUTPUT = 1.0
+"""Seconds that the last output has after a signal; nobody may read it any more."""
 INTERRUPTED = 130
+HUNG_UP = 128 + signal.SIGHUP
 USAGE = 2
 
 
@@ -109,7 +112,7 @@ def run(
         return _say("a script is not run inline: `python SCRIPT.py` does that.", USAGE)
     try:
         with _signals_end_it(), _start(options, PlainOutput if plain else None) as session:
-            return _run(session, path, script, arguments)
+            return _run_or_leave(session, path, script, arguments)
     except OptionsError as error:
         return _say(str(error), USAGE)
     except DistsessionError as error:
@@ -127,7 +130,7 @@ def _start(options: Mapping[str, Any], output: Callable[[], Any] | None) -> Sess
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[None]:
-    """A batch system's SIGTERM, or the end of a terminal, ends the ranks as Ctrl-C does."""
+    """A batch system's SIGTERM, or the end of a terminal, ends the run as Ctrl-C does."""
 
     def end(number: int, _: Any) -> None:
         sys.exit(128 + number)
@@ -139,6 +142,19 @@ def _signals_end_it() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _run_or_leave(session: Session, path: str, script: str, arguments: Sequence[str]) -> int:
+    """Run it; if the terminal goes meanwhile, and the session is kept, it goes on without us."""
+    try:
+        return _run(session, path, script, arguments)
+    except SystemExit as end:
+        if not _goes_on(session, end):
+            raise
+        session.detach()
+        with contextlib.suppress(OSError):  # where there is no terminal any more
+            _say(f"{session.name} goes on: `distsession attach {session.name}` shows it.", HUNG_UP)
+        return HUNG_UP
 
 
 def _run(session: Session, path: str, script: str, arguments: Sequence[str]) -> int:
@@ -155,6 +171,17 @@ def _run(session: Session, path: str, script: str, arguments: Sequence[str]) -> 
         return _fail(error)
     except DistsessionError as error:  # a hang
         return _say(str(error), 1)
+    except SystemExit as end:
+        if not _goes_on(session, end):
+            session.close()
+            # The thread that still shows output: Python aborts where it ends while one writes.
+            concurrent.futures.wait([future], LAST_OUTPUT)
+        raise
+
+
+def _goes_on(session: Session, end: SystemExit) -> bool:
+    """Whether the session stays when its terminal goes."""
+    return end.code == HUNG_UP and bool(session.options.keep)
 
 
 def _wait(
