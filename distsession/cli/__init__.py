@@ -1,4 +1,4 @@
-"""The command line: ``distsession doctor`` and ``distsession run``."""
+"""The command line: ``distsession doctor``, ``run``, and what sessions that are kept are told."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import distsession
-from distsession.errors import DOCTOR_REMEDY
+from distsession.errors import DOCTOR_REMEDY, DistsessionError, OptionsError
 from distsession.options import add_arguments
 
 __all__ = ["main"]
+
+USAGE = 2
+INTERRUPTED = 130
+"""Exit codes: what was asked for cannot be; and by Ctrl-C, as shells have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,27 +31,145 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     runner = commands.add_parser("run", help="run a script on ranks of this machine")
     _add_run_arguments(runner)
+    _add_session_commands(commands)
     given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
     command = given.pop("command", None)
     if command is None:
         parser.print_help()
         return 0
-    # Neither is imported before: where a package is missing, it is the doctor who has to say so.
-    if command == "doctor":
-        from distsession.cli.doctor import examine
+    if command == "run":
+        return _run(given)
+    try:
+        return _examine(given) if command == "doctor" else _on_session(command, given)
+    except BrokenPipeError:  # as with `distsession doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
-        try:
-            return examine(given, as_json=given.pop("json"))
-        except BrokenPipeError:  # as with `distsession doctor | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
+
+# What a command needs is imported with it: where a package is missing, it is the doctor who has to
+# say so.
+
+
+def _examine(given: dict[str, Any]) -> int:
+    from distsession.cli.doctor import examine
+
+    return examine(given, as_json=given.pop("json"))
+
+
+def _run(given: dict[str, Any]) -> int:
     try:
         from distsession.scripts.run import run
     except ImportError as error:
-        print(f"distsession: {error}. {DOCTOR_REMEDY}", file=sys.stderr)
-        return 1
+        return _refuse(f"{error}. {DOCTOR_REMEDY}", 1)
     script, rest, plain = (given.pop(name) for name in ("script", "arguments", "plain"))
     return run(script, rest, given, plain=plain)
+
+
+def _on_session(command: str, given: dict[str, Any]) -> int:
+    try:
+        return _do_on_session(command, given.pop("name", None), **given)
+    except ImportError as error:
+        return _refuse(f"{error}. {DOCTOR_REMEDY}", 1)
+    except OptionsError as error:
+        return _refuse(str(error), USAGE)
+    except DistsessionError as error:
+        return _refuse("\n  ".join(error.lines), 1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _do_on_session(command: str, name: Any, **given: Any) -> int:
+    match command:
+        case "attach":
+            from distsession.cli.watch import watch
+
+            return watch(name, **given)
+        case "exec":
+            from distsession.cli.execute import execute_in
+
+            return execute_in(name, **given)
+        case "logs":
+            from distsession.cli.logs import show_log
+
+            return show_log(name, **given)
+    from distsession.cli import sessions
+
+    match command:
+        case "stop":
+            return sessions.stop_session(name)
+        case "diagnose":
+            return sessions.diagnose_session(name, **given)
+        case _:
+            return sessions.list_sessions(**given)
+
+
+def _refuse(text: str, code: int) -> int:
+    print(f"distsession: {text}", file=sys.stderr)
+    return code
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _add_session_commands(commands: Any) -> None:
+    """The commands on sessions that are kept."""
+    named = "of the session, or its pid or folder, as `distsession ls` shows them"
+    only = f"{named}; not needed if there is only one"
+    listing = commands.add_parser(
+        "ls", help="list the sessions that are kept: who has them, what they do, what they use"
+    )
+    stop = commands.add_parser("stop", help="end a session that is kept, with its ranks")
+    stop.add_argument("name", metavar="NAME", help=named)
+    attach = commands.add_parser(
+        "attach", help="watch what all ranks of a kept session write; Ctrl-C leaves it as it is"
+    )
+    attach.add_argument("name", metavar="NAME", nargs="?", help=only)
+    attach.add_argument(
+        "-n", "--lines", type=_count, default=10, metavar="LINES",
+        help="how many lines of each rank that are there already come first (default: 10)",
+    )  # fmt: skip
+    execute = commands.add_parser("exec", help="run code on the ranks of a kept session, as a cell")
+    execute.add_argument("name", metavar="NAME", help=named)
+    execute.add_argument("code", metavar="CODE_OR_FILE", help="the code, a file, or - for stdin")
+    execute.add_argument(
+        "-r", "--ranks", metavar="RANKS", help="where: 0,2 or 1-3; else everywhere"
+    )
+    execute.add_argument(
+        "--take",
+        action="store_true",
+        help="also if a kernel has it, or has begun what nobody has seen the end of",
+    )
+    logs = commands.add_parser(
+        "logs", help="show what a rank of a session that is kept has written"
+    )
+    logs.add_argument("name", metavar="NAME", nargs="?", help=only)
+    logs.add_argument(
+        "-r", "--rank", type=int, default=0, metavar="RANK", help="which (default: 0)"
+    )
+    logs.add_argument(
+        "-f", "--follow", action="store_true", help="go on until Ctrl-C or the session's end"
+    )
+    logs.add_argument(
+        "--stderr",
+        dest="stream",
+        action="store_const",
+        const="stderr",
+        default="stdout",
+        help="what it has written to stderr",
+    )
+    diagnosis = commands.add_parser(
+        "diagnose", help="say what each rank of a session that is kept does, and who waits for whom"
+    )
+    diagnosis.add_argument("name", metavar="NAME", nargs="?", help=only)
+    for parser in (listing, diagnosis):
+        parser.add_argument("--json", dest="as_json", action="store_true", help="print it as JSON")
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise ValueError(text)
+    return count
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:

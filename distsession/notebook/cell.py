@@ -20,6 +20,7 @@ from distsession.display.widgets import Bars, model_of
 from distsession.kernel.output import Notice, Output
 from distsession.notebook import stdin
 from distsession.notebook.front_end import has_ipywidgets, shows_widgets
+from distsession.notebook.kernel_end import kernel_ends
 from distsession.notebook.lines import MAX_LIVE_BARS, Line
 from distsession.notebook.output import HEAD_LINES, TAIL_LINES, RankText, Section, Transcript
 from distsession.notebook.output_html import (
@@ -105,6 +106,10 @@ class CapturedOutput(TerminalOutput):
             _display_separately([message.rank], message.data, message.metadata)
         else:
             super().write(message)
+
+    def ends_soon(self, wait: float) -> bool:
+        """Whether the kernel is about to be restarted or shut down."""
+        return kernel_ends(wait)
 
     def show(self, shown: dict[int, Bundle]) -> None:
         plain = {rank: each for rank, each in shown.items() if set(each[0]) == {"text/plain"}}
@@ -200,6 +205,18 @@ class CellOutput(Output):
                 rank: (report.request, report.place) for rank, report in self._states.items()
             }
         self._refresh()
+
+    def go_on(self, seconds: float) -> None:
+        """An earlier kernel began the run."""
+        self._began -= seconds
+
+    def fail(self, text: str) -> None:
+        """Say it on the standard error, below the output."""
+        sys.stderr.write(f"{text}\n")
+
+    def ends_soon(self, wait: float) -> bool:
+        """Whether the kernel is about to be restarted or shut down."""
+        return kernel_ends(wait)
 
     def show_more(self) -> None:
         """Show as much as a page can take."""

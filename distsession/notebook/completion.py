@@ -14,6 +14,7 @@ from typing import Any
 
 from IPython.utils.tokenutil import token_at_cursor
 
+from distsession.cluster.kept import kept_sessions
 from distsession.display import render
 from distsession.errors import DistsessionError
 from distsession.notebook.autopx import is_plain
@@ -200,6 +201,8 @@ class RankCompleter:
                 return [name for name in names if not name.startswith("_")]
             case "pull" | "restore" | "check":
                 return _names_on_ranks(begun)
+            case "name" if parser.prog.endswith(" attach"):
+                return [kept.name for kept in kept_sessions()]
             case "ranks" | "debug" | "profile" if not parser.prog.endswith(" start"):
                 return _rank_words()
         return []

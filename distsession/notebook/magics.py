@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from IPython.core.magic import no_var_expand
 
 from distsession import options as session_options
 from distsession import session as session_module
 from distsession import view as view_module
+from distsession.cluster.kept import KeptSession, find_kept
 from distsession.display.html import element
 from distsession.errors import OptionsError, SessionStateError
 from distsession.export.script import parse_cells
@@ -39,13 +41,17 @@ from distsession.notebook.parsers import (
 )
 from distsession.notebook.running_cell import cell_number, cell_of_file, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput
-from distsession.protocol.cells import cell_name, parse_cell
+from distsession.protocol.cells import parse_cell
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
 from distsession.session import Session, Table, current_session
 from distsession.view import RankView
+from distsession.viewer import SessionViewer
 
 __all__ = ["register", "unregister"]
+
+
+SessionKind = TypeVar("SessionKind", Session, SessionViewer)
 
 
 class Magics:
@@ -60,7 +66,9 @@ class Magics:
         self._notes = Notes(shell)
         self._checker = SessionChecker(shell)
         self._started: Session | None = None  # by %session start
-        self._line: tuple[int, Session, Table] | None = None
+        self._viewer: SessionViewer | None = None
+        """What this notebook looks on at."""
+        self._line: tuple[int, Session | SessionViewer, Table] | None = None
         """What is shown of a session that the magic gives, and in which cell."""
 
     def register(self) -> None:
@@ -71,7 +79,8 @@ class Magics:
         self._notes.register()
         self._shell.prefilter_manager.register_checker(self._checker)
         formatter = self._shell.display_formatter.mimebundle_formatter
-        formatter.for_type(Session, self._bundle_of_session)
+        for kind in (Session, SessionViewer):
+            formatter.for_type(kind, self._bundle_of_session)
 
     def unregister(self) -> None:
         """Take the hooks away."""
@@ -80,14 +89,15 @@ class Magics:
         self.hints.unregister()
         self._notes.unregister()
         self._shell.prefilter_manager.unregister_checker(self._checker)
-        self._shell.display_formatter.mimebundle_formatter.pop(Session, None)
+        for kind in (Session, SessionViewer):
+            self._shell.display_formatter.mimebundle_formatter.pop(kind, None)
 
-    def _with_line(self, session: Session, text: str) -> Session:
+    def _with_line(self, session: SessionKind, text: str) -> SessionKind:
         """A session that the magic gives, of which the cell shows a line."""
         self._line = cell_number(self._shell), session, _text_table(text)
         return session
 
-    def _bundle_of_session(self, session: Session) -> dict[str, Any]:
+    def _bundle_of_session(self, session: Session | SessionViewer) -> dict[str, Any]:
         line, self._line = self._line, None
         if line is not None and line[:2] == (cell_number(self._shell), session):
             return line[2].bundle()
@@ -122,9 +132,67 @@ class Magics:
                 "beside it with Session(...)."
             )
         self._started = Session(**given)
+        self._end_looking()
         return self._with_line(self._started, self._started.status())
 
-    def _status(self, _: argparse.Namespace) -> Session | Table:
+    def _attach(self, arguments: argparse.Namespace) -> Session | SessionViewer:
+        if not arguments.take and _is_of_another_process(kept := find_kept(arguments.name)):
+            return self._look_on(kept.folder)
+        session = self._started = Session.attach(arguments.name, take=arguments.take)
+        self._end_looking()
+        _say(f"attached to {session.status()}")
+        if calls := len(session.pending()):
+            values = "values of a call" if calls == 1 else f"values of {calls} calls"
+            _say(f"What the earlier kernel waited for, the {values}: current_session().pending()")
+        session.follow(_say)
+        return self._with_line(session, session.status())
+
+    def _view(self, arguments: argparse.Namespace) -> SessionViewer:
+        return self._look_on(arguments.name)
+
+    def _look_on(self, name: str | None) -> SessionViewer:
+        viewer = Session.view(name)
+        self._end_looking()
+        self._viewer = viewer
+        _say(viewer.refusal)
+        return self._with_line(viewer, viewer.status())
+
+    def _end_looking(self) -> SessionViewer | None:
+        viewer, self._viewer = self._viewer, None
+        if viewer is not None:
+            viewer.close()
+        return viewer
+
+    def _seen(self) -> Session | SessionViewer:
+        """What this notebook looks on at, or its own session."""
+        return self._viewer or current_session()
+
+    def _owned(self) -> Session:
+        """The session of which something can be asked."""
+        try:
+            return current_session()
+        except SessionStateError:
+            if self._viewer is None:
+                raise
+            raise SessionStateError(self._viewer.refusal) from None
+
+    def _detach(self, _: argparse.Namespace) -> Table:
+        if (viewer := self._end_looking()) is not None:
+            return _text_table(viewer.status())
+        session = current_session()
+        session.detach()
+        was_on, self.auto.is_on = self.auto.is_on, False
+        return _text_table(
+            f"{session.status()}; its ranks go on. %session attach {session.name} takes it up again"
+            f"{'; %session auto is off' if was_on else ''}"
+        )
+
+    def _list(self, _: argparse.Namespace) -> Table:
+        return Session.list()
+
+    def _status(self, _: argparse.Namespace) -> Session | SessionViewer | Table:
+        if self._viewer is not None:
+            return self._with_line(self._viewer, self._viewer.status())
         try:
             session = current_session()
         except SessionStateError as error:
@@ -133,40 +201,53 @@ class Magics:
         return self._with_line(session, f"{session.status()}{mark}")
 
     def _config(self, _: argparse.Namespace) -> Table:
-        return current_session().show_config()
+        return self._seen().show_config()
 
     def _devices(self, _: argparse.Namespace) -> Table:
-        return current_session().devices()
+        return self._seen().devices()
 
     def _restart(self, arguments: argparse.Namespace) -> Table:
-        session = current_session()
+        session = self._owned()
         ranks = parse_ranks(arguments.ranks, session.world_size) if arguments.ranks else None
         names = [name.strip() for name in arguments.restore.split(",") if name.strip()]
         session.restart(ranks, restore=names)
         return _text_table(session.status())
 
     def _diagnose(self, arguments: argparse.Namespace) -> Table:
-        return current_session().diagnose(stacks=arguments.stacks)
+        return self._seen().diagnose(stacks=arguments.stacks)
 
     def _output(self, arguments: argparse.Namespace) -> Table:
-        session = current_session()
+        session = self._seen()
+        if arguments.follow:
+            return self._follow(session)
         cell = parse_cell(" ".join(arguments.cell))
         ranks = parse_ranks(arguments.rank, session.world_size) if arguments.rank else None
-        return session.show_output(cell, ranks)
+        return session.show_output(cell, ranks, arguments.kernel)
+
+    def _follow(self, session: Session | SessionViewer) -> Table:
+        if not isinstance(session, SessionViewer):
+            raise OptionsError(
+                "--follow is for a notebook that only looks on (%session view): here the output "
+                "of a cell comes below it by itself."
+            )
+        session.watch()
+        return _text_table(session.status())
 
     def _debug(self, arguments: argparse.Namespace) -> None:
-        current_session().debug(arguments.rank)
+        self._owned().debug(arguments.rank)
 
     def _reconnect(self, _: argparse.Namespace) -> Table:
-        session = current_session()
+        session = self._owned()
         session.reconnect()
         return _text_table(session.status())
 
     def _interrupt(self, _: argparse.Namespace) -> Table:
-        hit = current_session().interrupt()
+        hit = self._owned().interrupt()
         return _text_table("interrupted." if hit else "nothing was running.")
 
     def _close(self, _: argparse.Namespace) -> Table:
+        if (viewer := self._end_looking()) is not None:
+            return _text_table(viewer.status())
         session = current_session()
         session.close()
         was_on, self.auto.is_on = self.auto.is_on, False
@@ -174,7 +255,7 @@ class Magics:
 
     def _auto(self, arguments: argparse.Namespace) -> Table:
         if arguments.state == "on":
-            current_session()
+            self._owned()
         if arguments.state is not None:
             self.auto.is_on = arguments.state == "on"
         if self.auto.is_on:
@@ -185,7 +266,7 @@ class Magics:
 
     def _export(self, arguments: argparse.Namespace) -> Table:
         names = [name.strip() for name in arguments.check.split(",") if name.strip()]
-        script = current_session().export(
+        script = self._owned().export(
             arguments.path,
             None if arguments.cells is None else parse_cells(arguments.cells),
             slurm=arguments.slurm,
@@ -211,15 +292,15 @@ class Magics:
         if line in ("--help", "-h", "--diff --help", "--diff -h"):
             sys.stdout.write(distributed_help())
             return None
-        label = cell_name(cell_number(self._shell))
+        label = self._label()
         above = "\n" * (running_line(self._shell) - 1)  # so that its line is that of the cell
         flag, _, expression = line.partition(" ")
         _check_expression(line if flag != "--diff" else expression)
         if flag != "--diff":
-            return current_session().evaluate(above + line, label=label)
+            return self._owned().evaluate(above + line, label=label)
         if not expression.strip():
             raise OptionsError("--diff takes an expression: %distributed --diff model")
-        return current_session().diff(above + expression, label=label)
+        return self._owned().diff(above + expression, label=label)
 
     def _run_cell(self, line: str, cell: str) -> None:
         is_automatic = line.strip() == AUTO_FLAG
@@ -232,9 +313,9 @@ class Magics:
             raise OptionsError(f"--out takes the name of a variable, not {arguments.out!r}.")
         pushed = self._variables_to_push(arguments.push)
         pulled = _names("--pull", arguments.pull)
-        session = current_session()
+        session = self._owned()
         view = _view(session, arguments.ranks)
-        label = cell_name(cell_number(self._shell))
+        label = self._label()
         timeline_output = TimelineOutput(arguments, view, label)
         if pushed:
             view.push(pushed)
@@ -264,6 +345,10 @@ class Magics:
             raise
         timeline_output.show()
 
+    def _label(self) -> str:
+        """What the ranks call the cell that runs."""
+        return self._owned().requests.names.name(cell_number(self._shell))
+
     def _pull(self, view: RankView, names: Sequence[str]) -> None:
         brought = view.pull(*names)
         for name in names:
@@ -290,7 +375,11 @@ class Magics:
         """Run ipyparallel's %px or %%px, on the engines of the current session."""
         from distsession.cluster.ipyparallel import px_magic
 
-        return px_magic(self._shell, current_session().client, line, cell)
+        return px_magic(self._shell, self._owned().client, line, cell)
+
+
+def _is_of_another_process(kept: KeptSession) -> bool:
+    return kept.has_owner and kept.owner is not None and kept.owner.pid != os.getpid()
 
 
 def _view(session: Session, ranks: str | None) -> RankView:
@@ -330,6 +419,11 @@ def _is_statement(text: str) -> bool:
         return bool(ast.parse(text.strip()).body)
     except (SyntaxError, ValueError):
         return False
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _text_table(text: str) -> Table:

@@ -24,6 +24,7 @@ from distsession.notebook.panel_answer import Answer
 from distsession.notebook.panel_log import LogView
 from distsession.ranks import ranks_text
 from distsession.session import Session, Table
+from distsession.viewer import SessionViewer
 
 __all__ = ["Panel", "make_panel"]
 
@@ -40,10 +41,20 @@ LATE_CLICKS_HINT = (
 )
 """Where the kernel has no subshells (ipykernel before 7), or the front end does not use them."""
 
-_widgets: dict[Session, PanelWidgets] = {}
+TIPS = {
+    "Stop": "Interrupt what runs on the ranks",
+    "Diagnose": "Who waits for whom",
+    "Stacks": "The frames of each rank's main thread",
+    "Log": "What a rank has written, with a search",
+    RESTART: "A fresh process for the rank that is chosen",
+}
+ASKING = ("Stop", "Stacks", RESTART)
+"""Buttons that ask something of the ranks, which only the session's owner can."""
+
+_widgets: dict[Session | SessionViewer, PanelWidgets] = {}
 
 
-def make_panel(session: Session) -> Panel | None:
+def make_panel(session: Session | SessionViewer) -> Panel | None:
     """What a notebook shows of a session; None where this is no notebook."""
     return Panel(session) if _kernel() is not None else None
 
@@ -51,7 +62,7 @@ def make_panel(session: Session) -> Panel | None:
 class Panel(Table):
     """A session at the moment, and live where the front end can show it so."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session | SessionViewer):
         self._session = session
         self._snapshots = Snapshots(session)
         self._snapshot = self._snapshots.take()
@@ -81,7 +92,7 @@ class PanelWidgets:
         snapshot: What to show first.
     """
 
-    def __init__(self, session: Session, snapshots: Snapshots, snapshot: Snapshot):
+    def __init__(self, session: Session | SessionViewer, snapshots: Snapshots, snapshot: Snapshot):
         import ipywidgets
 
         self._session = session
@@ -109,14 +120,9 @@ class PanelWidgets:
         self._log = LogView(session.ranks, session.log_path)
         self._buttons = {
             name: ipywidgets.Button(description=name, tooltip=tip, layout={"width": "auto"})
-            for name, tip in (
-                ("Stop", "Interrupt what runs on the ranks"),
-                ("Diagnose", "Who waits for whom"),
-                ("Stacks", "The frames of each rank's main thread"),
-                ("Log", "What a rank has written, with a search"),
-                (RESTART, "A fresh process for the rank that is chosen"),
-            )
+            for name, tip in TIPS.items()
         }
+        self._refusal = ipywidgets.HTML()
         # The box scrolls, not its content, which is replaced at each change.
         rows = ipywidgets.Box([self._rows], layout={"max_height": "26em", "overflow": "auto"})
         rows.add_class(panel.ROWS_CLASS)
@@ -127,6 +133,7 @@ class PanelWidgets:
                 ipywidgets.HBox(
                     [*self._buttons.values(), self._rank], layout={"flex_flow": "row wrap"}
                 ),
+                self._refusal,
                 *([] if _has_subshells() else [ipywidgets.HTML(element("p", LATE_CLICKS_HINT))]),
                 self._answer.widget,
                 self._log.widget,
@@ -223,12 +230,22 @@ class PanelWidgets:
         _set_value(self._status, panel.status_html(snapshot.status))
         _set_value(self._rows, panel.rows_html(snapshot.rows))
         _set_value(self._config, panel.config_html(snapshot))
+        self._update_buttons(self._session.refusal)
         self._answer.check(tuple((row.rank, row.pid, row.kind, row.since) for row in snapshot.rows))
         dead = frozenset(row.rank for row in snapshot.rows if row.kind == "dead")
         if dead - self._dead and self._rank.value not in dead:
             self._rank.value = min(dead - self._dead)
         self._dead = dead
         self._log.refresh()
+
+    def _update_buttons(self, refusal: str) -> None:
+        """Switch those off by which nothing can be asked here, and say why."""
+        _set_value(self._refusal, element("p", refusal) if refusal else "")
+        for name in ASKING:
+            button = self._buttons[name]
+            if button.disabled != bool(refusal):
+                button.disabled = bool(refusal)
+                button.tooltip = refusal or TIPS[name]
 
     def _show_closed(self) -> None:
         """Show that the session is closed."""
@@ -237,6 +254,7 @@ class PanelWidgets:
             control.disabled = True
         self._log.disable()
         self._answer.check("closed")
+        _set_value(self._refusal, "")
         _set_value(self._status, panel.status_html(self._session.status()))
         _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
 

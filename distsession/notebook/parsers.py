@@ -152,6 +152,19 @@ def session_parser() -> Parser:
     commands.add_parser("help", help="all commands with all their options")
     start = commands.add_parser("start", help="start ranks")
     session_options.add_arguments(start)
+    attach = commands.add_parser(
+        "attach", help="take up a session that an earlier kernel has left, or look on at another's"
+    )
+    attach.add_argument(
+        "name", nargs="?", help="of the session, or the pid of its agent; the only one by default"
+    )
+    attach.add_argument(
+        "--take", action="store_true", help="also if another kernel has it, which then has it not"
+    )
+    view = commands.add_parser("view", help="look on at a session that is kept, and ask nothing")
+    view.add_argument("name", nargs="?", help="as of attach")
+    commands.add_parser("detach", help="let go of a session that is kept; its ranks go on")
+    commands.add_parser("list", help="sessions that are kept: who has each, what it does and uses")
     commands.add_parser("status", help="one line on how it is (the default)")
     commands.add_parser("config", help="backend, world size, and where each rank is")
     commands.add_parser("devices", help="the device of each rank")
@@ -168,6 +181,12 @@ def session_parser() -> Parser:
         "cell", nargs="*", metavar="In N", help="the cell's number, such as 3; the last by default"
     )
     output.add_argument("--rank", metavar="R", help="whose, such as 1 or 0,2-3; all by default")
+    output.add_argument(
+        "--kernel", type=int, metavar="K", help="of an earlier kernel: 1 is the session's first"
+    )
+    output.add_argument(
+        "--follow", action="store_true", help="of who only looks on: what comes, until Stop"
+    )
     debug = commands.add_parser("debug", help="open the debugger where a rank has failed")
     debug.add_argument("rank", nargs="?", type=int, help="the one that failed first by default")
     commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")

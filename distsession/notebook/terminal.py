@@ -86,6 +86,10 @@ class TerminalOutput(Output):
         self._flush()
         self._notice.show(notice)
 
+    def fail(self, text: str) -> None:
+        """Say it on the standard error."""
+        sys.stderr.write(f"{text}\n")
+
     def close(self) -> None:
         """Write what is still held back."""
         self._finish_lines()
