@@ -13,6 +13,7 @@ from tests.benchmarks import (
     calls,
     check,
     helpers,
+    keep,
     memory,
     moving,
     notebook,
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "call": calls.call,
     "cell": notebook.cell,
     "panel": notebook.panel,
+    "viewer": notebook.viewer,
     "growth": calls.growth,
     "memory": memory.memory,
     "output": output.output,
@@ -44,6 +46,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "check": check.check,
     "moving": moving.moving,
     "helpers": helpers.helpers,
+    "keep": keep.keep,
 }
 
 

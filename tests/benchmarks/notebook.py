@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Arm, Figure, Row, Target, take_turns
 from tests.benchmarks.processes import snapshot
@@ -26,8 +28,14 @@ from tests.benchmarks.bench import settle
 shell = get_ipython()
 shell.run_line_magic("load_ext", "distsession")
 shell.register_magic_function(lambda line, cell: None, "cell", "nothing")
-session = Session(4)
+session = Session({ranks}, **{options})
 settle(session)
+"""
+LOOK_ON = """
+from distsession import Session
+shell = get_ipython()
+shell.run_line_magic("load_ext", "distsession")
+viewer = Session.view({name!r})
 """
 
 MEASURE = """
@@ -52,6 +60,7 @@ def rate(count):
         dist.all_reduce(tensor)
     return count / (time.perf_counter() - began)
 """
+VIEWED_RANKS = 2
 PANEL_SECONDS = 5.0
 """How long the ranks reduce, while the panel looks once a second."""
 HIDE = """
@@ -80,8 +89,8 @@ def _execute(client: Any, code: str) -> str:
 
 
 @contextlib.contextmanager
-def _kernel(bench: Bench) -> Iterator[Any]:
-    """The client of a kernel with a session of four ranks."""
+def _kernel(bench: Bench, ranks: int = RANKS, **options: Any) -> Iterator[Any]:
+    """The client of a kernel with a session."""
     from jupyter_client.manager import start_new_kernel
 
     before = snapshot()
@@ -89,13 +98,29 @@ def _kernel(bench: Bench) -> Iterator[Any]:
         kernel_name="python3", cwd=str(ROOT), extra_arguments=["--log-level=ERROR"]
     )
     try:
-        _execute(client, PREPARE)
+        _execute(client, PREPARE.format(ranks=ranks, options=options))
         yield client
         _execute(client, "session.close()")
     finally:
         client.stop_channels()
         manager.shutdown_kernel()
         bench.sweep(OURS, before)
+
+
+@contextlib.contextmanager
+def _second_kernel(name: str) -> Iterator[Any]:
+    """The client of a kernel that looks on at a session."""
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(
+        kernel_name="python3", cwd=str(ROOT), extra_arguments=["--log-level=ERROR"]
+    )
+    try:
+        _execute(client, LOOK_ON.format(name=name))
+        yield client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
 
 
 def lines(bench: Bench) -> Iterator[Row]:
@@ -160,18 +185,11 @@ def panel(bench: Bench) -> Iterator[Row]:
     """How many small all_reduces a second a cell does, with the panel shown and without."""
     with _kernel(bench) as client:
         _execute(client, REDUCE)
-
-        def rate(count: int) -> float:
-            code = f"value = session.evaluate('rate({count})')[0]\nprint({MARK!r} + str(value))"
-            return float(_execute(client, code).partition(MARK)[2])
-
-        count = int(rate(2000) * PANEL_SECONDS)
+        count = int(_rate(client, 2000) * PANEL_SECONDS)
 
         def measure(is_shown: bool) -> list[float]:
-            _execute(client, "session" if is_shown else HIDE)
-            if ("True" in _execute(client, IS_LIVE)) != is_shown:
-                raise RuntimeError("the panel is not live" if is_shown else "the panel is live")
-            return [rate(count) / 1e3]
+            _show_panel(client, "session", is_shown)
+            return [_rate(client, count) / 1e3]
 
         without = Arm("without the panel", lambda: measure(False))
         shown = Arm(f"{OURS}, with the panel", lambda: measure(True))
@@ -179,3 +197,44 @@ def panel(bench: Bench) -> Iterator[Row]:
     name = f"small all_reduces in a cell, N={RANKS}"
     yield without.row(name, "1000/s")
     yield shown.row(name, "1000/s", without, target=Target(0.97, at_least=True))
+
+
+def viewer(bench: Bench) -> Iterator[Row]:
+    """How long a loop of all_reduces takes, beside a second notebook that shows the panel."""
+    options = {"keep": 600, "name": "bench-looked-at"}
+    with _kernel(bench, VIEWED_RANKS, **options) as owner, _second_kernel(options["name"]) as other:
+        _execute(owner, REDUCE)
+        count = int(_rate(owner, 2000) * PANEL_SECONDS)
+
+        own = psutil.Process(int(_execute(other, "import os; print(os.getpid())")))
+        used: list[float] = []
+
+        def measure(is_shown: bool) -> list[float]:
+            _show_panel(other, "viewer", is_shown)
+            before, began = own.cpu_times(), time.perf_counter()
+            rate = _rate(owner, count)
+            after, seconds = own.cpu_times(), time.perf_counter() - began
+            if is_shown:
+                used.append(1e3 * (sum(after[:2]) - sum(before[:2])) / seconds)
+            return [1e3 * count / rate]
+
+        without = Arm("nobody looks on", lambda: measure(False))
+        shown = Arm(f"{OURS}, a viewer's panel", lambda: measure(True))
+        take_turns([without, shown], max(bench.repeats, 5))
+    name = f"{count:,} small all_reduces, N={VIEWED_RANKS}"
+    yield without.row(name, "ms")
+    yield shown.row(name, "ms", without, target=Target(1.01))
+    name = "processor time of the viewer meanwhile"
+    yield Row(name, OURS, Figure(tuple(used)), "ms/s", target=Target(10))
+
+
+def _rate(client: Any, count: int) -> float:
+    """All_reduces a second."""
+    code = f"value = session.evaluate('rate({count})')[0]\nprint({MARK!r} + str(value))"
+    return float(_execute(client, code).partition(MARK)[2])
+
+
+def _show_panel(client: Any, name: str, is_shown: bool) -> None:
+    _execute(client, name if is_shown else HIDE)
+    if ("True" in _execute(client, IS_LIVE)) != is_shown:
+        raise RuntimeError("the panel is not live" if is_shown else "the panel is live")

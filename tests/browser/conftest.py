@@ -123,9 +123,9 @@ def open_notebook(
     yield go
     for notebook in opened:
         failed = getattr(request.node, "failed", False)
-        if failed:
+        if failed and not notebook.page.is_closed():
             notebook.screenshot(f"failed-{notebook.name}")
-        if failed or notebook.was_loaded_again:
+        if failed or notebook.was_loaded_again or notebook.page.is_closed():
             tab.close()
         else:
             tab.clear(notebook)

@@ -28,6 +28,7 @@ from playwright.sync_api import (
     Locator,
     Page,
     Request,
+    TimeoutError,
     ViewportSize,
     expect,
 )
@@ -43,6 +44,9 @@ UP = 100.0
 LIMIT_S = 60.0
 """Tells what comes late on a busy machine from what does not come."""
 expect.set_options(timeout=LIMIT_S * 1e3)
+
+PORT_TAKEN = "ZMQError: Address already in use"
+"""What the server's log has of a kernel that could not bind one of its ports."""
 
 COLD = "cold"
 """The kernel whose sessions start as users' do."""
@@ -356,7 +360,26 @@ class Tab:
         self._count = 0
 
     def open(self, notebook: nbformat.NotebookNode, name: str, kernel: str) -> Notebook:
-        """Open a notebook, with a fresh kernel. Outputs that it has already are not trusted."""
+        """Open a notebook, with a fresh kernel. Outputs that it has already are not trusted.
+
+        Jupyter chooses a kernel's ports before that has bound them. Should another process have one
+        of them by then, the kernel (ipykernel 7) neither answers nor ends, and another is started.
+        """
+        conflicts = self._lab.log.read_text().count(PORT_TAKEN)
+        opened = self._open(notebook, name, kernel)
+        try:
+            wait_ready(opened.page)
+            return opened
+        except TimeoutError:
+            self.close()
+            self._lab.ask("DELETE", f"api/kernels/{opened.kernel}")
+            if self._lab.log.read_text().count(PORT_TAKEN) == conflicts:
+                raise
+        opened = self._open(notebook, name, kernel)
+        wait_ready(opened.page)
+        return opened
+
+    def _open(self, notebook: nbformat.NotebookNode, name: str, kernel: str) -> Notebook:
         self._count += 1
         name = f"{name}-{self._count}.ipynb"
         nbformat.write(notebook, self._lab.notebooks / name)
@@ -371,9 +394,7 @@ class Tab:
             page.evaluate(
                 "path => void jupyterapp.commands.execute('docmanager:open', {path})", name
             )
-        opened = Notebook(page, self._lab, name, running, self._trouble)
-        wait_ready(page)
-        return opened
+        return Notebook(page, self._lab, name, running, self._trouble)
 
     def _new_page(self) -> Page:
         self._context = self._browser.new_context(viewport=VIEWPORT)

@@ -46,7 +46,9 @@ def test_the_panel_is_live_with_its_kernel_and_a_table_without(
 
     notebook.lab.ask("POST", f"api/kernels/{notebook.kernel}/restart")
     reload(notebook)
-    expect(shown.get_by_role("row").filter(has_text="idle")).to_have_count(2)
+    expect(
+        shown.get_by_role("row").filter(has_text="idle", has_not_text="keep_idle")
+    ).to_have_count(2)
     expect(table).to_have_text(re.compile(r"world size\s*2"))
     expect(live).to_have_count(0)
     notebook.screenshot("reopened", shown)

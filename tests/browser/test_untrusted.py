@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nbclient import NotebookClient
 from playwright.sync_api import expect
 
 from tests.browser.lab import Notebook, boxes, write_notebook
+from tests.integration.kernel import execute_notebook
 
 Open = Callable[..., Notebook]
 
@@ -28,7 +28,7 @@ CELLS = [
 @pytest.fixture(scope="module")
 def written() -> Any:
     notebook = write_notebook(CELLS)
-    NotebookClient(notebook, timeout=100).execute()
+    execute_notebook(notebook, timeout=100)
     for cell in notebook.cells:
         cell.execution_count = None  # so that it is seen which have been run again
     return notebook
@@ -37,7 +37,7 @@ def written() -> Any:
 def test_the_panel_is_a_table(open_notebook: Open, written: Any) -> None:
     notebook = open_notebook(written)
     rows = notebook.output(1).get_by_role("row")
-    expect(rows.filter(has_text="idle")).to_have_count(2)
+    expect(rows.filter(has_text="idle", has_not_text="keep_idle")).to_have_count(2)
     expect(rows.filter(has_text="world size")).to_have_text(re.compile(r"world size\s*2"))
     expect(notebook.output(1).get_by_role("button")).to_have_count(0)
     notebook.screenshot("untrusted-panel", notebook.output(1))

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import re
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+from traitlets.config import Config
+
+
+def start_kernel(folder: Path, **options: Any) -> tuple[KernelManager, BlockingKernelClient]:
+    """A kernel that listens on sockets in a folder, and its client.
+
+    On ports it would fail now and then: jupyter_client looks for five free ones and lets go of
+    them, and the kernel listens there a second later. Any connection made meanwhile, of which a
+    suite that starts sessions makes thousands, may have got one; ipykernel 7 then hangs.
+
+    Args:
+        folder: Empty. A socket's path has at most 107 characters.
+        options: As for ``KernelManager.start_kernel``.
+    """
+    manager = KernelManager(transport="ipc", ip=str(folder / "kernel"))
+    manager.start_kernel(**options)
+    client = manager.client()
+    # After an error a kernel drops for a moment what comes next, unless the cell said otherwise.
+    client.execute = functools.partial(client.execute, stop_on_error=False)
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+    except RuntimeError:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        raise
+    return manager, client
+
+
+def execute_notebook(notebook: Any, **options: Any) -> None:
+    """Execute a notebook in place with nbclient, in a kernel that listens on no port.
+
+    Args:
+        notebook: One of nbformat's; keeps its outputs.
+        options: As for ``NotebookClient``.
+    """
+    from nbclient import NotebookClient  # which other versions are tried without
+
+    with tempfile.TemporaryDirectory(prefix="kernel-") as folder:
+        config = Config(ConnectionFileMixin={"transport": "ipc", "ip": f"{folder}/kernel"})
+        NotebookClient(notebook, kernel_name="python3", config=config, **options).execute()
 
 
 @dataclass
@@ -57,7 +102,12 @@ class Notebook:
     """A kernel and the cells run in it."""
 
     def __init__(self, **options: Any) -> None:
-        self.manager, self.client = start_new_kernel(**options)
+        self._folder = tempfile.TemporaryDirectory(prefix="kernel-")
+        try:
+            self.manager, self.client = start_kernel(Path(self._folder.name), **options)
+        except BaseException:
+            self._folder.cleanup()
+            raise
 
     def run(self, code: str, timeout: float = 60, answers: Sequence[Answer] = ()) -> Shown:
         return self.collect(self.client.execute(code), timeout, answers)
@@ -139,3 +189,4 @@ class Notebook:
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel()
+        self._folder.cleanup()

@@ -204,7 +204,7 @@ def test_a_start_that_cannot_be_finished_leaves_no_folder(monkeypatch: pytest.Mo
     before = traces()
     held = psutil.Process().num_fds()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no more of these")
 
     monkeypatch.setattr(local, "SocketChannel", fail)

@@ -10,10 +10,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from distsession.cluster.end_kept import end_session
+from distsession.cluster.kept import kept_sessions
 from tests.pages import ELSEWHERE, PAGES, ROOT, Block, Step, blocks, is_as_shown, steps
 
 from .kernel import Notebook, Shown
@@ -95,6 +98,9 @@ class Reader:
     def close(self) -> None:
         if self._notebook is not None:
             self._notebook.close()
+        for kept in kept_sessions():
+            if os.path.dirname(kept.folder) == tempfile.gettempdir():
+                end_session(kept, "the page has ended")
 
 
 def _as_in_a_page(shown: Shown) -> str:

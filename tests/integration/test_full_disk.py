@@ -170,16 +170,9 @@ def allocated(path: Path | None) -> int:
     return os.stat(path).st_blocks * 512
 
 
-def test_a_log_that_is_too_long_loses_its_front(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Session]
-) -> None:
-    (tmp_path / "short_logs.py").write_text(
-        "from distsession.engine import log_file\n"
-        "log_file.LIMIT_BYTES = 1 << 20\nlog_file.LIMIT_STEP_BYTES = 1 << 18\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_log_that_is_too_long_loses_its_front(start: Callable[..., Session]) -> None:
     output = Recorder()
-    session = start(1, preload=["short_logs"], output=output)
+    session = start(1, keep_output="1M", output=output)
     session.execute("for i in range(100_000): print(f'line {i:>80}')")
     assert output.text(0) == "".join(f"line {i:>80}\n" for i in range(100_000))
     path = session.log_path(0)

@@ -174,6 +174,28 @@ def test_buckets_that_differ_raise_in_the_backward(session: Session) -> None:
     check(session)
 
 
+def test_an_operation_that_was_left_alone_is_not_taken_for_the_next_one(session: Session) -> None:
+    session.execute("probe = torch.ones(1)")
+    left = "if odd: 1 / 0\nelse: left = dist.all_reduce(probe, async_op=True)"
+    with pytest.raises(RunError, match="ZeroDivisionError on rank"):
+        session.execute(left)
+    session.execute("late = torch.full((1,), 10.0)\ndist.all_reduce(late)")
+    right = 10.0 * session.world_size
+    assert dict(session.evaluate("late.item()")) == dict.fromkeys(session.ranks, right)
+    with pytest.raises(RunError, match="issued before the process group was connected anew"):
+        session.execute("if not odd: left.wait()")
+    check(session)
+
+
+def test_an_operation_that_all_have_issued_outlives_an_error(session: Session) -> None:
+    session.execute("probe = torch.ones(1)\nwork = dist.all_reduce(probe, async_op=True)")
+    with pytest.raises(RunError, match="ZeroDivisionError"):
+        session.execute("1 / 0")
+    session.execute("work.wait()")
+    right = float(session.world_size)
+    assert dict(session.evaluate("probe.item()")) == dict.fromkeys(session.ranks, right)
+
+
 def test_groups_of_different_members_raise(session: Session) -> None:
     with pytest.raises((RunError, errors.CollectiveHangError)):
         session.execute("dist.new_group([0] if odd else [0, world_size - 1])", timeout=20)

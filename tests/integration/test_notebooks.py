@@ -13,10 +13,10 @@ import pytest
 
 from tests.pages import ROOT, blocks, is_as_shown
 
+from .kernel import execute_notebook
 from .terminal import spawn_ipython
 
 nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
@@ -47,9 +47,7 @@ def execute(path):
     """
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
-    nbclient.NotebookClient(
-        notebook, timeout=TIMEOUT, kernel_name="python3", resources=resources
-    ).execute()
+    execute_notebook(notebook, timeout=TIMEOUT, resources=resources)
     return [
         cell
         for cell in notebook.cells
@@ -100,6 +98,21 @@ def check_what_is_seen(cells):
     assert any(line.startswith("x: rank 1, rank 2, rank 3 differ") for line in lines)
 
 
+def check_what_is_kept(cells):
+    """The kernel of the notebook goes on with what a process that was killed had begun."""
+    texts = [
+        "".join(str(out.get("text") or out["data"]["text/plain"]) for out in cell.outputs)
+        for cell in cells
+    ]
+    [said] = [text for text in texts if "is still there" in text]
+    assert re.search(r"session yesterday \(2 ranks, gloo\) .* %session attach yesterday", said)
+    [attached] = [text for text in texts if "trained on after its kernel had ended" in text]
+    assert re.search(r"^In\[3\], begun \d\d:\d\d:\d\d$", attached, re.MULTILINE)
+    assert attached.count("step 0: loss") == attached.count("step 50: loss") == 2
+    assert attached.count("/100000 [") == 2
+    assert any("nobody since" in text for text in texts)
+
+
 def plain(error: Any) -> str:
     """What a cell shows of its error, without colours."""
     return re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
@@ -128,6 +141,8 @@ def test_a_notebook_runs_through(path, this_python):
         assert "In[4]: %pip --version is not translated" in error.traceback[0]
     if path.stem == "05_see_the_ranks":
         check_what_is_seen(cells)
+    if path.stem == "06_keep":
+        check_what_is_kept(cells)
     if path.stem == "02_when_a_rank_fails":
         errors = [error for cell in cells for error in outputs(cell, "error")]
         assert [error.ename for error in errors] == [

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.kernel import watchdog
@@ -657,6 +658,38 @@ def test_sharded_parameters_live_on_after_a_rebuild(cluster: Cluster) -> None:
     second = session.evaluate("sharded_step()")
     assert len(set(second.values())) == 1
     assert second[0] < first
+    cluster.check()
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 cannot begin a pass anew"
+)
+def test_sharded_parameters_live_on_after_a_pass_that_was_given_up(cluster: Cluster) -> None:
+    session = cluster.session
+    session.execute(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "def make():\n"
+        "    torch.manual_seed(2)\n"
+        "    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
+        "    for layer in layers: fully_shard(layer)\n"
+        "    return fully_shard(layers)\n"
+        "def sharded_step(model, fails=False):\n"
+        "    sgd = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "    sgd.zero_grad()\n"
+        "    total = model(torch.ones(2, 8)).sum()\n"
+        "    if fails: raise ValueError\n"
+        "    total.backward()\n"
+        "    sgd.step()\n"
+        "    return total.item()\n"
+        "undisturbed, disturbed = make(), make()\n"
+        "expected = [sharded_step(undisturbed) for _ in range(3)]\n"
+        "found = [sharded_step(disturbed)]"
+    )
+    for fails in ("rank == 1", "rank != 0"):
+        with pytest.raises(RunError, match="ValueError"):
+            session.execute(f"sharded_step(disturbed, fails={fails})")
+        session.execute("found.append(sharded_step(disturbed))")
+    assert dict(session.evaluate("found == expected")) == dict.fromkeys(session.ranks, True)
     cluster.check()
 
 

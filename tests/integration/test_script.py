@@ -9,10 +9,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
+from distsession.cli import main
+from distsession.cluster.kept import find_kept
 from tests.conftest import assert_nothing_left, traces
+from tests.until import until
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -285,6 +289,43 @@ def test_a_signal_ends_everything(script, number, code):
     assert process.returncode == code, err
     if number == signal.SIGINT:
         assert "barrier" in err
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_kept_script_goes_on_when_its_terminal_is_closed(script, is_named):
+    path = script(
+        """
+        import time
+        print("ready", flush=True)
+        for number in range(10**6):
+            print("line", number, flush=True)
+            time.sleep(0.01)
+        """
+    )
+    flags = ["--name", f"script-{os.getpid()}"] if is_named else []
+    process = started("-n", "2", "--keep", "600", *flags, path)
+    assert process.stdout is not None
+    assert "ready" in process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=100)
+    found = re.search(r"run: (\S+) goes on: `distsession attach (\S+)` shows it\.", err)
+    assert found is not None, err
+    assert found[1] == found[2]
+    name = found[1]
+    try:
+        assert process.returncode == 129, err
+        log = Path(find_kept(name).folder) / "logs/rank1-0.out"
+        lines = log.read_bytes().count(b"\n")
+        until(lambda: log.read_bytes().count(b"\n") > lines + 50)
+        assert not find_kept(name).has_owner
+    finally:
+        assert main(["stop", name]) == 0
+
+
+def test_a_kept_script_that_has_ended_leaves_nothing(script):
+    path = script("print('done')")
+    code, out, err = ended("-n", "2", "--keep", "600", path)
+    assert (code, sorted(out.splitlines())) == (0, ["[0] done", "[1] done"]), err
 
 
 def test_threads_of_the_script_are_waited_for(script):

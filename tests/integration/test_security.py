@@ -164,7 +164,7 @@ def test_foreign_frames_are_dropped_and_counted(running: Session, name, frames) 
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
     try:
-        socket.connect(f"ipc://{running._launcher.folder}/{name}.sock")
+        socket.connect(f"ipc://{running._launcher.folder}/{name}-1.sock")
         socket.send_multipart(frames)
         for _ in range(100):
             if channel.malformed > before:

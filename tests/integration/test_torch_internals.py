@@ -117,8 +117,9 @@ def test_a_fresh_reducer_gives_the_right_gradients(session: Session) -> None:
         "    (model(torch.ones(1, 4)) * (rank + 1)).sum().backward()\n"
         "    return model.module.bias.grad.tolist()\n"
         "before = [gradient() for _ in range(3)]\n"
-        "assert model in list(torch_private.data_parallel_modules())\n"
-        "torch_private.refresh_data_parallel(model)\n"
+        "reducer = model.reducer\n"
+        "torch_private.refresh_modules()\n"
+        "assert model.reducer is not reducer\n"
         "after = [gradient() for _ in range(3)]\n"
         "before == after, after[0]",
         fetch=True,

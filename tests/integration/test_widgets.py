@@ -12,13 +12,12 @@ from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
 from distsession.display.widgets import WIDGET_VIEW
 from tests.until import until as wait_until
 
-from .kernel import Notebook
+from .kernel import Notebook, execute_notebook
 
 BARS = """\
 %%distributed
@@ -162,7 +161,7 @@ def test_the_comms_of_a_rank_that_is_replaced_are_closed(notebook: Notebook) -> 
 def execute(*cells: str) -> Any:
     """A notebook that nbclient has executed."""
     made = new_notebook(cells=[new_code_cell(cell) for cell in cells])
-    NotebookClient(made, timeout=120, kernel_name="python3").execute()
+    execute_notebook(made, timeout=120)
     return made
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
+from distsession.cluster import kept
 from distsession.ranks import DeviceInfo, RankInfo
+from tests.kept_agents import PlayedAgent
 
 hypothesis.settings.register_profile("unit", deadline=None, max_examples=60)
 hypothesis.settings.load_profile("unit")
@@ -40,6 +44,28 @@ def rank_info() -> Callable[..., RankInfo]:
         return replace(MODEL, **facts)
 
     return make
+
+
+@pytest.fixture
+def kept_base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The only place where sessions that are kept are looked for; a short one, for sockets."""
+    monkeypatch.setattr(kept, "_bases", lambda: [folder])
+    with tempfile.TemporaryDirectory(prefix="kept-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def play(kept_base: Path) -> Iterator[Callable[..., PlayedAgent]]:
+    """Plays a session that is kept, see :class:`PlayedAgent`."""
+    played: list[PlayedAgent] = []
+
+    def start(name: str | None = "digits", **more: Any) -> PlayedAgent:
+        played.append(PlayedAgent(kept_base, name, folder=f"number{len(played)}", **more))
+        return played[-1]
+
+    yield start
+    for each in played:
+        each.close()
 
 
 @pytest.fixture

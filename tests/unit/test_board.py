@@ -414,3 +414,15 @@ def test_a_region_reads_alike_from_another_process(board: Board) -> None:
     assert isinstance(board.regions[0], Region)
     other = Region(board, 0)
     assert other.operations()[0].name == "barrier"
+
+
+def test_where_the_text_of_the_last_request_begins_is_known(board: Board) -> None:
+    region = board.regions[1]
+    assert region.last_begun == 0
+    region.set_log_begins(7, (100, 20))
+    assert region.last_begun == 7
+    assert region.log_begins(7) == (100, 20)
+    assert region.log_begins(6) is None
+    assert board.regions[0].last_begun == 0
+    region.clear()
+    assert region.last_begun == 0

@@ -48,7 +48,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     paths = [str(tmp_path / name) for name in ("out", "err")]
     files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths]
     sent: list[Any] = []
-    capture = Capture(3, (paths[0], paths[1]), sent.append)
+    capture = Capture(3, (paths[0], paths[1]), 1 << 30, sent.append)
     yield Rank(capture, sent, files)
     for descriptor in (*files, *(log._descriptor for log in capture._files)):
         os.close(descriptor)

@@ -40,7 +40,7 @@ from distsession.protocol.messages import (
     encode,
 )
 from distsession.protocol.shared_memory import THRESHOLD, Link, Segment, map_private
-from distsession.protocol.wire import memory_path
+from distsession.protocol.wire import memory_path, socket_path
 from tests.until import until
 
 LONG_S = 60.0
@@ -82,7 +82,7 @@ class Rank:
         socket.setsockopt(zmq.RCVTIMEO, int(1000 * LONG_S))
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.IDENTITY, self._identity)
-        socket.connect(f"ipc://{self._folder}/{name}.sock")
+        socket.connect(f"ipc://{socket_path(self._folder, name, 1)}")
         self._sockets.append(socket)
         return socket
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distsession.engine import deaths
+from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import CellRequest
 
 OWN = Path(deaths.__file__).parent
@@ -65,3 +66,28 @@ def test_a_place_is_written_and_read() -> None:
     assert deaths.read_memory(memory) == deaths.DeathRecord(is_idle=True)
     place.begin_request(CellRequest(2, "", "x" * 2 * deaths.MEMORY_BYTES))
     assert set(deaths.read_memory(memory).runs) == {"x"}
+
+
+def test_a_place_is_seen_by_others_while_the_process_lives() -> None:
+    descriptor = make_file()
+    os.ftruncate(descriptor, file_size(2))
+    board = Board(descriptor, 2)
+    seen = Board(descriptor, 2, is_read_only=True)
+    place = deaths.LastLine(deaths.make_memory())
+    board.regions[1].set_last_line("of the process before")
+    place.share(board.regions[1])
+    assert seen.regions[1].last_line == ""
+    place.begin_request(CellRequest(1, "", "In[9]"))
+    assert seen.regions[1].last_line == "In[9]"
+    place.update()
+    assert seen.regions[1].last_line.startswith("test_deaths.py line ")
+    assert seen.regions[0].last_line == ""
+    place.end_request(CellRequest(1, "", "In[9]"))
+    assert seen.regions[1].last_line == ""
+    place.begin_request(CellRequest(2, "", "In[10]"))
+    place.uninstall()
+    place.begin_request(CellRequest(3, "", "of a forked process"))
+    assert seen.regions[1].last_line == "In[10]"
+    for each in (board, seen):
+        each.close()
+    os.close(descriptor)

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from distsession.export import history
+from distsession.export import history, needs
 from distsession.export.history import Call, Cell, History
 
 SOURCE = """
@@ -120,7 +120,7 @@ def test_what_cannot_be_written_says_why(notebook, make, problem):
 
 
 def test_names_that_a_function_stores_are_known(notebook):
-    assert history.stored_names(notebook.counts.__code__) == {"count"}
+    assert needs.stored_names(notebook.counts.__code__) == {"count"}
     assert recorded(notebook.counts).problem == ""
 
 

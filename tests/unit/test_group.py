@@ -523,7 +523,7 @@ def rejoined(rank: Process, monkeypatch: pytest.MonkeyPatch) -> SwappableGroup:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
     monkeypatch.setattr(torch_private, "set_store", lambda *_: None)
-    monkeypatch.setattr(torch_private, "data_parallel_modules", lambda: ())
+    monkeypatch.setattr(torch_private, "refresh_modules", lambda: None)
     return world
 
 

@@ -12,7 +12,10 @@ from distsession.errors import OptionsError
 from distsession.options import (
     SessionOptions,
     add_arguments,
+    duration_text,
     option_sources,
+    read_duration,
+    read_size,
     resolve_options,
 )
 
@@ -35,6 +38,10 @@ TYPED: dict[str, tuple[str, Any]] = {
     "hang_grace": ("0.5", 0.5),
     "ipyparallel": ("eager", "eager"),
     "text_bars": ("yes", True),
+    "keep": ("1h30m", 5400.0),
+    "name": ("digits", "digits"),
+    "keep_idle": ("2h", 7200.0),
+    "keep_output": ("500M", 500 << 20),
 }
 
 BAD: dict[str, list[Any]] = {
@@ -53,6 +60,23 @@ BAD: dict[str, list[Any]] = {
     "hang_grace": [-1, float("nan"), float("inf"), "2", None, True],
     "ipyparallel": ["never", "", None, True],
     "text_bars": [1, "yes", None],
+    "keep": [
+        -1,
+        float("nan"),
+        float("inf"),
+        "12 hrs",
+        "h",
+        "",
+        "1..5h",
+        "-1h",
+        "2h30",
+        "3w",
+        None,
+        True,
+    ],
+    "name": ["", "my run", "a/b", "..\n", "42", "-x", "x" * 65, 3, True],
+    "keep_idle": [-1.0, float("inf"), "a while", None, False, True],
+    "keep_output": [0, -1, "0", "64k", 1.5, "much", "1 Gx", "", None, True],
 }
 
 
@@ -76,6 +100,88 @@ def test_ranks_that_cannot_be_shared_out_over_the_nodes_are_refused() -> None:
 def test_an_inline_session_is_one_node() -> None:
     with pytest.raises(OptionsError, match="nodes=2 asks for more"):
         SessionOptions(launcher="inline", nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("12h", 43_200),
+        ("90m", 5400),
+        ("2d", 172_800),
+        ("1h30m", 5400),
+        ("1d 2h 3m 4s", 93_784),
+        ("45s", 45),
+        ("45", 45),
+        ("0", 0),
+        ("1.5h", 5400),
+        (" 12H ", 43_200),
+    ],
+)
+def test_a_duration_is_read_as_people_write_it(text: str, seconds: float) -> None:
+    assert read_duration(text) == seconds
+    assert SessionOptions(keep=text).keep == seconds  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(43_200, "12h"), (5400, "1h30m"), (86_461, "1d1m1s"), (0, "0s"), (59.7, "1m")],
+)
+def test_a_duration_is_written_as_it_is_typed(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+    assert read_duration(text) == round(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1G", 1 << 30),
+        ("500M", 500 << 20),
+        ("64k", 1 << 16),
+        ("1.5g", 3 << 29),
+        ("2GiB", 2 << 30),
+        ("3 MB", 3 << 20),
+        ("1T", 1 << 40),
+        ("1000", 1000),
+        ("12b", 12),
+    ],
+)
+def test_a_size_is_read_as_people_write_it(text: str, size: int) -> None:
+    assert read_size(text) == size
+    if size >= 1 << 20:
+        assert SessionOptions(keep_output=text).keep_output == size  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_read_is_told_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OptionsError, match=r"^keep='12 hrs' is not possible: it takes 12h, 90m"):
+        SessionOptions(keep="12 hrs")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match=r"DISTSESSION_KEEP='12 hrs' .* it takes 12h, 90m, 2d"):
+        resolve_options({}, {"DISTSESSION_KEEP": "12 hrs"})
+    with pytest.raises(SystemExit):
+        _from_command_line("--keep-output", "much")
+    assert "argument --keep-output: it takes 1G, 500M" in capsys.readouterr().err
+
+
+def test_a_lease_without_an_end_is_refused_with_one_that_is_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(OptionsError, match="keep='forever' is not possible: a lease has an end: "):
+        SessionOptions(keep="forever")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match=r"DISTSESSION_KEEP='Forever'.* such as 30d"):
+        resolve_options({}, {"DISTSESSION_KEEP": "Forever"})
+    with pytest.raises(SystemExit):
+        _from_command_line("--keep", "forever")
+    assert "argument --keep: a lease has an end: give one" in capsys.readouterr().err
+
+
+def test_an_inline_session_cannot_be_kept_and_says_why() -> None:
+    with pytest.raises(OptionsError, match=r"in this process and ends with it.*\(keep=12h\)"):
+        SessionOptions(launcher="inline", keep="12h")  # type: ignore[arg-type]
+    assert SessionOptions(launcher="inline", keep="0").keep == 0  # type: ignore[arg-type]
+
+
+def test_a_session_that_is_not_kept_may_have_a_name() -> None:
+    assert SessionOptions(name="digits-2.a_b").name == "digits-2.a_b"
+    assert SessionOptions(launcher="inline", name="größe").name == "größe"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,6 +35,7 @@ class Session:
 
     ranks = (0, 1, 2)
     is_open = True
+    refusal = ""
 
     def __init__(self) -> None:
         self.channel = Channel()
@@ -221,3 +222,19 @@ def test_the_panel_of_a_closed_session_says_so_and_has_no_buttons(widgets: Panel
     assert "idle" not in widgets._rows.value
     assert all(button.disabled for button in widgets._buttons.values())
     assert widgets._rank.disabled
+
+
+def test_buttons_that_ask_the_ranks_are_off_where_nothing_can_be_asked(
+    widgets: PanelWidgets, session: Session
+) -> None:
+    session.refusal = "process 7 has owned it since 14:02."
+    widgets._update(snapshot("idle", "idle", "idle"))
+    off = {name for name, button in widgets._buttons.items() if button.disabled}
+    assert off == {"Stop", "Stacks", "Restart rank"}
+    assert widgets._buttons["Stop"].tooltip == "process 7 has owned it since 14:02."
+    assert "process 7 has owned it" in widgets._refusal.value
+    session.refusal = ""
+    widgets._update(snapshot("idle", "idle", "idle"))
+    assert not any(button.disabled for button in widgets._buttons.values())
+    assert widgets._buttons["Stop"].tooltip == "Interrupt what runs on the ranks"
+    assert widgets._refusal.value == ""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from distsession.kernel import progress
 from distsession.kernel.output import Notice
-from distsession.kernel.progress import ProgressNotice
+from distsession.kernel.progress import ProgressNotice, TransferProgress
 from distsession.view import Silent
 
 
@@ -85,3 +87,24 @@ def test_it_ends_where_its_block_was_never_left(output: Notices) -> None:
     wait_for(lambda: bool(output.texts))
     del notice
     wait_for(lambda: output.is_closed)
+
+
+def test_what_two_threads_have_sent_is_shown_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "SHOW_TRANSFER_EVERY_S", 0.0)
+    begun, later, shown = threading.Event(), threading.Event(), []
+
+    def show(notice: Notice) -> None:
+        if not begun.is_set():
+            begun.set()
+            later.wait(0.5)  # the other thread comes meanwhile
+        shown.append(notice.text)
+
+    transfer = TransferProgress(show, "sending")
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(transfer, 10**6, 2 * 10**6)
+        begun.wait(60)
+        transfer(2 * 10**6, 2 * 10**6)
+        later.set()
+        first.result()
+    assert ["1 of 2 MB" in shown[0], "2 of 2 MB" in shown[1]] == [True, True]

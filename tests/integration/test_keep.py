@@ -1,0 +1,346 @@
+"""Ranks that are kept outlive their kernel for as long as was said, and belong to one at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from distsession import Session, SessionStateError
+from distsession.cluster.kept import find_kept
+from distsession.errors import KeptSessionError
+from tests.integration.conftest import Recorder
+from tests.until import until
+
+BEGIN = """
+import os, signal, sys, time
+from distsession import Session
+
+def say(text):
+    print(text, flush=True)
+
+def attempt(what):
+    try:
+        what()
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    else:
+        say("nothing was said")
+"""
+RUNS = 10_000
+
+
+class Kernels:
+    """Processes that start sessions, or attach to them."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[str]] = []
+        self._sessions: list[Session] = []
+
+    def start(self, code: str) -> subprocess.Popen[str]:
+        """Run this until it says ``ready``."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", BEGIN + code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    def leave(self, code: str) -> None:
+        """Run this, and kill its process when it says ``ready``."""
+        process = self.start(f"{code}\nsay('ready')\ntime.sleep(60)")
+        process.kill()
+        process.wait()
+
+    def attach(self, name: str, **options: Any) -> Session:
+        session = Session.attach(name, output=Recorder(), **options)
+        self._sessions.append(session)
+        return session
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+@pytest.fixture
+def kernels() -> Iterator[Kernels]:
+    made = Kernels()
+    yield made
+    made.close()
+
+
+def meet(session: Session) -> int:
+    """How many ranks meet in a collective."""
+    session.execute("met = torch.ones(1)\ndist.all_reduce(met)")
+    return int(session.evaluate("int(met)")[0])
+
+
+def processes_of(name: str) -> list[psutil.Process]:
+    agents = [psutil.Process(pid) for pid in find_kept(name).agents]
+    return [*agents, *(child for agent in agents for child in agent.children(recursive=True))]
+
+
+# --- the lease ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ["keep=2", "keep=60, keep_idle=1"])
+def test_nothing_is_left_when_the_lease_is_over(kernels: Kernels, options: str) -> None:
+    kernels.leave(f"Session(2, name='leased', {options})")
+    folder = find_kept("leased").folder
+    processes = processes_of("leased")
+    assert len(processes) >= 3
+    until(lambda: not any(process.is_running() for process in processes), "the end of all")
+    until(lambda: not os.path.exists(folder), "the folder's end")
+    with pytest.raises(KeptSessionError):
+        find_kept("leased")
+
+
+def test_ranks_that_work_are_not_idle(kernels: Kernels) -> None:
+    kernels.leave(
+        "session = Session(2, name='busy', keep=60, keep_idle=0.5)\n"
+        "session.submit(time.sleep, 3)\n"
+        "time.sleep(0.2)"
+    )
+    session = kernels.attach("busy")
+    [future] = session.pending()
+    assert future.result() == {0: None, 1: None}
+
+
+def test_without_keep_everything_ends_with_its_kernel(kernels: Kernels) -> None:
+    process = kernels.start("session = Session(2)\nsay('ready')\ntime.sleep(60)")
+    left = psutil.Process(process.pid).children(recursive=True)
+    assert len(left) >= 3
+    process.kill()
+    until(lambda: not any(each.is_running() for each in left), "the end of all")
+
+
+# --- one owner ------------------------------------------------------------------------------------
+
+OWNER = """
+session = Session(2, name={name!r}, keep=60)
+session.execute("value = 1")
+say("ready")
+sys.stdin.readline()
+attempt(lambda: session.execute("value = 99"))
+attempt(lambda: session.push(value=99))
+attempt(lambda: session.restart())
+attempt(lambda: session.interrupt())
+say(session.status())
+session.close()
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_who_is_replaced_as_the_owner_can_ask_nothing_any_more(
+    kernels: Kernels, is_stopped: bool
+) -> None:
+    name = f"taken{is_stopped}"
+    former = kernels.start(OWNER.format(name=name))
+    with pytest.raises(SessionStateError, match=f"process {former.pid} has owned it since"):
+        Session.attach(name)
+    if is_stopped:
+        former.send_signal(signal.SIGSTOP)
+    session = kernels.attach(name, take=True)
+    session.execute("value += 1")
+    former.send_signal(signal.SIGCONT)
+    said, _ = former.communicate("\n", timeout=60)
+    *refusals, status = said.splitlines()
+    assert len(refusals) == 4
+    for refusal in refusals:
+        assert f"process {os.getpid()} has taken it at" in refusal
+    assert "taken over" in status
+    assert session.evaluate("value") == {0: 2, 1: 2}
+    assert meet(session) == 2
+
+
+def test_two_who_attach_at_once_do_not_both_own_it(kernels: Kernels) -> None:
+    kernels.leave("Session(1, name='contended', keep=60)")
+    attach = "attempt(lambda: Session.attach('contended'))\nsys.stdin.readline()"
+    both = [kernels.start(f"say('ready')\nsys.stdin.readline()\n{attach}") for _ in range(2)]
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = []
+    for process in both:
+        assert process.stdout is not None
+        said.append(process.stdout.readline())
+    assert sorted("has owned it since" in line for line in said) == [False, True], said
+    kernels.attach("contended", take=True)
+
+
+def test_a_session_may_have_many_owners_one_after_the_other(kernels: Kernels) -> None:
+    kernels.leave("Session(2, name='old', keep=60).execute('value = [0]')")
+    for count in range(1, 20):
+        session = kernels.attach("old")
+        session.submit(exec, "import __main__; __main__.value.append(len(__main__.value))")
+        session.detach()
+        assert find_kept("old").owner is not None
+        session = kernels.attach("old")
+        for future in session.pending():
+            future.result()
+        assert session.evaluate("value")[1] == list(range(count + 1))
+        session.detach()
+    assert meet(kernels.attach("old")) == 2
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_large_answers_wait_for_who_attaches_and_are_let_go_of_then(
+    kernels: Kernels, nodes: int
+) -> None:
+    name = f"large{nodes}"
+    kernels.leave(
+        f"session = Session(2, name={name!r}, keep=60, nodes={nodes})\n"
+        "session.submit(time.sleep, 0.5)\n"
+        "for number in range(3):\n"
+        "    session.submit(lambda i: bytes([i]) * 3_000_000, number)\n"
+        "time.sleep(0.1)"
+    )
+    session = kernels.attach(name)
+    _, *values = [future.result() for future in session.pending()]
+    assert [dict(value) for value in values] == [
+        dict.fromkeys(range(2), bytes([i]) * 3_000_000) for i in range(3)
+    ]
+    pid = session.infos[0].pid
+
+    def segments() -> list[str]:
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()]
+        return [link for link in links if "distsession-board" not in link and "memfd" in link]
+
+    until(lambda: not segments(), f"the end of what was kept: {segments()}")
+    session.push(blob=b"x" * 3_000_000)
+    assert [len(value) for value in session.evaluate("blob").values()] == [3_000_000] * 2
+    assert meet(session) == 2
+
+
+def test_a_rank_that_died_while_nobody_was_there_is_known_and_replaced(kernels: Kernels) -> None:
+    kernels.leave(
+        "session = Session(2, name='wounded', keep=60)\n"
+        "session.execute('value = rank')\n"
+        "session[1].submit(lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)))\n"
+        "time.sleep(0.1)"
+    )
+    session = kernels.attach("wounded")
+    until(lambda: "rank 1 is dead" in session.status(), "the death of rank 1")
+    session.restart([1])
+    assert session[0].evaluate("value") == {0: 0}
+    assert meet(session) == 2
+
+
+def test_a_kernel_that_ends_in_the_midst_of_a_restart_leaves_ranks_that_can_be_restarted(
+    kernels: Kernels,
+) -> None:
+    kernels.leave(
+        "session = Session(2, name='halfway', keep=60)\n"
+        "session.execute('value = rank')\n"
+        "session._launcher._launch = lambda *args: (say('ready'), time.sleep(60))\n"
+        "session.restart([1])"
+    )
+    session = kernels.attach("halfway")
+    assert "rank 1 is dead" in session.status()
+    session.restart([1])
+    assert session[0].evaluate("value") == {0: 0}
+    assert meet(session) == 2
+
+
+def test_a_rank_in_c_code_that_lets_no_thread_run_is_waited_for(kernels: Kernels) -> None:
+    kernels.leave(
+        "session = Session(2, name='locked', keep=60)\n"
+        "session.execute('import ctypes, time\\nvalue = rank')\n"
+        "session.submit(lambda: (rank and __import__('ctypes').PyDLL(None).sleep(9), 'done')[1])\n"
+        "time.sleep(0.3)"
+    )
+    session = kernels.attach("locked")
+    assert not session.launcher.dead_ranks()
+    [future] = session.pending()
+    assert future.result(60) == {0: "done", 1: "done"}
+    assert meet(session) == 2
+    assert session.evaluate("value") == {0: 0, 1: 1}
+
+
+def test_a_broken_group_is_connected_anew_by_who_attaches(kernels: Kernels) -> None:
+    kernels.leave(
+        "session = Session(2, name='broken', keep=60)\n"
+        "session.execute('value = rank')\n"
+        "session._launcher.abort('stop', 'it was stopped')\n"
+        "time.sleep(0.3)"
+    )
+    session = kernels.attach("broken")
+    assert meet(session) == 2
+    assert session.evaluate("value") == {0: 0, 1: 1}
+
+
+def test_a_session_that_was_kept_all_day_holds_no_more_than_a_young_one(
+    start: Callable[..., Session],
+) -> None:
+    session = start(2, keep=60, output=Recorder())
+    ranks = [psutil.Process(info.pid) for info in session.infos]
+
+    def memory() -> int:
+        return sum(rank.memory_info().rss for rank in ranks)
+
+    for _ in range(RUNS // 10):
+        session.run(len, (1, 2))
+    session.run(bytes, 3_000_000)
+    before, descriptors = memory(), [rank.num_fds() for rank in ranks]
+    for _ in range(RUNS):
+        session.run(len, (1, 2))
+    session.run(bytes, 3_000_000)
+    session.run(len, ())
+    assert memory() - before < 8 << 20
+    until(lambda: all(r.num_fds() <= n + 1 for r, n in zip(ranks, descriptors, strict=True)))
+    folder = Path(session.launcher.folder)
+    assert sum(path.stat().st_size for path in folder.glob("journal*")) < 16 << 20
+
+
+def test_the_numbers_of_requests_go_on_over_all_owners(kernels: Kernels) -> None:
+    kernels.leave("Session(1, name='numbered', keep=60).execute('value = 0')")
+    highest = 0
+    for _ in range(3):
+        session = kernels.attach("numbered")
+        pending = session.channel.pending()
+        assert not pending
+        session.execute("value += 1")
+        assert session.last_run is not None
+        assert session.last_run.number > highest
+        highest = session.last_run.number
+        session.detach()
+    kernels.attach("numbered")
+
+
+def test_many_ranks_are_attached_to_beside_busy_loops(kernels: Kernels) -> None:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        kernels.leave(
+            "session = Session(32, name='many', keep=120, threads=1)\n"
+            "session.submit(lambda: (time.sleep(1), print('out'), 'value')[-1])\n"
+            "time.sleep(0.2)"
+        )
+        session = kernels.attach("many")
+        [future] = session.pending()
+        assert set(future.result(60).values()) == {"value"}
+        assert meet(session) == 32
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
