@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
+import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
@@ -13,6 +16,7 @@ from typing import Any
 from distsession.cluster.deaths import agent_text
 from distsession.cluster.folder import AttachedFolder
 from distsession.cluster.pending import PendingRequest
+from distsession.cluster.process_state import STOPPED, process_state
 from distsession.errors import SessionStateError
 from distsession.options import RankPlan, SessionOptions
 from distsession.protocol.attach import Attached, AttachRefused, AttachRequest, attach_path
@@ -31,8 +35,11 @@ __all__ = [
 ]
 
 STATE_FILE = "state.pickle"
-ANSWER_TIMEOUT_S = 5.0
-"""Seconds that an agent may take to say whether one may attach."""
+ANSWER_TIMEOUT_S = 60.0
+"""Seconds that an agent may take to say whether one may attach: on a busy machine it may just
+import something large for ranks that are forked later."""
+STOPPED_TIMEOUT_S = 1.0
+"""The same for one that is stopped, and will not."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +143,8 @@ def _ask(folder: str, node: int, request: AttachRequest) -> tuple[Connection, At
     link = _open(folder, node)
     try:
         link.send(request)
-        if not link.poll(ANSWER_TIMEOUT_S):
-            raise SessionStateError(
-                f"{who} has not answered within {ANSWER_TIMEOUT_S:g} s: if it is stopped, "
-                "`kill -CONT` lets it go on."
-            )
+        if problem := _wait_for_answer(link):
+            raise SessionStateError(f"{who} {problem}")
         answer = link.recv()
     except (EOFError, OSError) as error:
         link.close()
@@ -153,6 +157,33 @@ def _ask(folder: str, node: int, request: AttachRequest) -> tuple[Connection, At
         raise SessionStateError(f"this session cannot be attached to: {answer.reason}")
     assert isinstance(answer, Attached)
     return link, answer
+
+
+def _wait_for_answer(link: Connection) -> str:
+    """Wait until the agent at the other end has answered; gives why it has not, or nothing."""
+    pid = _peer(link)
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while not link.poll(STOPPED_TIMEOUT_S):
+        if process_state(pid) in STOPPED:
+            return (
+                f"(pid {pid}) is stopped by a signal (SIGSTOP) or a debugger: `kill -CONT {pid}` "
+                "lets it go on."
+            )
+        if time.monotonic() > deadline:
+            return f"(pid {pid}) has not answered within {ANSWER_TIMEOUT_S:g} s."
+    return ""
+
+
+def _peer(link: Connection) -> int:
+    """The process that listens where this link leads to."""
+    with socket.socket(fileno=os.dup(link.fileno())) as end:
+        said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(said)[0]
+    return pid
+
+
+_CREDENTIALS = struct.Struct("3i")
+"""Of Linux: pid, uid, gid."""
 
 
 def _open(folder: str, node: int) -> Connection:

@@ -19,7 +19,7 @@ from distsession.protocol.attach import AttachRefused, EndSession, attach_path
 
 __all__ = ["end_session"]
 
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 60.0
 """Seconds that an agent has to take in that the session is to end."""
 END_TIMEOUT_S = 60.0
 """Seconds that agents have to end their ranks and themselves."""

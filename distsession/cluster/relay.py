@@ -55,7 +55,7 @@ class Upload:
         self.key = key
         self.sizes = tuple(memoryview(frame).nbytes for frame in frames)
         self.total = sum(self.sizes)
-        self.sent = 0
+        self._sent = 0
         self.number = 0
         """Under which it was handed to ranks."""
         self.answer: Stored | None = None
@@ -77,8 +77,15 @@ class Upload:
             self._chunks = iter(())  # lets go of the frames
             return False
         wire.send_chunk(self.key, *chunk)
-        self.sent += len(chunk[1])
+        self._sent += len(chunk[1])
         return True
+
+    @property
+    def sent(self) -> int:
+        """Bytes that are on their way or there. The node may say first that it has all of them."""
+        answer = self.answer
+        is_there = answer is not None and not (answer.refusal or answer.problem)
+        return self.total if is_there else self._sent
 
     def wait(self, progress: Callable[[], None]) -> bool:
         """Wait until it is stored; False if the node takes no payloads by this road.

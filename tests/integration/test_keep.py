@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,20 @@ def test_two_who_attach_at_once_do_not_both_own_it(kernels: Kernels) -> None:
         said.append(process.stdout.readline())
     assert sorted("has owned it since" in line for line in said) == [False, True], said
     kernels.attach("contended", take=True)
+
+
+def test_an_agent_that_is_stopped_is_named_and_a_slow_one_waited_for(kernels: Kernels) -> None:
+    kernels.leave("Session(1, name='slow', keep=60)")
+    [agent] = find_kept("slow").agents
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        with pytest.raises(SessionStateError, match=rf"\(pid {agent}\) is stopped .*kill -CONT"):
+            kernels.attach("slow")
+    finally:
+        goes_on = threading.Timer(0.3, os.kill, (agent, signal.SIGCONT))
+        goes_on.start()
+    assert meet(kernels.attach("slow")) == 1
+    goes_on.join()
 
 
 def test_a_session_may_have_many_owners_one_after_the_other(kernels: Kernels) -> None:

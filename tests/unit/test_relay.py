@@ -326,3 +326,12 @@ def _indices(shape: Any) -> Iterator[tuple[int, ...]]:
     for first in range(shape[0]):
         for rest in _indices(shape[1:]):
             yield (first, *rest)
+
+
+def test_what_a_node_has_is_sent_though_the_sender_has_not_counted_it_yet(pair: Pair) -> None:
+    upload = kernel.Upload(pair.near, 1, [b"12345"])
+    assert upload.sent == 0
+    upload.answer = wire.Stored(1)
+    assert upload.sent == 5
+    upload.answer = wire.Stored(1, problem="there is no memory")
+    assert upload.sent == 0
