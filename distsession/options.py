@@ -38,7 +38,7 @@ __all__ = [
 
 PREFIX = "DISTSESSION_"
 LAUNCHERS = ("local", "inline")
-CHECKS = ("shared", "detail", "off")
+CHECKS = ("shared", "strict", "detail", "off")
 IPYPARALLEL = ("lazy", "eager")
 LONGEST_NAME = 64
 """Characters of the name of a session."""

@@ -44,6 +44,7 @@ class Interrupter:
         self._running = 0
         self._target = 0
         self._raised: KeyboardInterrupt | None = None
+        self._error: tuple[int, Callable[[], BaseException]] = (0, KeyboardInterrupt)
         self._main = threading.main_thread()
         signal.signal(signal.SIGINT, self.on_signal)
 
@@ -68,10 +69,20 @@ class Interrupter:
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """The handler of SIGINT."""
+        request, make_error = self._error
+        if self._running and self._running == request:
+            self._error = (0, KeyboardInterrupt)
+            raise make_error()
         if self._running and self._running == self._target:
             self._target = 0
             self._raised = KeyboardInterrupt()
             raise self._raised
+
+    def raise_in_user_code(self, make_error: Callable[[], BaseException]) -> None:
+        """From another thread: raise an error in what runs, as soon as it is out of C code."""
+        if self._running > 0 and self._main.ident is not None:
+            self._error = self._running, make_error
+            signal.pthread_kill(self._main.ident, signal.SIGINT)
 
     def interrupt_callback(self) -> None:
         """From another thread: interrupt a widget's callback, if one runs."""

@@ -21,7 +21,7 @@ from distsession.errors import CollectiveError
 from distsession.protocol.messages import StartRanks
 from distsession.ranks import RankInfo
 
-__all__ = ["Place", "join", "leave", "prepare", "rank_info"]
+__all__ = ["Place", "is_gloo", "join", "leave", "prepare", "rank_info"]
 
 
 ABANDONED = "given up"
@@ -134,7 +134,10 @@ def join(
         client = store.session_store(place.store_path)
         client.renew()
         meeting = store.StorePart(part, client)
-        groups.prepare(meeting, generation, timeout)
+        backends_store = None
+        if not is_gloo(place.backend):
+            backends_store = dist.PrefixStore(part, store.connect_tcp(place.store_port))
+        groups.prepare(meeting, generation, timeout, backends_store)
         if not alone:
             _await_ranks(meeting, place.world_size, timeout)
     else:
@@ -155,6 +158,11 @@ def join(
         groups.reconnect_others(meeting, alone=alone)
         if place.rank == 0:  # all have come, so nobody needs what is left of earlier ones
             client.delete_others("generation", f"{part}/")
+
+
+def is_gloo(backend: str) -> bool:
+    """Whether nothing but gloo is in a backend's name, such as ``"cpu:gloo"``."""
+    return {part.rpartition(":")[2] for part in backend.split(",")} == {"gloo"}
 
 
 def _is_of_session(place: Place) -> bool:

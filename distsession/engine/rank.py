@@ -13,7 +13,6 @@ import contextlib
 import logging
 import mmap
 import os
-import re
 import signal
 import sys
 import threading
@@ -150,17 +149,20 @@ class Rank:
         self._rank = rank
         self._is_alone = start.is_whole
         self._board = Board(start.board, start.world_size)
-        self._recorder = Recorder(self._board, rank, check=start.check == "shared")
+        self._recorder = Recorder(self._board, rank, check=start.check in ("shared", "strict"))
         self._recorder.reset()
         last_line.share(self._recorder.region)
         self._groups: Groups | None = None
-        self._is_gloo = set(re.findall(r"\w+(?!\w*:)", start.backend)) == {"gloo"}
+        self._has_gloo = "gloo" in start.backend
         self._native_mark = os.path.join(start.folder, NATIVE_MARK)
         if os.path.exists(self._native_mark):
             self._leave_groups_to_torch()
-        if self._is_gloo and torch_changes.is_usable(Part.GROUPS):
-            self._groups = Groups(self._recorder, detail=start.check == "detail")
-        elif start.check == "detail":
+        is_gloo = process_group.is_gloo(start.backend)
+        if torch_changes.is_usable(Part.GROUPS):
+            self._groups = Groups(
+                self._recorder, detail=start.check == "detail", strict=start.check == "strict"
+            )
+        if start.check == "detail" and (self._groups is None or not is_gloo):
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         self._store = store.session_store(self._place.store_path)
         abort.bind_listener_stand_in(start.folder)
@@ -557,16 +559,27 @@ class Rank:
         return error if is_ours else CollectiveError(str(error))
 
     def _abort_backend(self, message: Abort) -> None:
-        """From the control thread: abort whatever the main thread waits in."""
+        """From the control thread: abort whatever the main thread waits in.
+
+        Nothing says so to who waits for a device: it goes on, with what was not computed. So that
+        is raised there.
+        """
         with self._group_lock:
             if message.generation < self._generation:  # it has been connected anew already
                 return
+            self._recorder.in_flight.note_completed()
+            is_cut_off = len(self._recorder.in_flight) > 0
             if self._groups is None:
                 abort.abort_communicators()
-            if self._is_gloo:
+            else:
+                self._groups.abort()
+            if self._has_gloo:
                 abort.abort_gloo()
             self._store.end_waits()
             abort.abort_store(self._place.store_port)
+            self._recorder.in_flight.clear()
+        if is_cut_off and message.reason is not AbortReason.STOP:
+            self._interrupter.raise_in_user_code(self._recorder.abort_error)
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.
@@ -613,7 +626,8 @@ class Rank:
     def _stack(self, number: int) -> StackReply:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = failure.stack(frame) if self._recorder.region.request else ()
-        return StackReply(self._rank, number, stack, failure.innermost(stack))
+        is_device_wait = bool(stack) and self._recorder.in_flight.is_waited_for(frame)
+        return StackReply(self._rank, number, stack, failure.innermost(stack), is_device_wait)
 
     # --- a kernel that goes, and one that comes: the control thread -------------------------------
 

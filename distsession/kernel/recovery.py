@@ -103,7 +103,12 @@ class Recovery:
             wanted = running if ranks is None else [r for r in ranks if r in running]
             stacks = launcher.request_stacks(wanted, timeout) if wanted else {}
             for rank in wanted:
-                found[rank] = _with_stack(found[rank], stacks.get(rank))
+                if any(operation.is_enqueued for operation in found[rank].operations):
+                    # Its control thread has just looked which of them are complete.
+                    pid = launcher.infos[rank].pid
+                    found[rank] = self._report(rank, pid, pendings, sole)
+                if found[rank].state == RankState.RUNNING:
+                    found[rank] = _with_stack(found[rank], stacks.get(rank))
         return found
 
     def diagnose(self, reports: dict[int, RankReport], sole: PendingRequest | None) -> Verdict:
@@ -391,7 +396,9 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
             # Who waits there does not hold the interpreter's lock: the machine is busy.
             return replace(report, place=operation.place)
         return replace(report, state=RankState.SILENT)
-    return replace(report, place=reply.place, stack=reply.stack)
+    return replace(
+        report, place=reply.place, stack=reply.stack, is_device_wait=reply.is_device_wait
+    )
 
 
 def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:

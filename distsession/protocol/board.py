@@ -65,8 +65,8 @@ KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
 NAME = MEMBERS + MEMBER_WORDS
 # Words of a slot.
 SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
-# States of an operation.
-ISSUED, WAITING, DONE, REFUSED = 1, 2, 3, 4  # what is over is not below DONE
+# States of an operation: what a device was given is ENQUEUED, until it is seen to be complete.
+ISSUED, WAITING, ENQUEUED, DONE, REFUSED = 1, 2, 3, 4, 5  # what is over is not below DONE
 
 SEQUENCE_BITS = 40
 """Of a slot's sequence word; the incarnation of its stream has the rest."""
@@ -467,6 +467,7 @@ class Region:
                     seconds=max(0.0, (now - slot.began) / 1e9),
                     is_waiting=blocked == word,
                     in_thread=blocked != word and slots[offset + STATE] == WAITING,
+                    is_enqueued=slots[offset + STATE] == ENQUEUED,
                 )
                 found.append((operation.is_waiting, slot.began, operation))
         return tuple(operation for _, _, operation in sorted(found, key=lambda f: f[:2]))

@@ -545,12 +545,15 @@ class StackReply(_Message):
 
     Attributes:
         place: The innermost line of user code.
+        is_device_wait: It waits for the device, which has been given an operation that is not
+            complete.
     """
 
     rank: int
     number: int
     stack: tuple[FrameInfo, ...]
     place: str
+    is_device_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -674,6 +677,7 @@ class Operation(_Message):
         seconds: For how long.
         is_waiting: The main thread is blocked in it; otherwise it was issued asynchronously.
         in_thread: Another thread is blocked in it.
+        is_enqueued: A device was given it, and has not been seen to complete it.
     """
 
     name: str
@@ -685,6 +689,7 @@ class Operation(_Message):
     seconds: float = 0.0
     is_waiting: bool = True
     in_thread: bool = False
+    is_enqueued: bool = False
 
 
 STORE_WAIT = "store_wait"
@@ -709,6 +714,7 @@ class RankReport(_Message):
         refused: Of these, those that it has not begun after all, as they do not match: the group
             and the number of each.
         stack: Its main thread's frames, outermost first; only where they were asked for.
+        is_device_wait: See :class:`StackReply`.
     """
 
     rank: int
@@ -721,6 +727,7 @@ class RankReport(_Message):
     sequences: dict[str, int] = field(default_factory=dict)
     refused: tuple[tuple[str, int], ...] = ()
     stack: tuple[FrameInfo, ...] = ()
+    is_device_wait: bool = False
 
 
 # --- kernel to rank, on the control socket --------------------------------------------------------

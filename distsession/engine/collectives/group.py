@@ -5,6 +5,11 @@ ours, which passes every operation on to an inner group of torch's. When the con
 given up, the inner group is replaced; whoever holds the outer one goes on. Since every operation
 passes here, whether it is asked for by Python or by C++ (DistributedDataParallel, functional
 collectives), this is also where it is recorded and compared (see ``recorder``).
+
+Backends are of two kinds. gloo does its work on the CPU, and a rank waits for it in a call: nothing
+begins before all members have come. The others (NCCL) give it to a device and return: an operation
+is posted and compared with what the peers have posted by now, and nobody waits (see ``in_flight``).
+Only before the first one of a communicator all members meet, as they do within NCCL as well.
 """
 
 from __future__ import annotations
@@ -43,13 +48,18 @@ class Groups:
     Args:
         recorder: Writes down what they do.
         detail: See :func:`~distsession.engine.collectives.torch_private.make_native_group`.
+        strict: All members meet before each operation, also of a backend that waits on a device.
     """
 
-    def __init__(self, recorder: Recorder, *, detail: bool = False):
+    def __init__(self, recorder: Recorder, *, detail: bool = False, strict: bool = False):
         self.recorder = recorder
+        self.strict = strict
         self.generation = 0
         self._detail = detail
         self._meeting: dist.Store | None = None
+        self._backends_store: dist.Store | None = None
+        """Where members of groups of other backends than gloo meet, whose threads may ask it too:
+        it knows nothing of Python."""
         self._connect_timeout: timedelta | None = None
         self._alive: weakref.WeakValueDictionary[str, SwappableGroup] = (
             weakref.WeakValueDictionary()
@@ -60,23 +70,23 @@ class Groups:
         self._named: Counter[tuple[int, ...]] = Counter()
         torch_private.install_group_factory(self._make, self._meet_to_make, self._name_of)
 
-    def _make(self, options: Any) -> SwappableGroup:
+    def _make(self, options: Any, recipe: torch_private.Recipe) -> SwappableGroup:
         """Called by torch for each new group that this rank is a member of."""
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
         name = str(options.group_id)
         is_world = not options.global_ranks_in_group
-        group = SwappableGroup(self, name, members, options.group_rank, options.timeout, is_world)
+        group = SwappableGroup(
+            self, name, members, options.group_rank, options.timeout, is_world, recipe
+        )
         group.number = self._made[name]
         self._made[name] += 1
         if not is_world:
             # Here, where one can be told to stop, rather than within gloo.
             with group.recorded(("new_group",), meets=True):
-                group.connect(options.store)
+                group.connect(self._store_of(group) or options.store)
         else:
-            store = options.store
-            if self._meeting is not None:  # joining; otherwise it is the user's own doing
-                store = dist.PrefixStore("world", self._meeting)
-            group.connect(store)
+            # Joining; otherwise it is the user's own doing.
+            group.connect(self._store_of(group) or options.store)
         self._alive[name] = group
         return group
 
@@ -105,10 +115,61 @@ class Groups:
         self._named[members] += 1
         return f"{key_of(self.generation, self._named[members], *members):016x}"
 
-    def make_native(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def adopt(
+        self,
+        inner: Any,
+        name: str,
+        members: Sequence[int],
+        timeout: timedelta,
+        recipe: torch_private.Recipe,
+    ) -> SwappableGroup:
+        """A group around one that torch has made out of another."""
+        group = SwappableGroup(self, name, members, inner.rank(), timeout, False, recipe)
+        group.number = self._made[name]
+        self._made[name] += 1
+        group.use(inner)
+        group.devices = [torch.device(device) for device in recipe.backends]
+        self._alive[name] = group
+        return group
+
+    def _store_of(self, group: SwappableGroup) -> dist.Store | None:
+        """Where its members meet while the generation begins, or later; None to ask torch."""
+        if group.recipe.is_gloo:
+            if self._meeting is None or not group.is_world:
+                return None
+            return dist.PrefixStore("world", self._meeting)
+        if self._backends_store is None:
+            return None
+        count = self._made[group.getGroupName()]
+        name = "world" if group.is_world else f"group{group.getGroupName()}-{count}"
+        return dist.PrefixStore(name, self._backends_store)
+
+    def make_native(self, group: SwappableGroup, store: dist.Store, *, is_again: bool) -> Any:
+        """The inner group.
+
+        Args:
+            group: The outer one.
+            store: With a prefix of its own.
+            is_again: It had one before: what only its members do has to be enough then.
+        """
+        if not group.recipe.is_gloo:
+            return torch_private.make_backend_group(
+                group.recipe,
+                store,
+                group,
+                group.members,
+                group.limit,
+                is_world=group.is_world,
+                may_split=not is_again,
+            )
         joining = self._connect_timeout if self._meeting is not None else None
         return torch_private.make_native_group(
-            store, rank, size, timeout, detail=self._detail, connect_timeout=joining
+            store,
+            group.rank(),
+            group.size(),
+            group.limit,
+            detail=self._detail,
+            connect_timeout=joining,
         )
 
     @contextmanager
@@ -137,13 +198,26 @@ class Groups:
 
     # --- a new generation -------------------------------------------------------------------------
 
+    def abort(self) -> None:
+        """From any thread: free whoever waits for a device, which a lost member would not do.
+
+        Communicators are given up together: each alone could wait for another.
+        """
+        torch_private.abort_backends(
+            [group.inner for group in list(self._alive.values()) if not group.recipe.is_gloo]
+        )
+
     @property
     def has_world(self) -> bool:
         """Whether there is a default group that can be connected anew."""
         return dist.is_initialized() and isinstance(dist.group.WORLD, SwappableGroup)
 
     def prepare(
-        self, meeting: dist.Store, generation: int, connect_timeout: float | None = None
+        self,
+        meeting: dist.Store,
+        generation: int,
+        connect_timeout: float | None = None,
+        backends_store: dist.Store | None = None,
     ) -> None:
         """The default group that is made next belongs to this generation.
 
@@ -151,10 +225,13 @@ class Groups:
             meeting: The generation's own part of the store, through a client that works.
             generation: Its number.
             connect_timeout: Seconds that connecting a group may take; by default as its operations.
+            backends_store: The same part through a client without Python, for other backends than
+                gloo.
         """
         self.generation = generation
         self._made.clear()
         self._named.clear()
+        self._backends_store = backends_store
         self._meeting = meeting  # the recorder has been reset: an abort may have come since
         self._connect_timeout = (
             None if connect_timeout is None else timedelta(seconds=connect_timeout)
@@ -164,7 +241,7 @@ class Groups:
         """Connect the default group anew; returns when every rank has."""
         world: Any = dist.group.WORLD
         self._carry_over(world)
-        world.connect(dist.PrefixStore("world", meeting))
+        world.connect(self._store_of(world) or dist.PrefixStore("world", meeting), is_again=True)
 
     def reconnect_others(self, meeting: dist.Store, *, alone: bool) -> None:
         """Connect anew every group that all its members know; every rank has to do so.
@@ -194,7 +271,8 @@ class Groups:
                 group.mark_outdated(missing)
             else:
                 self._carry_over(group)
-                group.connect(dist.PrefixStore(f"group{name}", meeting))
+                store = None if group.recipe.is_gloo else self._store_of(group)
+                group.connect(store or dist.PrefixStore(f"group{name}", meeting), is_again=True)
         self._meeting = None
         torch_private.refresh_modules()
 
@@ -215,13 +293,27 @@ class SwappableGroup(Collectives):
         rank: int,
         timeout: timedelta,
         is_world: bool,
+        recipe: torch_private.Recipe,
     ):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self.members = list(members)
+        self.is_world = is_world
+        self.recipe = recipe
+        enqueues = {device: name != "gloo" for device, name in recipe.backends.items()}
+        self._enqueues = enqueues
+        """Device types, and whether their operations are given to the device."""
+        self._enqueues_all = (
+            next(iter(enqueues.values())) if len({*enqueues.values()}) == 1 else None
+        )
+        """The same where it is one for all of them."""
+        self._met: set[str] = set()
+        """Device types whose communicator has been used, so that all members have made it."""
+        self._coalesced: list[tuple[Stream, int, int]] | None = None
+        """Operations that are put together, between the beginning and the end of that."""
         self._groups = groups
         self._recorder = groups.recorder
         self._my_rank = rank
-        self._limit = timeout
+        self.limit = self._limit = timeout
         self._seconds = timeout.total_seconds()
         self._name = name
         self._description = "undefined"
@@ -239,15 +331,22 @@ class SwappableGroup(Collectives):
 
     # --- connections ------------------------------------------------------------------------------
 
-    def connect(self, store: dist.Store) -> None:
+    def connect(self, store: dist.Store, *, is_again: bool = False) -> None:
         """Replace the inner group; returns when all members have."""
         old = [self.inner]
         self.inner = None
         self._unusable = "this process group is not connected."
         # Its threads may need a moment to end, for which nobody has to wait.
         threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
-        self.inner = self._groups.make_native(store, self._my_rank, len(self.members), self._limit)
+        self.use(self._groups.make_native(self, store, is_again=is_again))
         self._unusable = ""
+
+    def use(self, inner: Any) -> None:
+        """Pass operations on to this group from here on."""
+        self._coalesced = None
+        self.inner = inner
+        at_once = self.recipe.device_id  # the communicator of that device has been made
+        self._met = set() if at_once is None else {at_once.type}
 
     def mark_outdated(self, missing: Sequence[int]) -> None:
         """It cannot be connected any more."""
@@ -351,6 +450,7 @@ class SwappableGroup(Collectives):
         call: Callable[[Any], Any],
         key: tuple[Any, ...],
         is_async: bool,
+        tensor: torch.Tensor | None,
         has_sizes: bool = False,
     ) -> Any:
         if self._unusable:
@@ -358,6 +458,8 @@ class SwappableGroup(Collectives):
         stream = self._stream
         if stream is None or self._generation != self._groups.generation:
             stream = self._own_stream()
+        if self._enqueues_all is not False and (device := self._enqueued_on(tensor)):
+            return self._enqueue(call, stream, key, device, meets=True, has_sizes=has_sizes)
         recorder = self._recorder
         at = stream.post(key)
         if is_async:
@@ -402,12 +504,94 @@ class SwappableGroup(Collectives):
             stream.withdraw(at)
             raise self._recorder.explain(error) from None
 
+    def _enqueued_on(self, tensor: torch.Tensor | None) -> str:
+        """The device type to which its operation is given; empty where it is done on the CPU."""
+        if tensor is None:  # a barrier: torch takes the one of the default device
+            return next((d for d, enqueues in self._enqueues.items() if enqueues), "")
+        device = tensor.device.type
+        return device if self._enqueues.get(device, self._enqueues_all) else ""
+
+    def _enqueue(
+        self,
+        call: Callable[[Any], Any],
+        stream: Stream,
+        key: tuple[Any, ...],
+        device: str,
+        *,
+        meets: bool,
+        has_sizes: bool = False,
+    ) -> Any:
+        """Give an operation to a device; gives torch's own handle.
+
+        Args:
+            call: Does so.
+            stream: Where it is posted.
+            key: What it is.
+            device: The device's type.
+            meets: All members have to come, so they can meet before.
+            has_sizes: Each may send others something else.
+        """
+        at = stream.post(key)
+        recorder = self._recorder
+        try:
+            if meets and (self._groups.strict or device not in self._met):
+                if recorder.check:
+                    stream.meet(at, self._seconds)
+                    if has_sizes:
+                        stream.compare_sizes(at)
+                self._met.add(device)
+            else:
+                stream.compare(at)
+        except CollectiveMismatchError:
+            stream.refuse(at)
+            raise
+        except BaseException:
+            stream.fail(at)
+            raise
+        try:
+            work = call(self.inner)
+        except BaseException as error:
+            stream.withdraw(at)
+            raise recorder.explain(error) from None
+        if self._coalesced is not None:
+            self._coalesced.append((stream, at, stream.sequence_word(at)))
+        elif work is not None:
+            stream.enqueued(at, work)
+        else:
+            stream.end(at)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self._enqueues.get(device.type, self._enqueues_all):
+            self._coalesced = []
+        self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        together, self._coalesced = self._coalesced or (), None
+        try:
+            work = self.inner._end_coalescing(device)
+        except BaseException as error:
+            raise self._recorder.explain(error) from None
+        for stream, at, posted in together:
+            if work is not None:
+                stream.enqueued(at, work, posted)
+            else:
+                stream.end(at)
+        return work
+
     def _message(
-        self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
+        self,
+        call: Callable[[Any], Any],
+        key: tuple[Any, ...],
+        ends: tuple[int, int],
+        tag: int,
+        tensor: torch.Tensor,
     ) -> Any:
         if self._unusable:
             raise CollectiveError(self._unusable)
-        stream = self._pair_stream(source, target, tag)
+        stream = self._pair_stream(*ends, tag)
+        if self._enqueues_all is not False and (device := self._enqueued_on(tensor)):
+            return self._enqueue(call, stream, key, device, meets=False)
         return self._issue(call, stream, stream.post(key), key, is_message=True)
 
     def _any_source(self, tensors: Any, tag: int) -> Any:
@@ -416,13 +600,50 @@ class SwappableGroup(Collectives):
             return self.inner.recv_anysource(tensors, tag)
         return AnySourceWork(self, tensors, tag)
 
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> SwappableGroup | None:
+        """A group whose communicator is split from this one's; all members have to call it.
+
+        Args:
+            ranks: Within this group, those of the new one.
+            timeout: Of its operations. Default: this group's.
+            opts: Of its backend.
+            group_name: Its name.
+            group_desc: What it is for.
+            device_types: Those that it serves. Default: all of this group's.
+
+        Returns:
+            The new group; None on a rank that is none of its members.
+        """
+        limit = self.limit if timeout is None else timeout
+        with self.recorded(("split_group",), meets=True):
+            inner = self.inner.split_group(
+                ranks, timeout, opts, group_name, group_desc, device_types
+            )
+        if inner is None:
+            return None
+        kinds = None if device_types is None else {device.type for device in device_types}
+        backends = [
+            f"{d}:{b}" for d, b in self.recipe.backends.items() if kinds is None or d in kinds
+        ]
+        recipe = torch_private.Recipe(",".join(backends), opts, self.recipe.device_id)
+        members = [self.members[rank] for rank in ranks]
+        return self._groups.adopt(inner, inner.group_name, members, limit, recipe)
+
     # --- what else torch asks of a group ----------------------------------------------------------
 
     def getBackendName(self) -> str:
         return torch_private.BACKEND
 
     def name(self) -> str:
-        return "gloo"
+        return "gloo" if self.recipe.is_gloo else str(self.inner.name())
 
     def getGroupName(self) -> str:
         return self._name
@@ -459,11 +680,14 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "_end_coalescing",
+    "_backend_id",
+    "_enable_collectives_timing",
     "_get_backend",
+    "_get_backend_name",
     "_get_sequence_number_for_group",
+    "_has_hooks",
+    "_register_on_completion_hook",
     "_set_sequence_number_for_group",
-    "_start_coalescing",
     "_wait_for_pending_works",
     "abort",
     "get_group_store",

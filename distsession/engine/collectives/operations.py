@@ -62,12 +62,18 @@ class Collectives(dist.ProcessGroup):
         call: Callable[[Any], Any],
         key: tuple[Any, ...],
         is_async: bool,
+        tensor: torch.Tensor | None,
         has_sizes: bool = False,
     ) -> Any:
         raise NotImplementedError
 
     def _message(
-        self, call: Callable[[Any], Any], key: tuple[Any, ...], source: int, target: int, tag: int
+        self,
+        call: Callable[[Any], Any],
+        key: tuple[Any, ...],
+        ends: tuple[int, int],
+        tag: int,
+        tensor: torch.Tensor,
     ) -> Any:
         raise NotImplementedError
 
@@ -101,42 +107,44 @@ class Collectives(dist.ProcessGroup):
         opts = AllreduceOptions() if opts is None else opts
         tensor = tensors[0]
         key = ("all_reduce", tensor.dtype, tensor.shape, _op(opts))
-        return self._collective(lambda g: g.allreduce(tensors, opts), key, _is_async(opts))
+        return self._collective(lambda g: g.allreduce(tensors, opts), key, _is_async(opts), tensor)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = AllreduceCoalescedOptions() if opts is None else opts
         key = ("all_reduce_coalesced", *_kinds(tensors), _op(opts))
         return self._collective(
-            lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts)
+            lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts), tensors[0]
         )
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         tensor = tensors[0]
         key = ("broadcast", tensor.dtype, tensor.shape, self._root(opts))
-        return self._collective(lambda g: g.broadcast(tensors, opts), key, _is_async(opts))
+        return self._collective(lambda g: g.broadcast(tensors, opts), key, _is_async(opts), tensor)
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         tensor = tensors[0]
         key = ("reduce", tensor.dtype, tensor.shape, _op(opts), self._root(opts))
-        return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts))
+        return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts), tensor)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         key = ("all_gather", inputs[0].dtype, inputs[0].shape)
-        return self._collective(lambda g: g.allgather(outputs, inputs, opts), key, _is_async(opts))
+        return self._collective(
+            lambda g: g.allgather(outputs, inputs, opts), key, _is_async(opts), inputs[0]
+        )
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         key = ("all_gather_coalesced", *_kinds(inputs))
         return self._collective(
-            lambda g: g.allgather_coalesced(outputs, inputs, opts), key, _is_async(opts)
+            lambda g: g.allgather_coalesced(outputs, inputs, opts), key, _is_async(opts), inputs[0]
         )
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         key = ("all_gather_into_tensor", tensor.dtype, tensor.shape)
         return self._collective(
-            lambda g: g._allgather_base(output, tensor, opts), key, _is_async(opts)
+            lambda g: g._allgather_base(output, tensor, opts), key, _is_async(opts), tensor
         )
 
     all_gather_single = _allgather_base
@@ -145,24 +153,31 @@ class Collectives(dist.ProcessGroup):
         opts = AllgatherOptions() if opts is None else opts
         key = ("all_gather_into_tensor", *_kinds(inputs))
         return self._collective(
-            lambda g: g.allgather_into_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
+            lambda g: g.allgather_into_tensor_coalesced(outputs, inputs, opts),
+            key,
+            _is_async(opts),
+            inputs[0],
         )
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         key = ("gather", inputs[0].dtype, inputs[0].shape, self._root(opts))
-        return self._collective(lambda g: g.gather(outputs, inputs, opts), key, _is_async(opts))
+        return self._collective(
+            lambda g: g.gather(outputs, inputs, opts), key, _is_async(opts), inputs[0]
+        )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         key = ("scatter", outputs[0].dtype, outputs[0].shape, self._root(opts))
-        return self._collective(lambda g: g.scatter(outputs, inputs, opts), key, _is_async(opts))
+        return self._collective(
+            lambda g: g.scatter(outputs, inputs, opts), key, _is_async(opts), outputs[0]
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
         key = ("reduce_scatter", outputs[0].dtype, outputs[0].shape, _op(opts))
         return self._collective(
-            lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts)
+            lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts), outputs[0]
         )
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
@@ -170,7 +185,7 @@ class Collectives(dist.ProcessGroup):
         torch_private.warn_of_fsdp2()
         key = ("reduce_scatter_tensor", output.dtype, output.shape, _op(opts))
         return self._collective(
-            lambda g: g._reduce_scatter_base(output, tensor, opts), key, _is_async(opts)
+            lambda g: g._reduce_scatter_base(output, tensor, opts), key, _is_async(opts), output
         )
 
     reduce_scatter_single = _reduce_scatter_base
@@ -179,7 +194,10 @@ class Collectives(dist.ProcessGroup):
         opts = ReduceScatterOptions() if opts is None else opts
         key = ("reduce_scatter_tensor", *_kinds(outputs), _op(opts))
         return self._collective(
-            lambda g: g.reduce_scatter_tensor_coalesced(outputs, inputs, opts), key, _is_async(opts)
+            lambda g: g.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
+            key,
+            _is_async(opts),
+            outputs[0],
         )
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -190,7 +208,7 @@ class Collectives(dist.ProcessGroup):
         receive = tuple(tensor.numel() for tensor in outputs)
         key = ("all_to_all", inputs[0].dtype, SplitSizes(send, receive))
         call = lambda g: g.alltoall(outputs, inputs, opts)  # noqa: E731
-        return self._collective(call, key, _is_async(opts), has_sizes=True)
+        return self._collective(call, key, _is_async(opts), inputs[0], has_sizes=True)
 
     def alltoall_base(
         self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None
@@ -206,13 +224,13 @@ class Collectives(dist.ProcessGroup):
             SplitSizes(tuple(send_sizes), tuple(receive_sizes)),
         )
         call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
-        return self._collective(call, key, _is_async(opts), has_sizes=True)
+        return self._collective(call, key, _is_async(opts), tensor, has_sizes=True)
 
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> Any:
         opts = BarrierOptions() if opts is None else opts
-        return self._collective(lambda g: g.barrier(opts), ("barrier",), _is_async(opts))
+        return self._collective(lambda g: g.barrier(opts), ("barrier",), _is_async(opts), None)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         limit = self._limit if timeout is None else timeout
@@ -226,13 +244,13 @@ class Collectives(dist.ProcessGroup):
     def send(self, tensors: Any, target: int, tag: int) -> Any:
         key = ("send", tensors[0].dtype, Elements(tensors[0].numel()))
         return self._message(
-            lambda g: g.send(tensors, target, tag), key, self._my_rank, target, tag
+            lambda g: g.send(tensors, target, tag), key, (self._my_rank, target), tag, tensors[0]
         )
 
     def recv(self, tensors: Any, source: int, tag: int) -> Any:
         key = ("recv", tensors[0].dtype, Elements(tensors[0].numel()))
         return self._message(
-            lambda g: g.recv(tensors, source, tag), key, source, self._my_rank, tag
+            lambda g: g.recv(tensors, source, tag), key, (source, self._my_rank), tag, tensors[0]
         )
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:

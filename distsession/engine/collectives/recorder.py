@@ -25,10 +25,12 @@ from types import FrameType
 from typing import Any
 
 from distsession.engine import cause
+from distsession.engine.collectives.in_flight import InFlight
 from distsession.engine.collectives.operation_log import (
     ENDED,
     FAILED,
     FLAGS,
+    IS_ASYNC,
     Entry,
     OperationLog,
 )
@@ -123,6 +125,8 @@ class Recorder(RequestListener):
         self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.log: OperationLog | None = None
         """Where every operation is kept for a timeline, while code of the user runs."""
+        self.in_flight = InFlight()
+        """What the device has been given."""
         self.names: dict[int, str] = {}
         """Texts of places, by their numbers; unlike the board's, none is overwritten."""
         self._places: dict[str, int] = {}
@@ -161,6 +165,7 @@ class Recorder(RequestListener):
         self._counts.clear()
         self._unneeded.clear()
         self._free.clear()
+        self.in_flight.clear()
         self.epoch += 1
         self.words[self.region.start + layout.SINCE] = since
         self.words[self.region.start + layout.REQUEST] = request
@@ -175,6 +180,7 @@ class Recorder(RequestListener):
 
     def end_request(self, request: Request) -> None:
         self._show_request(0)
+        self.in_flight.note_completed()
 
     def _show_request(self, number: int) -> None:
         start = self.region.start
@@ -552,6 +558,24 @@ class Stream:
             self._words[self.at + _COUNT] = self.count
 
     # --- operations that are waited for later, when their slots may be others' --------------------
+
+    def sequence_word(self, at: int) -> int:
+        """What says, while it is there, that the slot is still that operation's."""
+        return self._words[at]
+
+    def enqueued(self, at: int, work: Any, posted: int = 0) -> None:
+        """A device has been given that operation.
+
+        Args:
+            at: Where it is posted.
+            work: Its handle.
+            posted: Its sequence word. Default: it has just been posted.
+        """
+        entry = self.open.pop(at, None)
+        if entry is not None:
+            entry[FLAGS] |= IS_ASYNC
+        words = self._words
+        self.recorder.in_flight.add(work, words, at, posted or words[at], entry)
 
     def posted(self, at: int) -> Posted:
         """What has just been posted there."""

@@ -14,6 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType
 from typing import Any
@@ -28,10 +29,13 @@ from distsession.engine.collectives.torch_changes import Part
 
 __all__ = [
     "BACKEND",
+    "Recipe",
+    "abort_backends",
     "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
     "leave_groups_to_torch",
+    "make_backend_group",
     "make_native_group",
     "native_groups",
     "refresh_data_parallel",
@@ -55,38 +59,72 @@ _LINE_OF_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.
 
 _ADDS_IN_FSDP2 = host_info.torch_release() < (2, 9)
 
+NOT_OURS = ("fake", "mpi", "threaded")
+"""Backends whose groups stay torch's own: two that connect nobody, and one that makes a group once
+in the life of a process."""
+
 _is_native = False
 _is_sorting = False
 """Whether standard output is looked through for gloo's line."""
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How torch was asked for a group: what it takes to make its connections anew.
+
+    Attributes:
+        backend: As given, such as ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
+        options: Of the backend; None for its own defaults.
+        device_id: The device whose communicator is made at once; None to make each when it is first
+            used.
+    """
+
+    backend: str
+    options: Any = None
+    device_id: torch.device | None = None
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """The backend of each device type."""
+        return dict(c10d.BackendConfig(dist.Backend(self.backend)).get_device_backend_map())
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether nothing but gloo is in it."""
+        return set(self.backends.values()) == {"gloo"}
+
+
 def install_group_factory(
-    make: Callable[[Any], Any],
+    make: Callable[[Any, Recipe], Any],
     agree: Callable[[Sequence[int] | None], None],
     name: Callable[[Sequence[int]], str],
 ) -> None:
-    """Let this function make every gloo group of this process, whoever asks for it.
+    """Let this function make every group of this process, whoever asks for it.
 
     torch lets a registered backend return a ``ProcessGroup`` of its own, which then stands for the
     group everywhere; but only under the backend's own name. ``_new_process_group_helper``, through
-    which every group is made, is told that name where it is asked for gloo, and the world's tables
-    are told gloo again, so that ``new_group()`` and ``monitored_barrier()`` go on as ever.
+    which every group is made, is told that name, and the world's tables are told the one that was
+    asked for, so that ``new_group()`` and ``monitored_barrier()`` go on as ever.
 
     From 2.15 on, torch attaches a hook of its flight recorder to a group that it has just made,
     which needs a backend registered in C++ and fails on ours. It is left out where the group has no
     devices yet, so a group gets them last. Nothing is lost: the gloo group inside records itself.
 
     Args:
-        make: Gets torch's ``_DistributedBackendOptions``. What it returns says in ``devices`` which
-            it is for; that is set here.
+        make: Gets torch's ``_DistributedBackendOptions`` and how the group was asked for. What it
+            returns says in ``devices`` which it is for; that is set here.
         agree: Called on every rank before a new group is made that all ranks have to make; gets
             its members, or None for all.
         name: Names a group that its members make alone, from its members.
     """
     if BACKEND.upper() in dist.Backend._plugins:
         return
+    recipes: list[Recipe] = []
     dist.Backend.register_backend(
-        BACKEND, lambda options, _: make(options), extended_api=True, devices=["cpu", "cuda"]
+        BACKEND,
+        lambda options, _: make(options, recipes[-1]),
+        extended_api=True,
+        devices=["cpu", "cuda"],
     )
     native = c10d._new_process_group_helper
     signature = inspect.signature(native)
@@ -94,12 +132,22 @@ def install_group_factory(
     def helper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         asked = dist.Backend(str(bound.arguments["backend"]))
-        if not _is_gloo(asked) or _is_native:
+        if _is_native or set(c10d.BackendConfig(asked).get_device_backend_map().values()) & {
+            *NOT_OURS
+        }:
             return native(*args, **kwargs)
+        device_id = bound.arguments.get("device_id")
+        recipe = Recipe(str(asked), bound.arguments.get("backend_options"), device_id)
         bound.arguments["backend"] = dist.Backend(BACKEND)
-        group, store = native(*bound.args, **bound.kwargs)
+        bound.arguments["device_id"] = None  # it is for what is within, which connects at once
+        recipes.append(recipe)
+        try:
+            group, store = native(*bound.args, **bound.kwargs)
+        finally:
+            recipes.pop()
         if isinstance(group, dist.ProcessGroup):
-            group.devices = [torch.device("cpu"), torch.device("cuda")]  # type: ignore[attr-defined]
+            group.devices = [torch.device(d) for d in recipe.backends]  # type: ignore[attr-defined]
+            group.bound_device_id = device_id
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = (asked, store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
@@ -217,10 +265,113 @@ def leave_groups_to_torch() -> None:
     _is_native = True
 
 
-def _is_gloo(backend: str) -> bool:
-    if backend == "undefined":
-        return not torch.accelerator.is_available()
-    return backend in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo")
+def make_backend_group(
+    recipe: Recipe,
+    store: dist.Store,
+    outer: dist.ProcessGroup,
+    members: Sequence[int],
+    timeout: timedelta,
+    *,
+    is_world: bool,
+    may_split: bool,
+) -> dist.ProcessGroup:
+    """A group of torch's own, of any backend, that is in none of the world's tables.
+
+    torch makes it as it makes every group. What it writes into its tables is taken out again, and
+    while it does, the outer group is not in them, so that both can have one name.
+
+    Args:
+        recipe: How the outer group was asked for.
+        store: With a prefix of its own.
+        outer: The group that user code holds.
+        members: Ranks of the world.
+        timeout: Of each operation.
+        is_world: It is the default group's.
+        may_split: Its communicator may be split from that of the default group, which takes all
+            ranks of the world.
+    """
+    world, name = c10d._world, outer.group_name
+    tables = [getattr(world, table) for table in _TABLES if hasattr(world, table)]
+    before = [dict(table) for table in tables]
+    tagged = {tag: list(groups) for tag, groups in world.tags_to_pg.items()}
+    is_known = outer in world.pg_names
+    default: Any = dist.group.WORLD
+    bound = None if default is None else default.bound_device_id
+    options = recipe.options
+    for part, value in (("split_from", None), ("split_color", NO_SPLIT)):
+        if hasattr(options, part):  # as the last making left it
+            setattr(options, part, value)
+    if is_known:
+        world.pg_names.pop(outer)
+        c10d._unregister_process_group(name)
+    if default is not None and not may_split:
+        default.bound_device_id = None
+    try:
+        with native_groups(), _without_lines_of_gloo():
+            group: Any = c10d._new_process_group_helper(
+                outer.size(),
+                outer.rank(),
+                [] if is_world else list(members),
+                dist.Backend(recipe.backend),
+                store,
+                name,
+                options,
+                timeout,
+                None,
+                recipe.device_id,
+                outer.group_desc,
+            )[0]
+        c10d._unregister_process_group(name)
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+        world.tags_to_pg.clear()
+        world.tags_to_pg.update(tagged)
+        if is_known:
+            c10d._register_process_group(name, outer)
+        if default is not None and not may_split:
+            default.bound_device_id = bound
+    for device, backend in recipe.backends.items():
+        if backend == "gloo" and os.environ.get(LAZY_INIT, "0") == "0":
+            own = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", store))
+            _close_listener(own, outer.rank())
+    return group  # type: ignore[no-any-return]
+
+
+def abort_backends(groups: Sequence[Any]) -> None:
+    """Abort the communicators of native groups that wait on a device; from any thread."""
+    found: dict[int, Any] = {}
+    for group in groups:
+        for device in () if group is None else group._device_types:
+            with contextlib.suppress(RuntimeError):
+                backend = group._get_backend(device)
+                found[id(backend)] = backend
+    backends = [b for b in found.values() if "gloo" not in type(b).__name__.lower()]
+    together = next((b for b in backends if hasattr(b, "_group_start")), None)
+    if together is not None:
+        together._group_start()
+    try:
+        for backend in backends:
+            with contextlib.suppress(Exception):
+                backend.abort()
+    finally:
+        if together is not None:
+            together._group_end()
+
+
+_TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "pg_coalesce_state",
+)
+"""Of ``_world``, each by group."""
+
+NO_SPLIT = -1
+"""NCCL's ``NCCL_SPLIT_NOCOLOR``, also ``split_color``'s default."""
 
 
 def make_native_group(

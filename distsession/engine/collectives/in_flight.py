@@ -1,0 +1,171 @@
+"""Operations that a device has been given and has not been seen to complete.
+
+A backend such as NCCL's puts an operation into the queue of a device and returns; whoever needs the
+outcome waits for the device. So nobody says when an operation is over. Its handle does, when it is
+asked: the oldest one whenever another operation is issued, which keeps this short, and all of them
+when the kernel wants to know what a rank waits for.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import threading
+from collections import deque
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from distsession.engine.collectives.operation_log import Entry, end
+from distsession.protocol import board as layout
+
+__all__ = ["InFlight", "is_device_wait"]
+
+CHECKED_AT_ONCE = 2
+"""How many handles are asked whenever another operation is issued."""
+
+
+class _Enqueued(NamedTuple):
+    """An operation, where it is posted."""
+
+    work: Any
+    words: memoryview
+    at: int
+    posted: int
+    entry: Entry | None
+
+
+class InFlight:
+    """What one rank has given to its device, oldest first."""
+
+    def __init__(self) -> None:
+        self._operations: deque[_Enqueued] = deque()
+        self._last_seen: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def add(self, work: Any, words: memoryview, at: int, posted: int, entry: Entry | None) -> None:
+        """An operation has been issued.
+
+        Args:
+            work: Its handle.
+            words: Where it is posted, and ``at`` which of these.
+            posted: Its sequence word there: its room may be another's before it ends.
+            entry: Of the log, if one is kept.
+        """
+        words[at + layout.STATE] = layout.ENQUEUED
+        self._operations.append(_Enqueued(work, words, at, posted, entry))
+        if len(self._operations) > 1:
+            self.note_completed(CHECKED_AT_ONCE)
+
+    def note_completed(self, most: int = 0) -> None:
+        """From any thread: take out those that are complete.
+
+        Args:
+            most: How many may be asked; 0 for all.
+        """
+        if not self._lock.acquire(blocking=False):  # another thread is at it
+            return
+        try:
+            operations = self._operations
+            left = []
+            count = min(most, len(operations)) if most else len(operations)
+            for _ in range(count):
+                operation = operations.popleft()
+                if not self._note(operation):
+                    left.append(operation)
+                    if most:
+                        break
+            operations.extendleft(reversed(left))
+        finally:
+            self._lock.release()
+
+    @staticmethod
+    def _note(operation: _Enqueued) -> bool:
+        try:
+            is_over = bool(operation.work.is_completed())
+        except RuntimeError:  # it has failed, and nothing of it is under way any more
+            is_over = True
+        if is_over:
+            words, at = operation.words, operation.at
+            if words[at] == operation.posted:
+                words[at + layout.STATE] = layout.DONE
+            if operation.entry is not None:
+                end(operation.entry)
+        return is_over
+
+    def is_waited_for(self, frame: FrameType | None) -> bool:
+        """From any thread: whether the main thread waits for the device, and that for others.
+
+        It has to be found at the same instruction twice: a wait that is soon over is none.
+
+        Args:
+            frame: Its innermost one.
+        """
+        self.note_completed()
+        before, self._last_seen = self._last_seen, None
+        if not self._operations or frame is None or not is_device_wait(frame):
+            return False
+        self._last_seen = id(frame), frame.f_lasti
+        return before == self._last_seen
+
+    def clear(self) -> None:
+        """The connections have been given up, and what was under way with them."""
+        self._operations.clear()
+
+
+# --- whether a thread waits for the device --------------------------------------------------------
+
+_WAITS = frozenset(
+    "item tolist cpu numpy to wait float int bool nonzero is_nonzero equal allclose copy_ result "
+    "barrier print repr str format".split()
+)
+"""Functions and methods that need the outcome of what a device computes."""
+
+
+def is_device_wait(frame: FrameType | None) -> bool:
+    """Whether the line of Python that a thread is at can be nothing but a wait for the device.
+
+    The thread is within C code that has let go of the interpreter's lock. What it has called says
+    whether that waits (``loss.item()``) or computes (``a @ b``).
+
+    Args:
+        frame: Its innermost one.
+    """
+    return frame is not None and _waits(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(256)
+def _waits(code: CodeType, instruction: int) -> bool:
+    name = dis.opname[code.co_code[instruction]] if instruction >= 0 else ""
+    if name.startswith(("POP_JUMP", "TO_BOOL", "UNARY_NOT")):  # ``if loss > 3:``
+        return True
+    if "CALL" not in name:
+        return False
+    source = _source(code, instruction)
+    try:
+        called = ast.parse(source, mode="eval").body
+    except SyntaxError:
+        return False
+    if not isinstance(called, ast.Call):
+        return False
+    function = called.func
+    text = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+    return text in _WAITS or "synchronize" in text.lower()
+
+
+def _source(code: CodeType, instruction: int) -> str:
+    """The expression of an instruction, on one line."""
+    positions = list(code.co_positions())
+    line, last, begin, stop = positions[instruction // 2]
+    if line is None or last is None or begin is None or stop is None:
+        return ""
+    lines = [text.encode() for text in linecache.getlines(code.co_filename)[line - 1 : last]]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][:stop]
+    lines[0] = lines[0][begin:]
+    return b" ".join(text.strip() for text in lines).decode("utf-8", "replace")
