@@ -39,6 +39,7 @@ __all__ = [
 PREFIX = "DISTSESSION_"
 LAUNCHERS = ("local", "inline")
 CHECKS = ("shared", "strict", "detail", "off")
+GROUPS = ("session", "torch")
 IPYPARALLEL = ("lazy", "eager")
 LONGEST_NAME = 64
 """Characters of the name of a session."""
@@ -156,9 +157,14 @@ class SessionOptions:
             the calling process, for debugging.
         start_timeout: Seconds until a start that does not come about is given up.
         check: How the ranks compare their collectives: ``"shared"`` before each one, in memory
-            that they share (gloo, on one host); ``"detail"`` through the group itself, as torch
-            does with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (any host, several times slower);
-            ``"off"`` not at all.
+            that they share: with gloo all ranks meet before it begins, with a backend that waits
+            on the device (NCCL) nobody waits, and who comes later sees what does not match;
+            ``"strict"`` lets all ranks meet there as well, so that no tensor is changed, at the
+            cost of a wait before each; ``"detail"`` through the group itself, as torch does with
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (several times slower); ``"off"`` not at all.
+        groups: Whose process groups code gets: ``"session"`` for those that outlive a Stop, or
+            ``"torch"`` for torch's own, with ``check="off"``: nothing is seen of what they do, and
+            groups and modules have to be made again after a Stop.
         hang_grace: Seconds after which ranks are freed that wait in a collective which can never
             complete, since the ranks that it misses have ended their part. 0 lets them wait.
         ipyparallel: When ipyparallel's controller starts and the ranks register with it:
@@ -191,6 +197,7 @@ class SessionOptions:
     launcher: str = declare("local", f"one of {', '.join(LAUNCHERS)}", str, choices=LAUNCHERS)
     start_timeout: float = declare(120.0, "seconds until a start is given up", float)
     check: str = declare("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
+    groups: str = declare("session", f"one of {', '.join(GROUPS)}", str, choices=GROUPS)
     hang_grace: float = declare(2.0, "seconds until a certain deadlock is ended; 0: never", float)
     ipyparallel: str = declare(
         "lazy", "start its controller when it is first used, or at once (eager)", str,
@@ -219,6 +226,12 @@ class SessionOptions:
             "hang_grace", lambda v: _is_number(v) and v >= 0, "a number of seconds, or 0 for never"
         )
         self._check("check", lambda v: v in CHECKS, f"one of {', '.join(CHECKS)}")
+        self._check("groups", lambda v: v in GROUPS, f"one of {', '.join(GROUPS)}")
+        if self.groups == "torch" and self.check != "off":
+            raise OptionsError(
+                f"groups='torch' goes with check='off', not with check={self.check!r}: nothing "
+                "that torch's own groups do is seen, so nothing of it can be compared."
+            )
         self._check("ipyparallel", lambda v: v in IPYPARALLEL, f"one of {', '.join(IPYPARALLEL)}")
         self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")
         for name in ("seed_per_rank", "text_bars"):

@@ -314,6 +314,7 @@ class LocalLauncher(Launcher):
             seed_per_rank=self._options.seed_per_rank,
             threads=plan.threads,
             check=self._options.check,
+            groups=self._options.groups,
             board=self._board_file,
             folder=self.folder,
             cwd=os.getcwd(),

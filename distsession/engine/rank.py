@@ -158,7 +158,9 @@ class Rank:
         if os.path.exists(self._native_mark):
             self._leave_groups_to_torch()
         is_gloo = process_group.is_gloo(start.backend)
-        if torch_changes.is_usable(Part.GROUPS):
+        if start.groups == "torch":
+            torch_private.leave_groups_to_torch()
+        elif torch_changes.is_usable(Part.GROUPS):
             self._groups = Groups(
                 self._recorder, detail=start.check == "detail", strict=start.check == "strict"
             )
@@ -624,10 +626,13 @@ class Rank:
                 log.warning("dropped a message that is not for the control thread: %r", message)
 
     def _stack(self, number: int) -> StackReply:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        stack = failure.stack(frame) if self._recorder.region.request else ()
-        is_device_wait = bool(stack) and self._recorder.in_flight.is_waited_for(frame)
-        return StackReply(self._rank, number, stack, failure.innermost(stack), is_device_wait)
+        def innermost() -> FrameType | None:
+            return sys._current_frames().get(threading.main_thread().ident or 0)
+
+        is_running = self._recorder.region.request
+        is_device_wait = is_running and self._recorder.in_flight.is_waited_for(innermost)
+        stack = failure.stack(innermost()) if is_running else ()
+        return StackReply(self._rank, number, stack, failure.innermost(stack), bool(is_device_wait))
 
     # --- a kernel that goes, and one that comes: the control thread -------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -109,6 +109,11 @@ class Recovery:
                     found[rank] = self._report(rank, pid, pendings, sole)
                 if found[rank].state == RankState.RUNNING:
                     found[rank] = _with_stack(found[rank], stacks.get(rank))
+            found |= {
+                rank: _behind_device(report, found)
+                for rank, report in found.items()
+                if report.is_device_wait
+            }
         return found
 
     def diagnose(self, reports: dict[int, RankReport], sole: PendingRequest | None) -> Verdict:
@@ -398,6 +403,30 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
         return replace(report, state=RankState.SILENT)
     return replace(
         report, place=reply.place, stack=reply.stack, is_device_wait=reply.is_device_wait
+    )
+
+
+def _behind_device(report: RankReport, reports: Mapping[int, RankReport]) -> RankReport:
+    """A rank that waits for its device, with the operation last and marked that it waits behind.
+
+    A device goes on with what it was given first; of several streams, with what can go on.
+    """
+    enqueued = [operation for operation in report.operations if operation.is_enqueued]
+    alone = [operation for operation in enqueued if _is_missed(operation, reports)]
+    first = (alone or enqueued)[:1]
+    if not first or report.operations[-1].is_waiting:
+        return report
+    rest = tuple(operation for operation in report.operations if operation is not first[0])
+    return replace(report, operations=(*rest, replace(first[0], is_waiting=True)))
+
+
+def _is_missed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
+    """Whether a member has not begun it, or has died in it."""
+    return any(
+        reports[member].sequences.get(operation.group, 0) < operation.sequence
+        or reports[member].state == RankState.DEAD
+        for member in operation.members
+        if member in reports
     )
 
 

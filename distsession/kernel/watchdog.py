@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from distsession.cluster.pending import PendingRequest
@@ -12,7 +12,7 @@ from distsession.cluster.process_state import processor_time
 from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.kernel.recovery import Recovery
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_from_any
-from distsession.protocol.messages import Operation, RankReport, TimedOut
+from distsession.protocol.messages import RankReport, TimedOut
 from distsession.protocol.rank_state import AbortReason, Ending, RankState
 from distsession.ranks import ranks_text
 
@@ -96,8 +96,7 @@ class Watchdog:
             self._asked_at = now
             asked = recovery.reports(suspects, ask=True, sole=sole)
             reports = {
-                r: _blocked(report, asked) if r in suspects else report
-                for r, report in asked.items()
+                r: _blocked(report) if r in suspects else report for r, report in asked.items()
             }
             verdict = recovery.diagnose(reports, sole)
             self._act_on(verdict, reports, now, sole, kept=True)
@@ -233,22 +232,12 @@ class Watchdog:
         self._notify(Notice(verdict.untimed or verdict.sentence, verdict.sentence))
 
 
-def _blocked(report: RankReport, reports: Mapping[int, RankReport]) -> RankReport:
-    """The same, with the operation last and marked that its main thread waits for, if it does.
-
-    Args:
-        report: Of the rank.
-        reports: Of all ranks.
-    """
+def _blocked(report: RankReport) -> RankReport:
+    """The same, with the operation last and marked that its main thread waits for, if it does."""
     if report.state != RankState.RUNNING or not report.operations or not report.stack:
         return report
     filename = report.stack[-1].filename
     waits = [op for op in report.operations if op.in_thread and _WAITS.search(filename)]
-    if not waits and report.is_device_wait:
-        # A device goes on with what comes first; of several streams, with what can go on.
-        enqueued = [op for op in report.operations if op.is_enqueued]
-        alone = [op for op in enqueued if _is_missed(op, reports)]
-        waits = (alone or enqueued)[:1]
     if not waits and "torch" in filename and not report.operations[-1].is_enqueued:
         waits = list(report.operations[-1:])
     if not waits:
@@ -256,12 +245,3 @@ def _blocked(report: RankReport, reports: Mapping[int, RankReport]) -> RankRepor
     last = replace(waits[-1], is_waiting=True, place=waits[-1].place or report.place)
     others = tuple(op for op in report.operations if op is not waits[-1])
     return replace(report, operations=(*others, last))
-
-
-def _is_missed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
-    """Whether a member has not begun it."""
-    return any(
-        reports[member].sequences.get(operation.group, 0) < operation.sequence
-        for member in operation.members
-        if member in reports
-    )

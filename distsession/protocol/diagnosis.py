@@ -207,7 +207,12 @@ class _Findings:
             missing = "; ".join(f"{_name(late)}, which {does}" for _, late, does in reasons)
             if is_from_any(operation):
                 missing = f"a message from {missing}"
-            text = f"{_name(together)} {wait} in {described}{since}\nfor {missing}"
+            where = (
+                f"for {_agree(together, 'its', 'their')} device in"
+                if operation.is_enqueued
+                else "in"
+            )
+            text = f"{_name(together)} {wait} {where} {described}{since}\nfor {missing}"
             if _is_store_wait(operation):
                 does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
                 keys = f"{_described_keys(operation)}{since}, which no rank has set"
@@ -221,7 +226,8 @@ class _Findings:
         texts = [f"{_name(ranks)} in {describe_operation(op)}" for ranks, op in sides]
         first, operation = sides[0]
         wait = _agree(first, "waits", "wait")
-        texts[0] = f"{_name(first)} {wait} in {describe_operation(operation)}"
+        where = f"for {_agree(first, 'its', 'their')} device in" if operation.is_enqueued else "in"
+        texts[0] = f"{_name(first)} {wait} {where} {describe_operation(operation)}"
         other = "the other" if len(sides) == 2 else "another of them"
         sides_text = ",\n".join(texts)
         return f"{sides_text}: each waits for {other}"

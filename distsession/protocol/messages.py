@@ -852,6 +852,7 @@ class StartRanks(_Message):
         keep_idle: The same once all of them are idle; 0: as long.
         keep_output: Bytes of each log file that are kept.
         version: Of the kernel's package, which is the agent's too.
+        groups: Whose process groups code gets (see ``SessionOptions.groups``).
     """
 
     ranks: tuple[int, ...]
@@ -878,6 +879,7 @@ class StartRanks(_Message):
     keep_idle: float = 0.0
     keep_output: int = 1 << 30
     version: str = ""
+    groups: str = "session"
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ class Groups:
         self._named: Counter[tuple[int, ...]] = Counter()
         torch_private.install_group_factory(self._make, self._meet_to_make, self._name_of)
 
-    def _make(self, options: Any, recipe: torch_private.Recipe) -> SwappableGroup:
+    def _make(
+        self, options: Any, recipe: torch_private.Recipe = torch_private.GLOO
+    ) -> SwappableGroup:
         """Called by torch for each new group that this rank is a member of."""
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
         name = str(options.group_id)
@@ -293,7 +295,7 @@ class SwappableGroup(Collectives):
         rank: int,
         timeout: timedelta,
         is_world: bool,
-        recipe: torch_private.Recipe,
+        recipe: torch_private.Recipe = torch_private.GLOO,
     ):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self.members = list(members)

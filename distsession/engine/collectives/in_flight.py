@@ -12,7 +12,9 @@ import ast
 import dis
 import linecache
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -22,6 +24,8 @@ from distsession.protocol import board as layout
 
 __all__ = ["InFlight", "is_device_wait"]
 
+SECOND_LOOK_S = 0.02
+"""Seconds between two looks at whether the main thread is still at the same instruction."""
 CHECKED_AT_ONCE = 2
 """How many handles are asked whenever another operation is issued."""
 
@@ -41,7 +45,6 @@ class InFlight:
 
     def __init__(self) -> None:
         self._operations: deque[_Enqueued] = deque()
-        self._last_seen: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -52,7 +55,8 @@ class InFlight:
 
         Args:
             work: Its handle.
-            words: Where it is posted, and ``at`` which of these.
+            words: Those of its stream.
+            at: Which of them it is posted at.
             posted: Its sequence word there: its room may be another's before it ends.
             entry: Of the log, if one is kept.
         """
@@ -97,20 +101,22 @@ class InFlight:
                 end(operation.entry)
         return is_over
 
-    def is_waited_for(self, frame: FrameType | None) -> bool:
-        """From any thread: whether the main thread waits for the device, and that for others.
+    def is_waited_for(self, innermost: Callable[[], FrameType | None]) -> bool:
+        """From another thread: whether the main thread waits for the device.
 
         It has to be found at the same instruction twice: a wait that is soon over is none.
 
         Args:
-            frame: Its innermost one.
+            innermost: Gives its innermost frame.
         """
         self.note_completed()
-        before, self._last_seen = self._last_seen, None
+        frame = innermost()
         if not self._operations or frame is None or not is_device_wait(frame):
             return False
-        self._last_seen = id(frame), frame.f_lasti
-        return before == self._last_seen
+        at = frame.f_lasti
+        time.sleep(SECOND_LOOK_S)
+        self.note_completed()
+        return bool(self._operations) and innermost() is frame and frame.f_lasti == at
 
     def clear(self) -> None:
         """The connections have been given up, and what was under way with them."""
@@ -120,8 +126,8 @@ class InFlight:
 # --- whether a thread waits for the device --------------------------------------------------------
 
 _WAITS = frozenset(
-    "item tolist cpu numpy to wait float int bool nonzero is_nonzero equal allclose copy_ result "
-    "barrier print repr str format".split()
+    {"item", "tolist", "cpu", "numpy", "to", "wait", "float", "int", "bool", "nonzero"}
+    | {"is_nonzero", "equal", "allclose", "copy_", "result", "barrier", "print", "repr", "str"}
 )
 """Functions and methods that need the outcome of what a device computes."""
 

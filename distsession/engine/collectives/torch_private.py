@@ -29,6 +29,7 @@ from distsession.engine.collectives.torch_changes import Part
 
 __all__ = [
     "BACKEND",
+    "GLOO",
     "Recipe",
     "abort_backends",
     "hide_from_compiler",
@@ -92,6 +93,9 @@ class Recipe:
     def is_gloo(self) -> bool:
         """Whether nothing but gloo is in it."""
         return set(self.backends.values()) == {"gloo"}
+
+
+GLOO = Recipe("gloo")
 
 
 def install_group_factory(
