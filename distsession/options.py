@@ -163,8 +163,8 @@ class SessionOptions:
             cost of a wait before each; ``"detail"`` through the group itself, as torch does with
             ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (several times slower); ``"off"`` not at all.
         groups: Whose process groups code gets: ``"session"`` for those that outlive a Stop, or
-            ``"torch"`` for torch's own, with ``check="off"``: nothing is seen of what they do, and
-            groups and modules have to be made again after a Stop.
+            ``"torch"`` for torch's own: nothing that they do is seen or compared, and groups and
+            modules have to be made again after a Stop.
         hang_grace: Seconds after which ranks are freed that wait in a collective which can never
             complete, since the ranks that it misses have ended their part. 0 lets them wait.
         ipyparallel: When ipyparallel's controller starts and the ranks register with it:
@@ -227,10 +227,10 @@ class SessionOptions:
         )
         self._check("check", lambda v: v in CHECKS, f"one of {', '.join(CHECKS)}")
         self._check("groups", lambda v: v in GROUPS, f"one of {', '.join(GROUPS)}")
-        if self.groups == "torch" and self.check != "off":
+        if self.groups == "torch" and self.check == "strict":
             raise OptionsError(
-                f"groups='torch' goes with check='off', not with check={self.check!r}: nothing "
-                "that torch's own groups do is seen, so nothing of it can be compared."
+                "check='strict' needs groups='session': nothing that torch's own groups do is "
+                "seen, so nothing of it can be compared."
             )
         self._check("ipyparallel", lambda v: v in IPYPARALLEL, f"one of {', '.join(IPYPARALLEL)}")
         self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")

@@ -35,6 +35,7 @@ TYPED: dict[str, tuple[str, Any]] = {
     "launcher": ("inline", "inline"),
     "start_timeout": ("9", 9.0),
     "check": ("detail", "detail"),
+    "groups": ("torch", "torch"),
     "hang_grace": ("0.5", 0.5),
     "ipyparallel": ("eager", "eager"),
     "text_bars": ("yes", True),
@@ -57,6 +58,7 @@ BAD: dict[str, list[Any]] = {
     "launcher": ["slurm", "", None, 1],
     "start_timeout": [0, -1, float("nan"), float("inf"), "9", None],
     "check": ["on", "", None, True],
+    "groups": ["ours", "", None, True],
     "hang_grace": [-1, float("nan"), float("inf"), "2", None, True],
     "ipyparallel": ["never", "", None, True],
     "text_bars": [1, "yes", None],
@@ -195,6 +197,11 @@ def test_every_option_can_be_set_in_the_environment(name: str) -> None:
     text, value = TYPED[name]
     options = resolve_options({}, {f"DISTSESSION_{name.upper()}": text})
     assert options == SessionOptions(**{name: value})
+
+
+def test_what_torchs_own_groups_do_cannot_be_compared() -> None:
+    with pytest.raises(OptionsError, match=r"check='strict' needs groups='session'"):
+        SessionOptions(check="strict", groups="torch")
 
 
 def test_the_environment_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
