@@ -224,9 +224,11 @@ class LocalLauncher(Launcher):
             self._gauges_asked.pop(node, None)
             self._agents.start(node)
         self._folder.sweep()  # while the agents import torch
+        identify = any(isinstance(device, str) for device in self._options.devices or ())
         for node, link in self._agents.accept(deadline).items():
             self.channel.add_agent(node, link)
-            self._agents.send(node, PrepareAgent(self._options.preload, tuple(sys.path)))
+            prepare = PrepareAgent(self._options.preload, tuple(sys.path), identify)
+            self._agents.send(node, prepare)
         hosts = [
             self._monitor.wait_host(node, partial(self._agents.runs, node), deadline)
             for node in nodes
@@ -326,6 +328,7 @@ class LocalLauncher(Launcher):
             keep_idle=self._options.keep_idle,
             keep_output=self._options.keep_output,
             version=__version__,
+            is_shared=plan.is_shared,
         )
         port = 0
         self._monitor.expect_store()
@@ -338,13 +341,15 @@ class LocalLauncher(Launcher):
                 with interrupts.released():
                     port = self._monitor.wait_store(deadline)
             devices = tuple(plan.devices[rank] for rank in here)
+            visible = tuple(plan.visible[rank] for rank in here) if plan.visible else ()
             self._monitor.forget(wanted)
             for rank in wanted:
                 self.channel.set_identity(rank, self._generation, node)
                 self._forked_in[rank] = self._generation
-            self._agents.send(
-                node, replace(start, ranks=wanted, devices=devices, node=node, store_port=port)
+            message = replace(
+                start, ranks=wanted, devices=devices, visible=visible, node=node, store_port=port
             )
+            self._agents.send(node, message)
             if node:
                 with interrupts.released():
                     runs = partial(self._agents.runs, node)

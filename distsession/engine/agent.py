@@ -331,7 +331,7 @@ class Agent:
             self._tell(AgentFailed(reason=reason))
             return False
         gc.freeze()  # a collection in a child then does not copy the pages of what all share
-        self._tell(AgentReady(host_info.host_info(), self._node))
+        self._tell(AgentReady(host_info.host_info(message.identify), self._node))
         return True
 
     def _start_store(self) -> None:

@@ -819,10 +819,15 @@ class ControllerInfo(_Message):
 
 @dataclass(frozen=True, slots=True)
 class PrepareAgent(_Message):
-    """Import these modules too, then say that you are ready."""
+    """Import these modules too, then say that you are ready.
+
+    Attributes:
+        identify: Say the UUIDs of the GPUs, too.
+    """
 
     preload: tuple[str, ...]
     sys_path: tuple[str, ...]
+    identify: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -833,6 +838,8 @@ class StartRanks(_Message):
         ranks: Ranks to start, all of the agent's node; on the first node there may be none, if only
             the store is needed.
         devices: torch device of every local rank of the node.
+        visible: What each of them has for ``CUDA_VISIBLE_DEVICES``; empty: as in ``environ``.
+        is_shared: Several ranks are on one GPU.
         check: How collectives are compared (see ``SessionOptions.check``).
         board: The descriptor of the shared memory of ``board``, inherited from the kernel.
         environ: The kernel's environment; the rank's own variables are laid over it.
@@ -871,6 +878,8 @@ class StartRanks(_Message):
     keep_idle: float = 0.0
     keep_output: int = 1 << 30
     version: str = ""
+    visible: tuple[str, ...] = ()
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -616,7 +616,7 @@ def test_a_child_of_the_agent_that_ends_wakes_it(
 def torch_here(host: Host, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the agent finds of torch and of this host."""
     found = SimpleNamespace(
-        torch_problem=lambda: "", fork_problem=lambda: "", host_info=lambda: HOST
+        torch_problem=lambda: "", fork_problem=lambda: "", host_info=lambda _: HOST
     )
     monkeypatch.setattr(engine, "host_info", found, raising=False)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # all of what the tests have
