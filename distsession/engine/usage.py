@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pwd
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distsession.engine.process import die_with_parent
-from distsession.protocol.messages import RankUsage, UsageReply, UsageRequest
+from distsession.protocol.messages import (
+    GpuHolder,
+    GpuMemory,
+    GpuReply,
+    GpuRequest,
+    RankUsage,
+    UsageReply,
+    UsageRequest,
+)
 
 __all__ = [
     "GpuReader",
@@ -74,7 +83,22 @@ def serve(link: Connection, agent: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             message, pids = link.recv()
-            link.send(read(message, pids, gpus))
+            if isinstance(message, GpuRequest):
+                link.send(GpuReply(message.node, gpus.memory()))
+            else:
+                link.send(read(message, pids, gpus))
+
+
+def _user_of(pid: int) -> str:
+    """Whose a process is; empty if there is none such here."""
+    try:
+        number = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return ""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 # --- GPUs -----------------------------------------------------------------------------------------
@@ -174,6 +198,33 @@ class GpuReader:
             )
             for handle in self._gpus()
         ]
+
+    def memory(self) -> tuple[GpuMemory, ...]:
+        """Of all GPUs, and of their slices, how much is free and who holds the rest."""
+        return tuple(
+            found
+            for number, handle in enumerate(self._gpus())
+            for part in (handle, *self._parts(handle))
+            if (found := self._memory(number, handle, part)) is not None
+        )
+
+    def _memory(self, number: int, gpu: Any, handle: Any) -> GpuMemory | None:
+        known = self._call("nvmlDeviceGetMemoryInfo", handle)
+        if known is None:
+            return None
+        held: dict[int, int] = {}
+        for kind in ("Compute", "Graphics", "MPSCompute"):
+            for process in self._call(f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+                amount = process.usedGpuMemory  # None where the driver does not tell
+                held[process.pid] = max(held.get(process.pid, -1), -1 if amount is None else amount)
+        return GpuMemory(
+            number,
+            self._text("nvmlDeviceGetUUID", handle),
+            self._text("nvmlDeviceGetName", gpu),
+            int(known.free),
+            int(known.total),
+            tuple(GpuHolder(pid, _user_of(pid), nbytes) for pid, nbytes in held.items()),
+        )
 
     def usage(self, uuid: str) -> dict[str, int]:
         """What is used of a GPU, as fields of a ``RankUsage``; without what is not known."""

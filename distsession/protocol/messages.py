@@ -42,6 +42,10 @@ __all__ = [
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
+    "GpuHolder",
+    "GpuMemory",
+    "GpuReply",
+    "GpuRequest",
     "InputReply",
     "InputRequest",
     "MalformedMessage",
@@ -933,6 +937,61 @@ class UsageReply(_Message):
     number: int
     uses: tuple[RankUsage, ...]
     node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRequest(_Message):
+    """Send ``GpuReply``.
+
+    Attributes:
+        node: Whose agent is asked.
+    """
+
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHolder(_Message):
+    """A process that holds memory of a GPU.
+
+    Attributes:
+        pid: As the driver tells it; in a container it may be that of the host.
+        user: Whose it is; empty where that is not known.
+        nbytes: How much; -1 where that is not known.
+    """
+
+    pid: int
+    user: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory(_Message):
+    """The memory of a GPU, or of a slice of one.
+
+    Attributes:
+        number: By which nvidia-smi shows the GPU.
+        uuid: ``"GPU-..."`` or ``"MIG-..."``.
+        name: The model.
+        free: Bytes.
+        total: Bytes.
+        holders: Who has the rest.
+    """
+
+    number: int
+    uuid: str
+    name: str
+    free: int
+    total: int
+    holders: tuple[GpuHolder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReply(_Message):
+    """The memory of all GPUs of a node's host; none where NVML knows of none."""
+
+    node: int
+    gpus: tuple[GpuMemory, ...]
 
 
 @dataclass(frozen=True, slots=True)

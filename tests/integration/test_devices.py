@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from distsession import OptionsError, Session
+from distsession.cluster import local
+from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.ranks import HostInfo
 
 TOY = {"backend": "toyccl", "preload": ["tests.toy_accelerator"]}
 
@@ -57,3 +62,31 @@ def test_no_device_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_DEVICES", "0")
     with pytest.raises(OptionsError, match=r"needs devices of the type toy, and .* shows none"):
         Session(2, **TOY)
+
+
+def test_what_a_plan_says_of_gpus_comes_to_the_ranks_and_to_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan is one for GPUs, and the ranks are on the CPU."""
+
+    def plan(options: SessionOptions, host: HostInfo) -> RankPlan:
+        found = plan_ranks(options, host)
+        return replace(found, visible=("MIG-a", ""), is_shared=True, notes=("They share it.",))
+
+    monkeypatch.setattr(local, "plan_ranks", plan)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with (
+        pytest.warns(RuntimeWarning, match=r"They share it\."),
+        Session(2, backend="gloo") as session,
+    ):
+        session.execute("import os")
+        seen = session.evaluate("os.environ['CUDA_VISIBLE_DEVICES']")
+        assert list(seen.values()) == ["MIG-a", "7"]
+        told = session.evaluate("os.environ['NCCL_MULTI_RANK_GPU_ENABLE']")
+        assert list(told.values()) == ["1", "1"]
+
+
+def test_gpus_are_not_asked_about_where_none_is_used() -> None:
+    with Session(2, backend="gloo") as session:
+        assert session.launcher.notes == ()
+        assert not session.launcher._monitor.gpus

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from distsession.engine.usage import (
     read,
     visible_gpus,
 )
-from distsession.protocol.messages import UsageRequest
+from distsession.protocol.messages import GpuHolder, UsageRequest
 from distsession.ranks import GpuSlice
 
 GIB = 2**30
@@ -206,3 +208,41 @@ def test_of_divided_gpus_the_slices_are_known(cuda: SimpleNamespace) -> None:
     assert known.gpu_uuids == ("GPU-a1", "GPU-a2", "GPU-c")
     assert known.divided == (0, 2)
     assert known.slices == (GpuSlice("MIG-a", 0), GpuSlice("MIG-b", 0), GpuSlice("MIG-c", 2))
+
+
+# --- whose the memory of a GPU is -----------------------------------------------------------------
+
+
+class BusyNvml(Nvml):
+    """Who holds the memory: one process computes and draws, of one the driver tells no amount."""
+
+    def __init__(self, pid: int):
+        super().__init__()
+        self.pid = pid
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return "A GPU"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        if handle == "GPU-b":
+            raise RuntimeError("not for one that is divided")
+        return SimpleNamespace(free=GIB, used=7 * GIB, total=8 * GIB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> Any:
+        processes = [(self.pid, 2 * GIB), (NOBODY, None)]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in processes]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> Any:
+        return [SimpleNamespace(pid=self.pid, usedGpuMemory=GIB)]
+
+
+NOBODY = 1 << 30
+"""No pid, since it is larger than any can be."""
+
+
+def test_who_holds_the_memory_of_a_gpu_is_known(busy: subprocess.Popen[str]) -> None:
+    whole, part = GpuReader(BusyNvml(busy.pid)).memory()
+    assert (whole.number, whole.uuid, whole.free, whole.total) == (0, "GPU-a", GIB, 8 * GIB)
+    assert (part.number, part.uuid, part.name) == (1, "MIG-b0", "A GPU")
+    me = pwd.getpwuid(os.getuid()).pw_name
+    assert whole.holders == (GpuHolder(busy.pid, me, 2 * GIB), GpuHolder(NOBODY, "", -1))
