@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from distsession import OptionsError, Session
 from distsession.cluster import local
+from distsession.cluster.local import LocalLauncher
 from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.protocol.messages import GpuRequest
 from distsession.ranks import HostInfo
 
 TOY = {"backend": "toyccl", "preload": ["tests.toy_accelerator"]}
@@ -75,15 +81,52 @@ def test_what_a_plan_says_of_gpus_comes_to_the_ranks_and_to_the_user(
 
     monkeypatch.setattr(local, "plan_ranks", plan)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with (
-        pytest.warns(RuntimeWarning, match=r"They share it\."),
-        Session(2, backend="gloo") as session,
-    ):
+    with pytest.warns(RuntimeWarning, match=r"They share it\."):
+        session = Session(2, backend="gloo")
+    with session:
         session.execute("import os")
         seen = session.evaluate("os.environ['CUDA_VISIBLE_DEVICES']")
         assert list(seen.values()) == ["MIG-a", "7"]
         told = session.evaluate("os.environ['NCCL_MULTI_RANK_GPU_ENABLE']")
         assert list(told.values()) == ["1", "1"]
+
+
+NVML = """
+import os
+from types import SimpleNamespace
+
+GIB = 1 << 30
+nvmlInit = lambda: None
+nvmlDeviceGetCount = lambda: 1
+nvmlDeviceGetHandleByIndex = lambda number: number
+nvmlDeviceGetUUID = lambda handle: ""
+nvmlDeviceGetName = lambda handle: "A GPU"
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(free=GIB, used=79 * GIB, total=80 * GIB)
+nvmlDeviceGetComputeRunningProcesses = lambda handle: [
+    SimpleNamespace(pid=int(os.environ["BUSY_PID"]), usedGpuMemory=78 * GIB)
+]
+"""
+
+
+def test_who_fills_a_gpu_is_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cold_agents: None
+) -> None:
+    """NVML is played; its GPU has the UUID that ranks on the CPU have, which is none."""
+
+    def ask(launcher: LocalLauncher) -> None:
+        launcher._agents.send(0, GpuRequest(0))
+        launcher._asked_gpus = True
+
+    (tmp_path / "pynvml.py").write_text(NVML)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(LocalLauncher, "_ask_gpus", ask)
+    monkeypatch.setenv("BUSY_PID", str(os.getpid()))
+    me = re.escape(f"pid {os.getpid()} of {pwd.getpwuid(os.getuid()).pw_name} holds 78 GiB.")
+    with pytest.warns(
+        RuntimeWarning, match=rf"^GPU 0 \(A GPU\) of ranks 0-1 has 1\.0 of 80 .*{me}"
+    ):
+        session = Session(2, backend="gloo")
+    session.close()
 
 
 def test_gpus_are_not_asked_about_where_none_is_used() -> None:
