@@ -17,6 +17,14 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from distsession.devices import (
+    Device,
+    accelerators,
+    chosen_gpus,
+    first_gpus,
+    is_uuid,
+    shared_notes,
+)
 from distsession.errors import DOCTOR_REMEDY, OptionsError
 from distsession.ranks import HostInfo
 
@@ -41,6 +49,7 @@ LAUNCHERS = ("local", "inline")
 CHECKS = ("shared", "strict", "detail", "off")
 GROUPS = ("session", "torch")
 IPYPARALLEL = ("lazy", "eager")
+DEVICES = "a list of GPU numbers, UUIDs (GPU-...) and slices (MIG-...)"
 LONGEST_NAME = 64
 """Characters of the name of a session."""
 
@@ -67,8 +76,9 @@ def declare(default: Any, help: str, read: Any, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, "read": read, **extra})
 
 
-def _read_ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.strip("[]() ").split(",") if part.strip())
+def _read_devices(text: str) -> tuple[int | str, ...]:
+    parts = [part.strip(" \"'") for part in text.strip("[]() ").split(",")]
+    return tuple(part if is_uuid(part) else int(part) for part in parts if part)
 
 
 def _read_names(text: str) -> tuple[str, ...]:
@@ -146,7 +156,9 @@ class SessionOptions:
             ranks as the others. Payloads then travel between them as between hosts.
         backend: Process-group backend, any name that torch knows, also one for each device type
             (``"cpu:gloo,cuda:nccl"``). Default: nccl on GPUs, gloo on CPU.
-        devices: Numbers of the GPUs to use, in the order of the local ranks. Default: the first.
+        devices: The GPUs to use, in the order of the local ranks: numbers, UUIDs (``"GPU-5f2a"``,
+            of which the beginning is enough) and slices (``"MIG-..."``). One may be named more than
+            once, and then has several ranks. Default: the first.
         timeout: Seconds that a collective may wait. Default: torch's own (30 min, NCCL 10 min).
         seed: Seed of torch, numpy and random on every rank. Default: a fresh one for each rank.
         seed_per_rank: Give rank r the seed ``seed + r`` instead of the same one.
@@ -186,8 +198,8 @@ class SessionOptions:
     ranks: int | None = declare(None, "number of ranks", int)
     nodes: int = declare(1, "nodes that this machine plays, to try code for several hosts", int)
     backend: str | None = declare(None, "process-group backend, such as gloo or nccl", str)
-    devices: tuple[int, ...] | None = declare(
-        None, "GPUs to use, in local rank order: 0,2", _read_ints
+    devices: tuple[int | str, ...] | None = declare(
+        None, "GPUs to use, in local rank order: 0,2 or GPU-5f2a,MIG-31d0", _read_devices
     )
     timeout: float | None = declare(None, "seconds that a collective may wait", float)
     seed: int | None = declare(None, "seed for torch, numpy and random", int)
@@ -246,11 +258,11 @@ class SessionOptions:
             "keep_output", lambda v: _is_int(v) and v >= LEAST_OUTPUT_BYTES, f"{SIZES}, at least 1M"
         )
         self._check("name", _is_name, NAMES)
-        self._tuple("devices", lambda v: _is_int(v) and v >= 0, "a list of different GPU numbers")
+        self._tuple("devices", lambda v: (_is_int(v) and v >= 0) or is_uuid(v), DEVICES)
         self._tuple("preload", lambda v: isinstance(v, str), "a list of module names")
         if self.devices is not None:
-            if not self.devices or len(set(self.devices)) != len(self.devices):
-                self._refuse("devices", "a list of different GPU numbers")
+            if not self.devices:
+                self._refuse("devices", DEVICES)
             if self.ranks is not None and self.ranks != len(self.devices):
                 raise OptionsError(
                     f"ranks={self.ranks} but devices names {len(self.devices)} GPUs "
@@ -454,7 +466,11 @@ class RankPlan:
     """How many ranks a host gets, on which devices, with which backend.
 
     Attributes:
+        devices: torch's name of each rank's device.
         nodes: How many nodes it plays; each has a block of as many ranks.
+        visible: What each rank has for ``CUDA_VISIBLE_DEVICES``; empty where that is as it is here.
+        is_shared: A GPU, or slices of one, have several ranks.
+        notes: Sentences for the user.
     """
 
     world_size: int
@@ -462,6 +478,9 @@ class RankPlan:
     backend: str
     threads: int
     nodes: int = 1
+    visible: tuple[str, ...] = ()
+    is_shared: bool = False
+    notes: tuple[str, ...] = ()
 
     def node_of(self, rank: int) -> int:
         return rank // (self.world_size // self.nodes)
@@ -481,19 +500,19 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
         OptionsError: The host cannot give what the options ask for.
     """
     pairs = _backend_pairs(options.backend, host)
-    on_gpu = _wants_gpu(options, host, pairs)
+    kind = _accelerator(options, host, pairs)
     backend = ",".join(":".join(filter(None, pair)) for pair in pairs)  # torch takes no spaces
-    backend = backend or ("nccl" if on_gpu else "gloo")
-    if on_gpu:
-        chosen = options.devices or tuple(range(options.ranks or len(host.gpus)))
-        missing = [number for number in chosen if number >= len(host.gpus)]
-        if missing:
-            raise OptionsError(
-                f"{len(chosen)} ranks with backend {backend!r} need a GPU each, but {host.host} "
-                f"shows {len(host.gpus)} (there is no GPU {missing[0]}): ask for at most "
-                f"{len(host.gpus)} ranks, or use backend='gloo' on the CPU."
-            )
-        devices = tuple(f"cuda:{number}" for number in chosen)
+    backend = backend or ("nccl" if kind == "cuda" else "gloo")
+    notes: tuple[str, ...] = ()
+    if kind == "cuda":
+        if options.devices:
+            placed = chosen_gpus(host, options.devices)
+        else:
+            placed = first_gpus(host, options.ranks)
+        uses_nccl = not pairs or any(name == "nccl" for _, name in pairs)
+        notes = shared_notes(host, placed, uses_nccl)
+    elif kind:
+        placed = accelerators(host, kind, options.ranks, options.devices, backend)
     else:
         if options.devices:
             raise OptionsError(
@@ -504,11 +523,22 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
                     else f"backend {backend!r} runs on the CPU: leave one of the two out."
                 )
             )
-        devices = ("cpu",) * (options.ranks or max(2, options.nodes))
-    if len(devices) % options.nodes:
-        raise OptionsError(_uneven(len(devices), options.nodes))
-    threads = options.threads or max(1, host.cpus // len(devices))
-    return RankPlan(len(devices), devices, backend, threads, options.nodes)
+        placed = [Device("cpu")] * (options.ranks or max(2, options.nodes))
+    if len(placed) % options.nodes:
+        raise OptionsError(_uneven(len(placed), options.nodes))
+    threads = options.threads or max(1, host.cpus // len(placed))
+    visible = tuple(device.visible for device in placed)
+    gpus = [device.gpu for device in placed if device.gpu >= 0]
+    return RankPlan(
+        len(placed),
+        tuple(device.name for device in placed),
+        backend,
+        threads,
+        options.nodes,
+        visible if any(visible) else (),
+        len(set(gpus)) < len(gpus),
+        notes,
+    )
 
 
 def _backend_pairs(backend: str | None, host: HostInfo) -> list[tuple[str, str]]:
@@ -548,6 +578,24 @@ def _near(name: str, known: Iterable[str]) -> str:
     """Asks whether something like it was meant."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {found[0]}?" if found else ""
+
+
+def _accelerator(options: SessionOptions, host: HostInfo, pairs: list[tuple[str, str]]) -> str:
+    """The type of device that the ranks go on; empty for the CPU.
+
+    Raises:
+        OptionsError: A backend needs a GPU, and the host has none; or two types are asked for.
+    """
+    serves = dict(host.backends)
+    served = [(device,) if device else serves[name] for device, name in pairs]
+    others = [kinds[0] for kinds in served if kinds and not {"cpu", "cuda"} & set(kinds)]
+    if not others:
+        return "cuda" if _wants_gpu(options, host, pairs) else ""
+    if any(device == "cuda" for device, _ in pairs) or len(set(others)) > 1:
+        raise OptionsError(
+            f"backend={options.backend!r} is not possible: a rank has one device, of one type."
+        )
+    return others[0]
 
 
 def _wants_gpu(options: SessionOptions, host: HostInfo, pairs: list[tuple[str, str]]) -> bool:

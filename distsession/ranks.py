@@ -9,6 +9,7 @@ from distsession.errors import OptionsError
 
 __all__ = [
     "DeviceInfo",
+    "GpuSlice",
     "HostInfo",
     "RankInfo",
     "RankSelector",
@@ -26,7 +27,7 @@ class DeviceInfo:
     """The device of one rank, as the rank itself sees it.
 
     Attributes:
-        device: torch's name for it, ``"cpu"`` or ``"cuda:0"``.
+        device: torch's name for it, ``"cpu"``, ``"cuda:0"`` or ``"xpu:0"``.
         name: The model, such as ``"NVIDIA H200"`` or the processor's name.
         memory_bytes: Total memory of the device (of the host, for a CPU); 0 where unknown.
         threads: Threads that torch uses for one operation on the CPU.
@@ -64,6 +65,19 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
+class GpuSlice:
+    """A part of a GPU that is divided (MIG), with memory and processors of its own.
+
+    Attributes:
+        uuid: By which the driver knows it, ``"MIG-..."``.
+        gpu: The number of the GPU that it is a part of.
+    """
+
+    uuid: str
+    gpu: int
+
+
+@dataclass(frozen=True)
 class HostInfo:
     """What an agent found on its host before any rank was started.
 
@@ -75,6 +89,13 @@ class HostInfo:
             it can serve.
         torch_version: ``torch.__version__``.
         cpus: Processors that this process may use.
+        gpu_uuids: By which the driver knows the GPUs, in the same order; empty where nobody asked,
+            unless a GPU is divided.
+        divided: Numbers of the GPUs that are divided into slices (MIG).
+        slices: Their slices, as far as this session may see them.
+        accelerators: How many devices there are of each type other than cpu and cuda that a
+            backend serves.
+        nccl: The version of NCCL, such as ``(2, 30, 7)``; empty without it.
     """
 
     host: str
@@ -83,6 +104,11 @@ class HostInfo:
     backends: tuple[tuple[str, tuple[str, ...]], ...]
     torch_version: str
     cpus: int
+    gpu_uuids: tuple[str, ...] = ()
+    divided: tuple[int, ...] = ()
+    slices: tuple[GpuSlice, ...] = ()
+    accelerators: tuple[tuple[str, int], ...] = ()
+    nccl: tuple[int, ...] = ()
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

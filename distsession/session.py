@@ -138,7 +138,7 @@ class Session(RankView):
         if self.options.keep and self._launcher.epoch == 1:
             self._record.begin(self._launcher.folder, 1)
         _open.append(self)
-        for sentence in infos[0].torch_changes:
+        for sentence in (*infos[0].torch_changes, *self._launcher.notes):
             warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
     # --- sessions that are kept -------------------------------------------------------------------

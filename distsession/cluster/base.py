@@ -100,6 +100,8 @@ class Launcher(ABC):
 
     channel: Channel
     name: str
+    notes: tuple[str, ...] = ()
+    """Sentences on what the ranks run on, for the user, once they are started."""
     board: Board | None = None
     """What the ranks are doing; None where there is no such memory."""
 

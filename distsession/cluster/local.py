@@ -27,6 +27,7 @@ from distsession.cluster.channel import SocketChannel
 from distsession.cluster.deaths import AGENT_GONE, agent_text
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
+from distsession.cluster.gpu_notes import full_gpus
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
 from distsession.cluster.kept_session import write_kept
@@ -51,6 +52,7 @@ from distsession.protocol.messages import (
     Abort,
     CompletionReply,
     CompletionRequest,
+    GpuRequest,
     PrepareAgent,
     RankAttached,
     ReconnectRequest,
@@ -85,6 +87,8 @@ SETTLE = 1.0
 SETTLE_PER_RANK = 0.05
 """By how much each of them makes that longer."""
 HALF_SENT = "its kernel ended as it sent it, and other ranks never got it."
+GPU_NOTES_S = 1.0
+"""How long a start waits for what NVML says of the GPUs, once the ranks are there."""
 LINGER_MS = 2000
 """How long requests may take to reach the ranks of a session that is let go."""
 END = 5.0
@@ -120,6 +124,7 @@ class LocalLauncher(Launcher):
         self._gauges_asked: dict[int, int] = {}
         self._unreported: dict[int, float] = {}
         self._looked_at = 0.0
+        self._asked_gpus = False
         self._plan: RankPlan | None = None
         self._attachment = attachment
         self._takeover: Takeover | None = None
@@ -194,19 +199,22 @@ class LocalLauncher(Launcher):
             check_room(DESCRIPTORS_OF_RANK * world, f"A session of {world} ranks")
             os.ftruncate(self._board_file, file_size(world))
             self.board = self.channel.board = Board(self._board_file, world)
+            self._ask_gpus()
             with InterruptHold() as interrupts:
                 infos = self._launch(range(world), deadline, interrupts)
             self._write_state()
+            self.notes = (*self._plan.notes, *self._full_gpus())
             if self._options.ipyparallel == "eager":
                 self._register_behind()
             return infos
         except LaunchTimeoutError as error:
             raise LaunchTimeoutError(
                 f"the ranks did not start within start_timeout={self._options.start_timeout:g} s: "
-                f"{error}{self._close_with_log()}"
+                f"{error}{self._why_late()}{self._close_with_log()}"
             ) from None
         except LaunchError as error:
-            raise type(error)(f"{with_remedy(str(error))}{self._close_with_log()}") from None
+            text = f"{with_remedy(str(error))}{self._why_late()}"
+            raise type(error)(f"{text}{self._close_with_log()}") from None
         except OSError as error:
             self.close()
             raise LaunchError(
@@ -224,14 +232,34 @@ class LocalLauncher(Launcher):
             self._gauges_asked.pop(node, None)
             self._agents.start(node)
         self._folder.sweep()  # while the agents import torch
+        identify = any(isinstance(device, str) for device in self._options.devices or ())
         for node, link in self._agents.accept(deadline).items():
             self.channel.add_agent(node, link)
-            self._agents.send(node, PrepareAgent(self._options.preload, tuple(sys.path)))
+            prepare = PrepareAgent(self._options.preload, tuple(sys.path), identify)
+            self._agents.send(node, prepare)
         hosts = [
             self._monitor.wait_host(node, partial(self._agents.runs, node), deadline)
             for node in nodes
         ]
         return hosts[0]
+
+    def _ask_gpus(self) -> None:
+        """Have the agents ask NVML, while the ranks start, whether others fill their GPUs."""
+        assert self._plan is not None
+        if any(device.startswith("cuda") for device in self._plan.devices):
+            for node in range(self._plan.nodes):
+                self._agents.send(node, GpuRequest(node))
+            self._asked_gpus = True
+
+    def _full_gpus(self) -> tuple[str, ...]:
+        if not self._asked_gpus or self._plan is None:
+            return ()
+        gpus = self._monitor.wait_gpus(range(self._plan.nodes), GPU_NOTES_S)
+        return full_gpus(gpus, self.infos, self.pids().values())
+
+    def _why_late(self) -> str:
+        """What may be a reason that the ranks did not start."""
+        return "".join(f" {text}" for text in self._full_gpus())
 
     def _handle_event(self, event: object) -> None:
         if isinstance(event, Fenced):
@@ -327,6 +355,7 @@ class LocalLauncher(Launcher):
             keep_idle=self._options.keep_idle,
             keep_output=self._options.keep_output,
             version=__version__,
+            is_shared=plan.is_shared,
         )
         port = 0
         self._monitor.expect_store()
@@ -339,13 +368,15 @@ class LocalLauncher(Launcher):
                 with interrupts.released():
                     port = self._monitor.wait_store(deadline)
             devices = tuple(plan.devices[rank] for rank in here)
+            visible = tuple(plan.visible[rank] for rank in here) if plan.visible else ()
             self._monitor.forget(wanted)
             for rank in wanted:
                 self.channel.set_identity(rank, self._generation, node)
                 self._forked_in[rank] = self._generation
-            self._agents.send(
-                node, replace(start, ranks=wanted, devices=devices, node=node, store_port=port)
+            message = replace(
+                start, ranks=wanted, devices=devices, visible=visible, node=node, store_port=port
             )
+            self._agents.send(node, message)
             if node:
                 with interrupts.released():
                     runs = partial(self._agents.runs, node)

@@ -27,6 +27,8 @@ from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     EngineRegistered,
+    GpuMemory,
+    GpuReply,
     RankAttached,
     RankExited,
     RankFailed,
@@ -92,6 +94,8 @@ class Monitor:
         self.unregistered: dict[int, str] = {}
         """Why an engine could not register, for those whose id is below 0."""
         self._gauges: dict[int, UsageReply] = {}
+        self.gpus: dict[int, tuple[GpuMemory, ...]] = {}
+        """Of each node, as they were at the start."""
         self.agent_gone = False
         self.closing = False
         """The user closes the session: deaths from here on are no surprise."""
@@ -128,6 +132,8 @@ class Monitor:
                     self.unregistered[message.rank] = message.problem
                 case UsageReply():
                     self._gauges[message.node] = message
+                case GpuReply():
+                    self.gpus[message.node] = message.gpus
                 case RankExited():
                     deaths += self._note_exit(message)
                 case RankUnreported():
@@ -387,6 +393,14 @@ class Monitor:
             return None
         uses = tuple(use for one in known for use in one.uses)
         return UsageReply(known[0].number, uses)
+
+    def wait_gpus(self, nodes: Sequence[int], timeout: float) -> dict[int, tuple[GpuMemory, ...]]:
+        """The GPUs of some nodes; without those of nodes whose agents do not say in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.agent_gone or all(node in self.gpus for node in nodes), timeout
+            )
+            return dict(self.gpus)
 
     def forget_engines(self, ranks: Iterable[int]) -> None:
         """These ranks are about to register with ipyparallel."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsession.distributed import rank_info
+from distsession.distributed.accelerator import accelerator_of, backends_of
 from distsession.distributed.groups import resolve_group
 from distsession.distributed.handshake import (
     GroupView,
@@ -188,12 +190,14 @@ def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
     if view is None:
         return None
     if "cpu" not in view.backends:
-        options.setdefault("device_ids", [torch.cuda.current_device()])
+        options.setdefault("device_ids", [view.device.index])
     return dist.barrier(view.group, async_op, **options)
 
 
 def synchronize(device: torch.device | int | None = None) -> None:
-    """Wait until this rank's GPU has done what it was given. Nothing where there is none.
+    """Wait until this rank's GPU, or other accelerator, has done what it was given.
+
+    Where there is none, nothing happens.
 
     It waits for no other rank; see :func:`barrier`.
 
@@ -202,6 +206,10 @@ def synchronize(device: torch.device | int | None = None) -> None:
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
+        return
+    kind = accelerator_of(backends_of()) if rank_info.is_initialized() else ""
+    if kind not in ("", "cuda"):
+        torch.get_device_module(kind).synchronize(device)
 
 
 # --- parts --------------------------------------------------------------------------------------

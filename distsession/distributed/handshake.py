@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsession.distributed.accelerator import accelerator_of, backends_of, current_device
 from distsession.distributed.header import Call, Header, Kind, pickle_problems
 from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
 
@@ -55,9 +56,10 @@ class GroupView:
 
     def device_for(self, on_gpu: bool) -> torch.device:
         """Where the bytes of a tensor travel."""
-        if (on_gpu and self.backends.get("cuda") == "nccl") or "cpu" not in self.backends:
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        if "cpu" in self.backends and not on_gpu:
+            return torch.device("cpu")
+        kind = accelerator_of(self.backends)
+        return current_device(kind) if kind else torch.device("cpu")
 
     def position_of(self, rank: int, what: str) -> int:
         """A rank's place in the group, for roots."""
@@ -94,13 +96,6 @@ def group_view(group: Any = None) -> GroupView | None:
         ranks = tuple(dist.get_process_group_ranks(found))
         view = _views[found] = GroupView(weakref.ref(found), ranks, position, backends_of(found))
     return view
-
-
-def backends_of(group: Any) -> dict[str, str]:
-    """For each type of device the backend that moves its tensors."""
-    parts = str(dist.get_backend_config(group)).split(",")
-    pairs = [part.partition(":") for part in parts]
-    return {device.strip(): backend.strip() for device, colon, backend in pairs if colon}
 
 
 def exchange_numbers(view: GroupView, numbers: list[int]) -> list[list[int]]:

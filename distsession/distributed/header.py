@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from distsession.distributed.accelerator import current_device
+
 __all__ = [
     "Call",
     "Header",
@@ -120,7 +122,7 @@ def pack(value: Any, call: int, root: int = -1) -> tuple[Header, bytes | torch.T
             nbytes = value.numel() * value.element_size()
             shape = tuple(value.shape)
             return Header(
-                call, root, Kind.TENSOR, value.dtype, value.is_cuda, nbytes, 0, shape
+                call, root, Kind.TENSOR, value.dtype, _is_away(value), nbytes, 0, shape
             ), value
     kind, bits, payload = _pack_other(value)
     size = 0 if payload is None else len(payload)
@@ -194,13 +196,19 @@ class _GpuTensorPickler(pickle.Pickler):
     """A GPU's tensors are unpickled on the receiver's GPU, not on the sender's."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            return _on_my_gpu, (value.detach().cpu(), value.requires_grad)
+        if isinstance(value, torch.Tensor) and _is_away(value):
+            kind = value.device.type
+            return _on_my_device, (value.detach().cpu(), value.requires_grad, kind)
         return NotImplemented
 
 
-def _on_my_gpu(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return value.cuda().requires_grad_(requires_grad)
+def _is_away(value: torch.Tensor) -> bool:
+    """Whether a tensor lies on a GPU, or on another accelerator."""
+    return value.device.type not in ("cpu", "meta")
+
+
+def _on_my_device(value: torch.Tensor, requires_grad: bool, kind: str) -> torch.Tensor:
+    return value.to(current_device(kind)).requires_grad_(requires_grad)
 
 
 def dumps(value: Any) -> bytes:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distsession.distributed import torch_private
+from distsession.distributed.accelerator import accelerator_of, backends_of, current_device
 from distsession.distributed.environ import read_environment
 from distsession.errors import OptionsError, ProcessGroupError
 
@@ -209,15 +210,14 @@ def device() -> torch.device:
     """The device on which this rank's tensors belong.
 
     Returns:
-        The current GPU where the group's backend works on GPUs (NCCL), otherwise the CPU. Without
-        a process group the GPU where there is one, otherwise the CPU.
+        The current GPU, or other accelerator, where the group's backend works on these alone
+        (NCCL), otherwise the CPU. Without a process group the GPU where there is one, otherwise the
+        CPU.
     """
     if not is_initialized():
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = str(dist.get_backend())
-    if "nccl" in name:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    kind = accelerator_of(backends_of())
+    return current_device(kind) if kind else torch.device("cpu")
 
 
 def backend() -> str | None:

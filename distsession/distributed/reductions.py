@@ -144,7 +144,7 @@ def _reduce_tensor(
         raise TypeError(f"only dense tensors can be reduced, and this one is {tensor.layout}.")
     kind = tensor.device.type
     if kind not in view.backends:
-        kind = "cpu" if "cpu" in view.backends else "cuda"
+        kind = view.device.type
     how = plan(name, tensor.dtype, view.backends[kind])
     target = tensor.detach() if tensor.requires_grad else tensor
     work = target if kind == target.device.type else target.to(view.device)

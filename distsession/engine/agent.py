@@ -35,6 +35,8 @@ from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     AgentStarted,
+    GpuReply,
+    GpuRequest,
     PrepareAgent,
     RankExited,
     StartRanks,
@@ -203,6 +205,8 @@ class Agent:
                 self._stop(pids)
             case UsageRequest():
                 self._request_usage(message)
+            case GpuRequest():
+                self._request_gpus(message)
             case attach.Adopt():
                 self._adopt(message.epoch)
             case _:
@@ -331,7 +335,7 @@ class Agent:
             self._tell(AgentFailed(reason=reason))
             return False
         gc.freeze()  # a collection in a child then does not copy the pages of what all share
-        self._tell(AgentReady(host_info.host_info(), self._node))
+        self._tell(AgentReady(host_info.host_info(message.identify), self._node))
         return True
 
     def _start_store(self) -> None:
@@ -397,14 +401,26 @@ class Agent:
         pids = {rank.rank: pid for pid, rank in self._ranks.items()}
         if message.gpus and not self._usage_pid:
             self._start_usage()
-        if message.gpus and self._usage_link is not None:
-            try:
-                self._usage_link.send((message, pids))
-                return
-            except OSError:
-                log.warning("the process that asks about GPUs has ended")
-                self._usage_link = None
-        self._tell(usage.read(message, pids))
+        if not (message.gpus and self._ask_usage(message, pids)):
+            self._tell(usage.read(message, pids))
+
+    def _request_gpus(self, message: GpuRequest) -> None:
+        if not self._usage_pid:
+            self._start_usage()
+        if not self._ask_usage(message, {}):
+            self._tell(GpuReply(message.node, ()))
+
+    def _ask_usage(self, message: UsageRequest | GpuRequest, pids: dict[int, int]) -> bool:
+        """Hand a question on; whether there is somebody to answer it."""
+        if self._usage_link is None:
+            return False
+        try:
+            self._usage_link.send((message, pids))
+        except OSError:
+            log.warning("the process that asks about GPUs has ended")
+            self._usage_link = None
+            return False
+        return True
 
     def _start_usage(self) -> None:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""

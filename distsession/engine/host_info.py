@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import platform
 import re
 import socket
 import sys
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distsession.engine.process import die_with_parent
-from distsession.engine.usage import gpu_uuid
-from distsession.ranks import DeviceInfo, HostInfo
+from distsession.engine.usage import GpuReader, gpu_uuid, visible_gpus
+from distsession.ranks import DeviceInfo, GpuSlice, HostInfo
 
 __all__ = [
     "OLDEST_TORCH",
@@ -30,17 +33,24 @@ OLDEST_TORCH = (2, 8)
 is handed, and ranks would wait for it until the start is given up."""
 
 
-def host_info() -> HostInfo:
-    """What this host offers, without creating a CUDA context."""
+def host_info(identify: bool = False) -> HostInfo:
+    """What this host offers, without creating a CUDA context.
+
+    Args:
+        identify: Ask CUDA for the UUIDs of its GPUs, too, which takes it a moment.
+    """
+    backends = _backends()
+    modules = _accelerator_modules(backends)
     return HostInfo(
         host=socket.gethostname(),
         pid=os.getpid(),
-        gpus=tuple(f"cuda:{number}" for number in range(_count_gpus())),
-        backends=_backends(),
+        backends=backends,
         torch_version=str(torch.__version__),
         cpus=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
+        nccl=_nccl_version(),
+        **_ask_drivers(modules, identify),
     )
 
 
@@ -65,30 +75,93 @@ def fork_problem() -> str:
     """Why a child forked from this process would be broken; empty if it would not."""
     if torch.cuda.is_initialized():
         return "CUDA is initialised already"
+    for kind, module in _accelerator_modules(_backends()).items():
+        if getattr(module, "is_initialized", bool)():
+            return f"torch.{kind} is initialised already"
     others = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
     if others:
         return f"threads are running ({', '.join(others)})"
     return ""
 
 
-def _count_gpus() -> int:
-    """Count in a child: where NVML is missing, torch asks CUDA itself, which spoils any fork."""
-    if not torch.backends.cuda.is_built():
-        return 0
+def _ask_drivers(modules: dict[str, Any], identify: bool) -> dict[str, Any]:
+    """Ask in a child: where NVML is missing, torch asks CUDA itself, which spoils any fork."""
+    if not torch.backends.cuda.is_built() and not modules:
+        return {"gpus": ()}
     reader, writer = os.pipe()
     agent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             die_with_parent(agent)  # a driver that does not answer would keep it
-            os.write(writer, str(torch.cuda.device_count()).encode())
+            counts = {kind: _count(module) for kind, module in modules.items()}
+            found = {"accelerators": tuple((kind, n) for kind, n in counts.items() if n)}
+            with open(writer, "wb") as pipe:
+                pipe.write(pickle.dumps(found | _gpu_facts(identify)))
         finally:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
         answer = pipe.read()
     os.waitpid(pid, 0)
-    return int(answer or b"0")
+    facts: dict[str, Any] = pickle.loads(answer) if answer else {"gpus": ()}
+    return facts
+
+
+def _count(module: Any) -> int:
+    with contextlib.suppress(Exception):  # its driver is not there, or does not work
+        return int(module.device_count())
+    return 0
+
+
+def _gpu_facts(identify: bool) -> dict[str, Any]:
+    """What is known of the GPUs, as fields of a ``HostInfo``; this process is spoilt by it."""
+    count = torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
+    if not count:
+        return {"gpus": ()}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = visible_gpus(GpuReader().listing(), visible)
+    divided = tuple(number for number, gpu in enumerate(listed) if gpu.is_divided)
+    uuids: tuple[str, ...] = ()
+    if divided:  # CUDA shows but one slice then, and none of the other GPUs
+        count, uuids = len(listed), tuple(gpu.uuid for gpu in listed)
+    elif identify:
+        # From CUDA itself: its order need not be that of NVML (CUDA_DEVICE_ORDER).
+        told = (torch.cuda.get_device_properties(number) for number in range(count))
+        uuids = tuple(
+            gpu_uuid(number, visible or "", str(getattr(properties, "uuid", "")))
+            for number, properties in enumerate(told)
+        )
+    return {
+        "gpus": tuple(f"cuda:{number}" for number in range(count)),
+        "gpu_uuids": uuids,
+        "divided": divided,
+        "slices": tuple(
+            GpuSlice(uuid, number) for number in divided for uuid in listed[number].slices
+        ),
+    }
+
+
+def _nccl_version() -> tuple[int, ...]:
+    if not dist.is_nccl_available():
+        return ()
+    with contextlib.suppress(Exception):
+        from torch.cuda import nccl
+
+        return tuple(part for part in nccl.version() if isinstance(part, int))
+    return ()
+
+
+def _accelerator_modules(backends: tuple[tuple[str, tuple[str, ...]], ...]) -> dict[str, Any]:
+    """The modules of torch for types of device, beside CPU and CUDA, that a backend serves."""
+    kinds = {kind for _, served in backends for kind in served} - {"cpu", "cuda"}
+    modules = {}
+    for kind in sorted(kinds):
+        with contextlib.suppress(Exception):  # torch does not know the type, or has no module
+            module: Any = torch.get_device_module(kind)
+            if hasattr(module, "device_count") and getattr(module, "_is_compiled", lambda: True)():
+                modules[kind] = module
+    return modules
 
 
 def _backends() -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -123,12 +196,30 @@ def device_info(device: torch.device) -> DeviceInfo:
                 str(getattr(properties, "uuid", "")),
             ),
         )
+    if device.type != "cpu":
+        name, memory = _accelerator_facts(device)
+        return DeviceInfo(str(device), name, memory, torch.get_num_threads())
     return DeviceInfo(
         device=str(device),
         name=_cpu_name(),
         memory_bytes=_host_memory(),
         threads=torch.get_num_threads(),
     )
+
+
+def _accelerator_facts(device: torch.device) -> tuple[str, int]:
+    """The model of a device, and the bytes of its memory; what its module does not tell is not."""
+    module: Any = torch.get_device_module(device)
+    name, memory = "", 0
+    with contextlib.suppress(Exception):
+        properties = module.get_device_properties(device)
+        name = str(getattr(properties, "name", ""))
+        memory = int(getattr(properties, "total_memory", 0))
+    with contextlib.suppress(Exception):
+        name = name or str(module.get_device_name(device))
+    with contextlib.suppress(Exception):
+        memory = memory or int(module.mem_get_info(device)[1])
+    return name or device.type, memory
 
 
 def _cpu_name() -> str:

@@ -88,6 +88,10 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
     # Both would end the process when a communicator is aborted, which is how a wait is ended.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    if start.visible and start.visible[local_rank]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = start.visible[local_rank]
+    if start.is_shared:
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     os.environ.pop("JPY_SESSION_NAME", None)  # ipykernel would put it into the user's namespace
     sys.path[:] = start.sys_path
@@ -100,7 +104,8 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
         seed_everything(start.seed + (rank if start.seed_per_rank else 0))
     if device.type == "cuda":
         assert not torch.cuda._is_in_bad_fork(), "CUDA was initialised before the fork"
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
     return place
 
 

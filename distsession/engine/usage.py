@@ -10,15 +10,33 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pwd
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from distsession.engine.process import die_with_parent
-from distsession.protocol.messages import RankUsage, UsageReply, UsageRequest
+from distsession.protocol.messages import (
+    GpuHolder,
+    GpuMemory,
+    GpuReply,
+    GpuRequest,
+    RankUsage,
+    UsageReply,
+    UsageRequest,
+)
 
-__all__ = ["GpuReader", "gpu_uuid", "process_usage", "read", "serve"]
+__all__ = [
+    "GpuReader",
+    "ListedGpu",
+    "gpu_uuid",
+    "process_usage",
+    "read",
+    "serve",
+    "visible_gpus",
+]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -65,7 +83,22 @@ def serve(link: Connection, agent: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             message, pids = link.recv()
-            link.send(read(message, pids, gpus))
+            if isinstance(message, GpuRequest):
+                link.send(GpuReply(message.node, gpus.memory()))
+            else:
+                link.send(read(message, pids, gpus))
+
+
+def _user_of(pid: int) -> str:
+    """Whose a process is; empty if there is none such here."""
+    try:
+        number = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return ""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 # --- GPUs -----------------------------------------------------------------------------------------
@@ -87,6 +120,54 @@ def gpu_uuid(index: int, visible: str, uuid: str) -> str:
     return f"GPU-{uuid}"
 
 
+@dataclass(frozen=True)
+class ListedGpu:
+    """A GPU as NVML lists it.
+
+    Attributes:
+        uuid: ``"GPU-..."``.
+        is_divided: It is to be used in slices only (MIG).
+        slices: UUIDs of these, ``"MIG-..."``.
+    """
+
+    uuid: str
+    is_divided: bool = False
+    slices: tuple[str, ...] = ()
+
+
+def visible_gpus(listed: Sequence[ListedGpu], visible: str | None) -> list[ListedGpu]:
+    """The GPUs that a process may see, with those of their slices that it may see.
+
+    Args:
+        listed: All of them.
+        visible: The value of ``CUDA_VISIBLE_DEVICES``; None where it is not set.
+    """
+    if visible is None:
+        return list(listed)
+    found: dict[str, ListedGpu] = {}
+    for entry in (part.strip() for part in visible.split(",")):
+        gpu = _visible_gpu(listed, entry)
+        if gpu is None:  # CUDA, too, goes no further
+            break
+        known = found.get(gpu.uuid)
+        slices = (*known.slices, *gpu.slices) if known else gpu.slices
+        found[gpu.uuid] = replace(gpu, slices=tuple(dict.fromkeys(slices)))
+    return list(found.values())
+
+
+def _visible_gpu(listed: Sequence[ListedGpu], entry: str) -> ListedGpu | None:
+    """The GPU that one entry shows; of the slices only the one that it names, if it does."""
+    if entry.isdecimal():
+        return listed[int(entry)] if int(entry) < len(listed) else None
+    for gpu in listed if entry else ():
+        if gpu.uuid.lower().startswith(entry.lower()):
+            return gpu
+        for uuid in gpu.slices:
+            if uuid.lower().startswith(entry.lower()):
+                return replace(gpu, slices=(uuid,))
+    return None
+
+
 class GpuReader:
     """Asks NVML about GPUs by their UUIDs; where there is no NVML, nothing is known.
 
@@ -104,9 +185,46 @@ class GpuReader:
             return
         self._nvml = found
         for handle in self._devices():
-            uuid = self._call("nvmlDeviceGetUUID", handle)
-            if uuid is not None:
-                self._handles[uuid.decode() if isinstance(uuid, bytes) else uuid] = handle
+            if uuid := self._text("nvmlDeviceGetUUID", handle):
+                self._handles[uuid] = handle
+
+    def listing(self) -> list[ListedGpu]:
+        """All GPUs, in the order of nvidia-smi's numbers."""
+        return [
+            ListedGpu(
+                self._text("nvmlDeviceGetUUID", handle),
+                self._is_divided(handle),
+                tuple(self._text("nvmlDeviceGetUUID", part) for part in self._parts(handle)),
+            )
+            for handle in self._gpus()
+        ]
+
+    def memory(self) -> tuple[GpuMemory, ...]:
+        """Of all GPUs, and of their slices, how much is free and who holds the rest."""
+        return tuple(
+            found
+            for number, handle in enumerate(self._gpus())
+            for part in (handle, *self._parts(handle))
+            if (found := self._memory(number, handle, part)) is not None
+        )
+
+    def _memory(self, number: int, gpu: Any, handle: Any) -> GpuMemory | None:
+        known = self._call("nvmlDeviceGetMemoryInfo", handle)
+        if known is None:
+            return None
+        held: dict[int, int] = {}
+        for kind in ("Compute", "Graphics", "MPSCompute"):
+            for process in self._call(f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+                amount = process.usedGpuMemory  # None where the driver does not tell
+                held[process.pid] = max(held.get(process.pid, -1), -1 if amount is None else amount)
+        return GpuMemory(
+            number,
+            self._text("nvmlDeviceGetUUID", handle),
+            self._text("nvmlDeviceGetName", gpu),
+            int(known.free),
+            int(known.total),
+            tuple(GpuHolder(pid, _user_of(pid), nbytes) for pid, nbytes in held.items()),
+        )
 
     def usage(self, uuid: str) -> dict[str, int]:
         """What is used of a GPU, as fields of a ``RankUsage``; without what is not known."""
@@ -139,17 +257,30 @@ class GpuReader:
 
     def _devices(self) -> Iterator[Any]:
         """The GPUs, each followed by its parts if it is divided."""
+        for handle in self._gpus():
+            yield handle
+            yield from self._parts(handle)
+
+    def _gpus(self) -> Iterator[Any]:
         for number in range(self._call("nvmlDeviceGetCount") or 0):
             handle = self._call("nvmlDeviceGetHandleByIndex", number)
-            if handle is None:
-                continue
-            yield handle
-            mode = self._call("nvmlDeviceGetMigMode", handle)
-            if mode and mode[0]:
-                for part in range(self._call("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-                    inside = self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, part)
-                    if inside is not None:
-                        yield inside
+            if handle is not None:
+                yield handle
+
+    def _parts(self, handle: Any) -> Iterator[Any]:
+        if self._is_divided(handle):
+            for part in range(self._call("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+                inside = self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, part)
+                if inside is not None:
+                    yield inside
+
+    def _is_divided(self, handle: Any) -> bool:
+        mode = self._call("nvmlDeviceGetMigMode", handle)  # now, and after the next restart
+        return bool(mode and mode[0])
+
+    def _text(self, name: str, handle: Any) -> str:
+        value = self._call(name, handle)
+        return value.decode() if isinstance(value, bytes) else str(value or "")
 
     def _call(self, name: str, *args: Any) -> Any:
         """What a function of NVML gives; None where it does not, or this NVML has none such."""

@@ -53,9 +53,9 @@ def run_in_world(
     Returns:
         The function's value, and whether all ranks of the world came to the end.
     """
-    import torch
     import torch.distributed as dist
 
+    from distsession.distributed import rank_info
     from distsession.engine.collectives import torch_private
     from distsession.engine.execute import run_call
     from distsession.engine.namespace import rank_names
@@ -63,7 +63,7 @@ def run_in_world(
     backend = dist.get_backend()
     rank = first_rank + int(os.environ["RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if "nccl" in backend else torch.device("cpu")
+    device = rank_info.device()
     leave_group()
     with _environment(rank, world_size, host, port), torch_private.native_groups():
         dist.init_process_group(

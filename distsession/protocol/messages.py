@@ -42,6 +42,10 @@ __all__ = [
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
+    "GpuHolder",
+    "GpuMemory",
+    "GpuReply",
+    "GpuRequest",
     "InputReply",
     "InputRequest",
     "MalformedMessage",
@@ -826,10 +830,15 @@ class ControllerInfo(_Message):
 
 @dataclass(frozen=True, slots=True)
 class PrepareAgent(_Message):
-    """Import these modules too, then say that you are ready."""
+    """Import these modules too, then say that you are ready.
+
+    Attributes:
+        identify: Say the UUIDs of the GPUs, too.
+    """
 
     preload: tuple[str, ...]
     sys_path: tuple[str, ...]
+    identify: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -840,6 +849,8 @@ class StartRanks(_Message):
         ranks: Ranks to start, all of the agent's node; on the first node there may be none, if only
             the store is needed.
         devices: torch device of every local rank of the node.
+        visible: What each of them has for ``CUDA_VISIBLE_DEVICES``; empty: as in ``environ``.
+        is_shared: Several ranks are on one GPU.
         check: How collectives are compared (see ``SessionOptions.check``).
         board: The descriptor of the shared memory of ``board``, inherited from the kernel.
         environ: The kernel's environment; the rank's own variables are laid over it.
@@ -880,6 +891,8 @@ class StartRanks(_Message):
     keep_output: int = 1 << 30
     version: str = ""
     groups: str = "session"
+    visible: tuple[str, ...] = ()
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -933,6 +946,61 @@ class UsageReply(_Message):
     number: int
     uses: tuple[RankUsage, ...]
     node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRequest(_Message):
+    """Send ``GpuReply``.
+
+    Attributes:
+        node: Whose agent is asked.
+    """
+
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHolder(_Message):
+    """A process that holds memory of a GPU.
+
+    Attributes:
+        pid: As the driver tells it; in a container it may be that of the host.
+        user: Whose it is; empty where that is not known.
+        nbytes: How much; -1 where that is not known.
+    """
+
+    pid: int
+    user: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory(_Message):
+    """The memory of a GPU, or of a slice of one.
+
+    Attributes:
+        number: By which nvidia-smi shows the GPU.
+        uuid: ``"GPU-..."`` or ``"MIG-..."``.
+        name: The model.
+        free: Bytes.
+        total: Bytes.
+        holders: Who has the rest.
+    """
+
+    number: int
+    uuid: str
+    name: str
+    free: int
+    total: int
+    holders: tuple[GpuHolder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReply(_Message):
+    """The memory of all GPUs of a node's host; none where NVML knows of none."""
+
+    node: int
+    gpus: tuple[GpuMemory, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     CellRequest,
+    GpuMemory,
+    GpuReply,
+    GpuRequest,
     PrepareAgent,
     RankExited,
     StartRanks,
@@ -530,6 +533,34 @@ def test_what_living_ranks_use_is_read_by_the_agent_itself_where_there_is_no_gpu
     assert host.children.pids == [pids[1]]
 
 
+def test_the_memory_of_gpus_is_asked_for_by_a_process_of_its_own(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML is played: one GPU, without any process on it."""
+    played = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetUUID=lambda handle: "GPU-a",
+        nvmlDeviceGetName=lambda handle: b"A GPU",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(free=3, used=5, total=8),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", played)
+    host.agent._handle(GpuRequest(2))
+    link = host.agent._usage_link
+    assert link is not None
+    assert link.poll(60)
+    host.agent._forward_usage()
+    assert host.received() == [GpuReply(2, (GpuMemory(0, "GPU-a", "A GPU", 3, 8),))]
+    link.close()
+
+
+def test_without_that_process_no_gpu_is_known(host: Host) -> None:
+    host.agent._usage_pid = -1
+    host.agent._handle(GpuRequest(0))
+    assert host.received() == [GpuReply(0, ())]
+
+
 def test_the_process_that_asks_about_gpus_may_end_with_questions_unread(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -616,7 +647,7 @@ def test_a_child_of_the_agent_that_ends_wakes_it(
 def torch_here(host: Host, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the agent finds of torch and of this host."""
     found = SimpleNamespace(
-        torch_problem=lambda: "", fork_problem=lambda: "", host_info=lambda: HOST
+        torch_problem=lambda: "", fork_problem=lambda: "", host_info=lambda _: HOST
     )
     monkeypatch.setattr(engine, "host_info", found, raising=False)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # all of what the tests have

@@ -24,6 +24,8 @@ from distsession.protocol.messages import (
     AgentReady,
     EngineRegistered,
     ErrorInfo,
+    GpuMemory,
+    GpuReply,
     RankExited,
     RankFailed,
     RankReady,
@@ -405,3 +407,11 @@ def test_whoever_waits_for_an_end_goes_on_only_when_the_death_has_been_told(
     assert monitor.wait_exited([1], 5)
     assert len(told) == 1
     thread.join()
+
+
+def test_gpus_are_waited_for_until_each_node_has_told_of_its_own(heard: Heard) -> None:
+    gpu = GpuMemory(0, "GPU-a", "A GPU", 1, 2)
+    heard.monitor.handle(GpuReply(1, (gpu,)))
+    assert heard.monitor.wait_gpus([0, 1], 0.01) == {1: (gpu,)}
+    threading.Timer(0.05, heard.monitor.handle, [GpuReply(0, ())]).start()
+    assert heard.monitor.wait_gpus([0, 1], 60) == {0: (), 1: (gpu,)}

@@ -26,7 +26,7 @@ TYPED: dict[str, tuple[str, Any]] = {
     "ranks": ("4", 4),
     "nodes": ("2", 2),
     "backend": ("nccl", "nccl"),
-    "devices": ("2,0", (2, 0)),
+    "devices": ("2, GPU-5f2a, MIG-31d0-7", (2, "GPU-5f2a", "MIG-31d0-7")),
     "timeout": ("1.5", 1.5),
     "seed": ("7", 7),
     "seed_per_rank": ("yes", True),
@@ -49,7 +49,7 @@ BAD: dict[str, list[Any]] = {
     "ranks": [0, -1, 2.0, "2", True],
     "nodes": [0, -1, 2.0, "2", True, None],
     "backend": ["", "  ", 3],
-    "devices": [(), [0, 0], [-1], ["0"], [True], [1.5], "0,2", 0, [[0]]],
+    "devices": [(), [-1], ["0"], ["GPU-"], ["cuda:0"], [True], [1.5], "0,2", 0, [[0]]],
     "timeout": [0, -1.0, float("nan"), float("inf"), "5", True],
     "seed": [-1, 1.5, "7", False],
     "seed_per_rank": [1, "yes", None],
@@ -236,7 +236,14 @@ def _from_command_line(*typed: str) -> SessionOptions:
 
 
 @pytest.mark.parametrize(
-    "typed", [["x"], ["--devices", "a"], ["--launcher", "slurm"], ["--timeout", "soon"]]
+    "typed",
+    [
+        ["x"],
+        ["--devices", "a"],
+        ["--devices", "0,GPU"],
+        ["--launcher", "slurm"],
+        ["--timeout", "soon"],
+    ],
 )
 def test_the_command_line_refuses_what_it_cannot_read(
     typed: list[str], capsys: pytest.CaptureFixture[str]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from distsession.errors import OptionsError
 from distsession.options import RankPlan, SessionOptions, plan_ranks
-from distsession.ranks import HostInfo
+from distsession.ranks import GpuSlice, HostInfo
 
 BACKENDS = (("gloo", ("cpu", "cuda")), ("mpi", ("cpu", "cuda")), ("nccl", ("cuda",)))
 
@@ -145,3 +147,174 @@ def test_processors_are_shared_out_as_threads() -> None:
     assert plan(ranks=3, cpus=16).threads == 5
     assert plan(ranks=8, cpus=2).threads == 1
     assert plan(ranks=8, cpus=2, threads=6).threads == 6
+
+
+# --- GPUs by their UUIDs, and slices of them ------------------------------------------------------
+
+UUIDS = ("GPU-5f2a11", "GPU-5f3b22", "GPU-77cc33")
+
+
+def named(**options: object) -> RankPlan:
+    return plan_ranks(SessionOptions(**options), replace(host(3), gpu_uuids=UUIDS))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["GPU-77cc33", "GPU-77", "gpu-77CC", "GPU-7"])
+def test_a_gpu_is_named_by_the_beginning_of_its_uuid(name: str) -> None:
+    made = named(devices=[name, 0])
+    assert (made.devices, made.visible) == (("cuda:2", "cuda:0"), ())
+
+
+def test_a_whole_uuid_is_meant_though_another_goes_on_behind_it() -> None:
+    both = replace(host(2), gpu_uuids=("GPU-5f2a", "GPU-5f2a11"))
+    assert plan_ranks(SessionOptions(devices=("GPU-5f2a",)), both).devices == ("cuda:0",)
+
+
+def test_a_uuid_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(OptionsError, match=r"no GPU 'GPU-9': alpha shows GPU-5f2a11, GPU-5f3b22"):
+        named(devices=["GPU-9"])
+    with pytest.raises(OptionsError, match="no slice of a GPU 'MIG-1': alpha shows none"):
+        named(devices=["MIG-1"])
+
+
+def test_a_beginning_of_several_uuids_is_refused_with_these() -> None:
+    with pytest.raises(OptionsError, match=r"but 2 of alpha: GPU-5f2a11, GPU-5f3b22\. Write more"):
+        named(devices=["GPU-5f"])
+
+
+def test_only_some_of_many_uuids_are_named() -> None:
+    many = replace(host(12), gpu_uuids=tuple(f"GPU-{n:02}" for n in range(12)))
+    with pytest.raises(OptionsError, match=r"GPU-07 and 4 more\. "):
+        plan_ranks(SessionOptions(devices=("GPU-x",)), many)
+
+
+def divided(**options: object) -> RankPlan:
+    """On a host whose first GPU has two slices, the second none, the third is whole."""
+    slices = (GpuSlice("MIG-a1", 0), GpuSlice("MIG-a2", 0), GpuSlice("MIG-c1", 3))
+    there = replace(
+        host(4), gpu_uuids=(*UUIDS, "GPU-ff"), divided=(0, 1, 3), slices=slices, nccl=(2, 30, 7)
+    )
+    return plan_ranks(SessionOptions(**options), there)  # type: ignore[arg-type]
+
+
+def test_a_slice_is_the_only_device_that_its_rank_sees() -> None:
+    made = divided(devices=["MIG-a2", "MIG-a1"])
+    assert (made.devices, made.visible) == (("cuda:0", "cuda:0"), ("MIG-a2", "MIG-a1"))
+    assert made.is_shared
+    assert made.notes == ()  # each has a memory of its own
+
+
+def test_beside_slices_a_whole_gpu_is_seen_by_its_uuid() -> None:
+    made = divided(devices=[2, "MIG-c"])
+    assert (made.devices, made.visible) == (("cuda:0", "cuda:0"), ("GPU-77cc33", "MIG-c1"))
+    assert not made.is_shared
+
+
+def test_by_default_each_slice_and_each_whole_gpu_has_a_rank() -> None:
+    assert divided().visible == ("MIG-a1", "MIG-a2", "GPU-77cc33", "MIG-c1")
+    assert divided(ranks=2).visible == ("MIG-a1", "MIG-a2")
+    with pytest.raises(
+        OptionsError, match=r"5 ranks need a GPU or a slice of one each, .* shows 4"
+    ):
+        divided(ranks=5)
+
+
+@pytest.mark.parametrize("name", [0, "GPU-5f2a"])
+def test_a_divided_gpu_is_refused_with_its_slices(name: int | str) -> None:
+    with pytest.raises(OptionsError, match=r"is divided into 2 slices .* of MIG-a1, MIG-a2"):
+        divided(devices=[name])
+
+
+def test_a_divided_gpu_with_one_slice_is_that_slice() -> None:
+    assert divided(devices=[3]).visible == ("MIG-c1",)
+
+
+def test_a_gpu_without_the_slices_that_it_is_to_have_is_refused() -> None:
+    with pytest.raises(
+        OptionsError, match=r"GPU 1 of alpha is to be divided .* none has been made"
+    ):
+        divided(devices=[1])
+    empty = replace(host(1), gpu_uuids=("GPU-a",), divided=(0,))
+    with pytest.raises(OptionsError, match="GPU 0 of alpha is to be divided"):
+        plan_ranks(SessionOptions(), empty)
+
+
+# --- several ranks on one GPU ---------------------------------------------------------------------
+
+
+def crowded(nccl: tuple[int, ...], **options: object) -> RankPlan:
+    return plan_ranks(SessionOptions(**options), replace(host(2), nccl=nccl))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nccl", [(2, 30, 1), (2, 31, 0), (3, 0)])
+def test_a_newer_nccl_takes_several_ranks_on_one_gpu(nccl: tuple[int, ...]) -> None:
+    made = crowded(nccl, devices=[0, 1, 0, 0])
+    assert made.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:0")
+    assert made.is_shared
+    [note] = made.notes
+    assert note.startswith("Ranks 0,2-3 share GPU 0, its memory")
+    assert "for trying things" in note
+
+
+@pytest.mark.parametrize(("nccl", "told"), [((2, 29, 7), "2.29.7"), ((), "unknown")])
+@pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
+def test_an_older_nccl_does_not(nccl: tuple[int, ...], told: str, backend: str | None) -> None:
+    message = (
+        rf"ranks 0-1 are on GPU 0: NCCL .* from version 2\.30 on, .* has {told}\. backend='cuda"
+    )
+    with pytest.raises(OptionsError, match=message):
+        crowded(nccl, devices=[0, 0], backend=backend)
+
+
+def test_gloo_takes_several_ranks_on_one_gpu_with_any_nccl() -> None:
+    made = crowded((2, 20), ranks=3, devices=[1, 1, 1], backend="cuda:gloo")
+    assert made.devices == ("cuda:1",) * 3
+    assert len(made.notes) == 1
+
+
+def test_nothing_is_said_where_each_rank_has_a_gpu_of_its_own() -> None:
+    made = crowded((2, 20), devices=[1, 0])
+    assert (made.is_shared, made.notes, made.visible) == (False, (), ())
+    assert not plan(ranks=4).is_shared
+
+
+# --- other accelerators ---------------------------------------------------------------------------
+
+
+def accelerated(gpus: int = 0, **options: object) -> RankPlan:
+    there = replace(
+        host(gpus),
+        backends=(*BACKENDS, ("toyccl", ("toy",)), ("xccl", ("xpu",))),
+        accelerators=(("toy", 3), ("zpu", 1)),
+    )
+    return plan_ranks(SessionOptions(**options), there)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["toyccl", "toy:toyccl", "cpu:gloo,toy:toyccl"])
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_backend_for_another_type_of_device_puts_the_ranks_there(backend: str, gpus: int) -> None:
+    assert accelerated(gpus, backend=backend).devices == ("toy:0", "toy:1", "toy:2")
+    assert accelerated(gpus, backend=backend, ranks=2).devices == ("toy:0", "toy:1")
+    assert accelerated(gpus, backend=backend, devices=[2, 1]).devices == ("toy:2", "toy:1")
+
+
+def test_more_ranks_than_accelerators_are_refused() -> None:
+    with pytest.raises(OptionsError, match=r"alpha shows 3 \(there is no toy:3\): .* at most 3"):
+        accelerated(backend="toyccl", ranks=4)
+    with pytest.raises(OptionsError, match=r"there is no toy:5"):
+        accelerated(backend="toyccl", devices=[0, 5])
+
+
+def test_a_type_of_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(OptionsError, match="devices of the type xpu, and alpha shows none"):
+        accelerated(gpus=2, backend="xccl")
+
+
+def test_names_of_gpus_are_none_of_other_accelerators() -> None:
+    with pytest.raises(OptionsError, match="give their numbers, 0 to 2"):
+        accelerated(backend="toyccl", devices=["GPU-5f"])
+
+
+@pytest.mark.parametrize("backend", ["cuda:nccl,toy:toyccl", "toy:toyccl,xpu:xccl"])
+def test_a_rank_has_one_accelerator(backend: str) -> None:
+    with pytest.raises(OptionsError, match="a rank has one device, of one type"):
+        accelerated(gpus=2, backend=backend)

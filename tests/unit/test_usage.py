@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,9 +12,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from distsession.engine.usage import GpuReader, gpu_uuid, process_usage, read
-from distsession.protocol.messages import UsageRequest
+from distsession.engine import host_info
+from distsession.engine.usage import (
+    GpuReader,
+    ListedGpu,
+    gpu_uuid,
+    process_usage,
+    read,
+    visible_gpus,
+)
+from distsession.protocol.messages import GpuHolder, UsageRequest
+from distsession.ranks import GpuSlice
 
 GIB = 2**30
 SPIN = """
@@ -127,3 +139,110 @@ def test_without_a_driver_nothing_is_known_of_gpus() -> None:
             raise RuntimeError("no driver")
 
     assert GpuReader(NoDriver()).usage("GPU-a") == {}
+
+
+def test_gpus_are_listed_with_the_slices_of_those_that_are_divided() -> None:
+    assert GpuReader(Nvml()).listing() == [
+        ListedGpu("GPU-a"),
+        ListedGpu("GPU-b", True, ("MIG-b0",)),
+    ]
+
+
+LISTED = [
+    ListedGpu("GPU-a1", True, ("MIG-a", "MIG-b")),
+    ListedGpu("GPU-a2"),
+    ListedGpu("GPU-c", True, ("MIG-c",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, LISTED),
+        ("", []),
+        ("2,1", [LISTED[2], LISTED[1]]),
+        ("1,7,0", [LISTED[1]]),
+        ("-1", []),
+        ("GPU-a2, GPU-c", [LISTED[1], LISTED[2]]),
+        ("gpu-A", [LISTED[0]]),
+        ("MIG-b", [ListedGpu("GPU-a1", True, ("MIG-b",))]),
+        ("MIG-c,MIG-b,MIG-a", [LISTED[2], ListedGpu("GPU-a1", True, ("MIG-b", "MIG-a"))]),
+    ],
+)
+def test_a_process_may_see_what_the_variable_shows(
+    visible: str | None, expected: list[ListedGpu]
+) -> None:
+    assert visible_gpus(LISTED, visible) == expected
+
+
+# --- and so is CUDA, of which the agent's child asks ----------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Two GPUs; CUDA has them in another order than NVML."""
+    played = SimpleNamespace(listed=[ListedGpu("GPU-a"), ListedGpu("GPU-b")])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid="ba"[number])
+    )
+    monkeypatch.setattr(
+        host_info, "GpuReader", lambda: SimpleNamespace(listing=lambda: played.listed)
+    )
+    return played
+
+
+def test_the_order_of_gpus_is_that_of_cuda(cuda: SimpleNamespace) -> None:
+    known = host_info.host_info(identify=True)
+    assert (known.gpus, known.gpu_uuids) == (("cuda:0", "cuda:1"), ("GPU-b", "GPU-a"))
+    assert (known.divided, known.slices) == ((), ())
+    assert host_info.host_info().gpu_uuids == ()
+
+
+def test_of_divided_gpus_the_slices_are_known(cuda: SimpleNamespace) -> None:
+    cuda.listed = LISTED
+    known = host_info.host_info()
+    assert known.gpus == ("cuda:0", "cuda:1", "cuda:2")
+    assert known.gpu_uuids == ("GPU-a1", "GPU-a2", "GPU-c")
+    assert known.divided == (0, 2)
+    assert known.slices == (GpuSlice("MIG-a", 0), GpuSlice("MIG-b", 0), GpuSlice("MIG-c", 2))
+
+
+# --- whose the memory of a GPU is -----------------------------------------------------------------
+
+
+class BusyNvml(Nvml):
+    """Who holds the memory: one process computes and draws, of one the driver tells no amount."""
+
+    def __init__(self, pid: int):
+        super().__init__()
+        self.pid = pid
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return "A GPU"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        if handle == "GPU-b":
+            raise RuntimeError("not for one that is divided")
+        return SimpleNamespace(free=GIB, used=7 * GIB, total=8 * GIB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> Any:
+        processes = [(self.pid, 2 * GIB), (NOBODY, None)]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in processes]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> Any:
+        return [SimpleNamespace(pid=self.pid, usedGpuMemory=GIB)]
+
+
+NOBODY = 1 << 30
+"""No pid, since it is larger than any can be."""
+
+
+def test_who_holds_the_memory_of_a_gpu_is_known(busy: subprocess.Popen[str]) -> None:
+    whole, part = GpuReader(BusyNvml(busy.pid)).memory()
+    assert (whole.number, whole.uuid, whole.free, whole.total) == (0, "GPU-a", GIB, 8 * GIB)
+    assert (part.number, part.uuid, part.name) == (1, "MIG-b0", "A GPU")
+    me = pwd.getpwuid(os.getuid()).pw_name
+    assert whole.holders == (GpuHolder(busy.pid, me, 2 * GIB), GpuHolder(NOBODY, "", -1))

@@ -1,0 +1,40 @@
+"""Which type of device a process group's backends work on, and which of them is this rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["accelerator_of", "backends_of", "current_device"]
+
+
+def backends_of(group: Any = None) -> dict[str, str]:
+    """For each type of device the backend that moves its tensors."""
+    parts = str(dist.get_backend_config(group)).split(",")
+    pairs = [part.partition(":") for part in parts]
+    return {device.strip(): backend.strip() for device, colon, backend in pairs if colon}
+
+
+def accelerator_of(backends: Mapping[str, str]) -> str:
+    """The type of device that a group is for; empty where it is the CPU.
+
+    A backend that serves the CPU as well, such as gloo, is for that.
+
+    Args:
+        backends: As of :func:`backends_of`.
+    """
+    capabilities = dist.Backend.backend_capability
+    for kind, name in backends.items():
+        if "nccl" in name:
+            return "cuda"
+        if kind != "cpu" and not {"cpu", "cuda"} & set(capabilities.get(name, ("cpu",))):
+            return kind
+    return "" if "cpu" in backends else next(iter(backends), "")
+
+
+def current_device(kind: str) -> torch.device:
+    """The device of a type that this process uses at present."""
+    return torch.device(kind, torch.get_device_module(kind).current_device())
