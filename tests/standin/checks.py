@@ -26,6 +26,7 @@ import tests.standin.register  # noqa: F401
 
 TIMEOUT_S = 100
 FOREVER_S = 30
+PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 CHECKS: dict[str, Callable[[int, int], None]] = {}
 
 
@@ -35,17 +36,35 @@ def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
 
 
 def main(name: str, ranks: int) -> int:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server, port = serve()
     children = {}
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            return run_rank(name, rank, ranks, store.port)
+            return run_rank(name, rank, ranks, port)
         children[pid] = rank
-    failed = wait_for(dict(children))
+    failed = wait_for(children)
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
     for rank, reason in failed.items():
         print(f"rank {rank}: {reason}", flush=True)
     return 1 if failed else 0
+
+
+def serve() -> tuple[int, int]:
+    """A store in a process of its own, whose threads no rank inherits: its pid and port."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        signal.alarm(2 * TIMEOUT_S)
+        while True:
+            signal.pause()
+    port = int(os.read(read, 10))
+    os.close(read)
+    os.close(write)
+    return pid, port
 
 
 def run_rank(name: str, rank: int, ranks: int, port: int) -> int:
@@ -64,20 +83,20 @@ def wait_for(children: dict[int, int]) -> dict[int, str]:
     deadline = time.monotonic() + TIMEOUT_S
     failed = {}
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
+        ended = [pid for pid in children if os.waitid(os.P_PID, pid, PEEK)]
+        for pid in ended:
             rank = children.pop(pid)
+            _, status = os.waitpid(pid, 0)
             code = os.waitstatus_to_exitcode(status)
             if code not in (0, -signal.SIGKILL):
                 failed[rank] = f"ended with {code}"
-        elif time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             for pid, rank in children.items():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 failed[rank] = "hung"
             break
-        else:
-            time.sleep(0.01)
+        time.sleep(0.01)
     return failed
 
 

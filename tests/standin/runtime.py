@@ -25,7 +25,8 @@ def init() -> None:
 
 
 def is_initialized() -> bool:
-    return True
+    """Whether a stream has been used, whose thread a fork would lose."""
+    return bool(native.streams_in_use())
 
 
 def is_available() -> bool:
