@@ -1,0 +1,1 @@
+"""A stand-in for NCCL and its device, without a GPU."""

@@ -1,0 +1,1341 @@
+// A backend of torch.distributed that behaves as NCCL's does, between processes of one host.
+#include "standin.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+namespace standin {
+
+void bind_device(py::module_& m);
+
+namespace {
+
+using c10::Stream;
+using c10d::OpType;
+using c10d::ReduceOp;
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kName = "standin";
+constexpr size_t kRingBytes = 128 * 1024; // that much is sent without a receiver, as NCCL buffers
+constexpr auto kRemoteCheck = std::chrono::milliseconds(50);
+constexpr auto kAbortTimeout = std::chrono::seconds(5);
+
+// ---- Shared memory ----
+
+// Bytes from one rank to another: one writes, one reads.
+struct Ring {
+  alignas(64) std::atomic<uint64_t> written;
+  alignas(64) std::atomic<uint64_t> read;
+  alignas(64) std::array<char, kRingBytes> data;
+
+  size_t push(const char* from, size_t bytes) {
+    const auto at = written.load(std::memory_order_relaxed);
+    const auto used = at - read.load(std::memory_order_acquire);
+    const auto count = std::min<size_t>(bytes, kRingBytes - std::min<size_t>(used, kRingBytes));
+    const auto start = static_cast<size_t>(at % kRingBytes);
+    const auto first = std::min(count, kRingBytes - start);
+    std::memcpy(data.data() + start, from, first);
+    std::memcpy(data.data(), from + first, count - first);
+    written.store(at + count, std::memory_order_release);
+    return count;
+  }
+
+  size_t pull(char* to, size_t bytes) {
+    const auto at = read.load(std::memory_order_relaxed);
+    const auto there = written.load(std::memory_order_acquire) - at;
+    const auto count = std::min<size_t>(bytes, std::min<size_t>(there, kRingBytes));
+    const auto start = static_cast<size_t>(at % kRingBytes);
+    const auto first = std::min(count, kRingBytes - start);
+    std::memcpy(to, data.data() + start, first);
+    std::memcpy(to + first, data.data(), count - first);
+    read.store(at + count, std::memory_order_release);
+    return count;
+  }
+};
+
+struct Head {
+  alignas(64) std::atomic<int> joined;
+};
+
+struct Member {
+  alignas(64) std::atomic<int> pid;
+};
+
+// Collectives and sends between two ranks do not meet, though they share a communicator.
+enum class Lane : uint8_t { kCollective, kPointToPoint };
+
+struct Transfer {
+  bool sends;
+  Lane lane;
+  int peer;
+  char* data;
+  size_t bytes;
+  size_t done = 0;
+};
+
+bool process_ended(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) {
+    return true;
+  }
+  const auto end = line.rfind(')');
+  return end == std::string::npos || end + 2 >= line.size() || line[end + 2] == 'Z' ||
+      line[end + 2] == 'X';
+}
+
+double remote_error_after() {
+  const char* text = std::getenv("DISTSESSION_STANDIN_REMOTE_ERROR_S");
+  return text && *text ? std::atof(text) : -1;
+}
+
+void pause_longer(int idle) {
+  if (idle < 20) {
+    sched_yield();
+  } else {
+    usleep(idle < 1000 ? 50 : idle < 3000 ? 200 : 1000);
+  }
+}
+
+// What NCCL calls so: the members' memory for one another.
+class Communicator {
+ public:
+  Communicator(int rank, int size, int group_rank)
+      : rank_(rank),
+        size_(size),
+        group_rank_(group_rank),
+        bytes_(
+            sizeof(Head) + sizeof(Member) * static_cast<size_t>(size) +
+            sizeof(Ring) * 2 * static_cast<size_t>(size) * static_cast<size_t>(size)) {}
+
+  ~Communicator() {
+    if (memory_) {
+      munmap(memory_, bytes_);
+    }
+  }
+
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Blocks until all members are there, as ncclCommInitRank does.
+  void join(c10d::Store& store, const std::string& key) {
+    int file = -1;
+    if (rank_ == 0) {
+      file = memfd_create("standin", MFD_CLOEXEC);
+      TORCH_CHECK(
+          file >= 0 && ftruncate(file, static_cast<off_t>(bytes_)) == 0,
+          "no memory for a communicator: ",
+          std::strerror(errno));
+      map(file);
+      store.set(key, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file));
+    } else {
+      for (int tries = 0; file < 0; ++tries) {
+        raise_if_aborted();
+        if (store.check({key})) {
+          file = open(store.get_to_str(key).c_str(), O_RDWR | O_CLOEXEC);
+        }
+        if (file < 0) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(std::min(1 + tries, 10)));
+        }
+      }
+      map(file);
+    }
+    members()[rank_].pid = getpid();
+    ++head()->joined;
+    for (int idle = 0; head()->joined < size_; ++idle) {
+      if (aborted_) {
+        close(file);
+        raise_if_aborted();
+      }
+      pause_longer(idle);
+    }
+    close(file);
+    ready_ = true;
+  }
+
+  // False if it was cut off.
+  bool exchange(std::vector<Transfer>& transfers) {
+    auto check_remote = Clock::now() + kRemoteCheck;
+    std::vector<char> waits(static_cast<size_t>(size_) * 4);
+    for (int idle = 0;; ++idle) {
+      if (aborted_) {
+        return false;
+      }
+      park_if_ending();
+      bool moved = false;
+      bool left = false;
+      std::fill(waits.begin(), waits.end(), 0);
+      for (auto& transfer : transfers) {
+        const auto lane = static_cast<size_t>(transfer.lane);
+        auto& behind = waits
+            [(static_cast<size_t>(transfer.peer) * 2 + lane) * 2 + (transfer.sends ? 1 : 0)];
+        if (transfer.done == transfer.bytes) {
+          continue;
+        }
+        if (!behind) {
+          auto* at = transfer.data + transfer.done;
+          const auto rest = transfer.bytes - transfer.done;
+          const auto count = transfer.sends
+              ? ring(lane, rank_, transfer.peer).push(at, rest)
+              : ring(lane, transfer.peer, rank_).pull(at, rest);
+          transfer.done += count;
+          moved = moved || count > 0;
+        }
+        if (transfer.done < transfer.bytes) {
+          behind = 1;
+          left = true;
+        }
+      }
+      if (!left) {
+        return true;
+      }
+      if (moved) {
+        idle = 0;
+        continue;
+      }
+      pause_longer(idle);
+      if (idle > 100 && Clock::now() > check_remote) {
+        look_for_dead_members();
+        check_remote = Clock::now() + kRemoteCheck;
+      }
+    }
+  }
+
+  // What is under way ends, and nothing begins any more.
+  void abort() {
+    aborted_ = true;
+    const auto deadline = Clock::now() + kAbortTimeout;
+    WithoutGil released;
+    while (running > 0 && Clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+
+  bool aborted() const {
+    return aborted_;
+  }
+
+  bool ready() const {
+    return ready_;
+  }
+
+  bool remote_error() const {
+    return remote_error_;
+  }
+
+  std::string abort_message() const {
+    return c10::str("NCCL communicator was aborted on rank ", group_rank_, ".");
+  }
+
+  void raise_if_aborted() const {
+    if (aborted_) {
+      C10_THROW_ERROR(DistBackendError, abort_message());
+    }
+  }
+
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+
+  std::atomic<int> running{0};
+  std::mutex order; // what is enqueued on it is enqueued under this lock
+  MomentPtr last; // operations of one communicator run one after the other, on whatever streams
+
+ private:
+  void map(int file) {
+    memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    TORCH_CHECK(memory_ != MAP_FAILED, "cannot map a communicator: ", std::strerror(errno));
+  }
+
+  Head* head() {
+    return static_cast<Head*>(memory_);
+  }
+  Member* members() {
+    return reinterpret_cast<Member*>(head() + 1);
+  }
+  Ring& ring(size_t lane, int from, int to) {
+    auto* rings = reinterpret_cast<Ring*>(members() + size_);
+    const auto size = static_cast<size_t>(size_);
+    return rings[(lane * size + static_cast<size_t>(from)) * size + static_cast<size_t>(to)];
+  }
+
+  void look_for_dead_members() {
+    const auto after = remote_error_after();
+    if (after < 0 || remote_error_) {
+      return;
+    }
+    bool dead = false;
+    for (int i = 0; i < size_; ++i) {
+      dead = dead || (i != rank_ && process_ended(members()[i].pid));
+    }
+    if (!dead) {
+      return;
+    }
+    const auto now = Clock::now();
+    dead_since_ = dead_since_ == Clock::time_point{} ? now : dead_since_;
+    if (std::chrono::duration<double>(now - dead_since_).count() >= after) {
+      remote_error_ = true;
+    }
+  }
+
+  const int rank_;
+  const int size_;
+  const int group_rank_;
+  const size_t bytes_;
+  void* memory_ = nullptr;
+  std::atomic<bool> aborted_{false};
+  std::atomic<bool> ready_{false};
+  std::atomic<bool> remote_error_{false};
+  Clock::time_point dead_since_{};
+};
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+// ---- Operations ----
+
+// A part of an operation, as the stream's thread runs it.
+struct Piece {
+  std::function<void(std::vector<Transfer>&)> prepare;
+  std::function<void()> finish = nullptr;
+};
+
+// One operation of a group: enqueued, running, done or cut off.
+class Operation {
+ public:
+  explicit Operation(OpType type) : type(type) {}
+
+  void fail(const std::string& message) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) {
+      error_ = std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
+    }
+  }
+
+  std::exception_ptr error() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+
+  void set_end(MomentPtr end) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    end_ = std::move(end);
+  }
+
+  // Null while it is part of a group that is not closed yet.
+  MomentPtr end() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return end_;
+  }
+
+  bool ended() {
+    const auto moment = end();
+    return moment && moment->reached();
+  }
+
+  const OpType type;
+  CommunicatorPtr communicator;
+  std::vector<Piece> pieces;
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr error_;
+  MomentPtr end_;
+};
+using OperationPtr = std::shared_ptr<Operation>;
+
+void run(const OperationPtr& operation) {
+  auto& communicator = *operation->communicator;
+  ++communicator.running;
+  std::vector<Transfer> transfers;
+  bool done = !communicator.aborted();
+  if (done) {
+    for (auto& piece : operation->pieces) {
+      piece.prepare(transfers);
+    }
+    done = communicator.exchange(transfers);
+  }
+  if (done) {
+    for (auto& piece : operation->pieces) {
+      if (piece.finish) {
+        piece.finish();
+      }
+    }
+  } else {
+    operation->fail(communicator.abort_message());
+  }
+  operation->pieces.clear();
+  --communicator.running;
+}
+
+class Work : public c10d::Work {
+ public:
+  Work(
+      int rank,
+      OperationPtr operation,
+      c10::Device device,
+      uint64_t number,
+      std::vector<at::Tensor> outputs)
+      : c10d::Work(rank, operation->type),
+        operation_(std::move(operation)),
+        device_(device),
+        number_(number),
+        outputs_(std::move(outputs)),
+        started_(Clock::now()) {}
+
+  bool isCompleted() override {
+    see_remote_error();
+    return operation_->error() || operation_->ended();
+  }
+
+  bool isSuccess() const override {
+    return !operation_->error() && operation_->ended();
+  }
+
+  std::exception_ptr exception() const override {
+    see_remote_error();
+    return operation_->error();
+  }
+
+  int sourceRank() const override {
+    return -1;
+  }
+
+  std::vector<at::Tensor> result() override {
+    return outputs_;
+  }
+
+  void synchronize() override {
+    block(current_stream(device_.index()), operation_->end());
+  }
+
+  void blockCurrentStream() override {
+    synchronize();
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    synchronize();
+    if (timeout != kNoTimeout) {
+      wait_for(timeout);
+    } else if (operation_->type == OpType::BARRIER && !isCompleted()) {
+      standin::synchronize(current_stream(device_.index()));
+    }
+    return true;
+  }
+
+  void abort() override {
+    operation_->communicator->abort();
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future;
+  }
+
+  uint64_t getSequencenumber() const override {
+    return number_;
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+
+ private:
+  void see_remote_error() const {
+    const auto& communicator = operation_->communicator;
+    if (communicator && communicator->remote_error() && !operation_->ended()) {
+      operation_->fail(
+          "NCCL error: remote process exited or there was a network error\n"
+          "ncclRemoteError: A call failed possibly due to a network error or a remote process "
+          "exiting prematurely.");
+    }
+  }
+
+  void wait_for(std::chrono::milliseconds timeout) {
+    {
+      WithoutGil released;
+      while (!isCompleted() && Clock::now() - started_ < timeout) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    if (!isCompleted()) {
+      operation_->fail(c10::str(
+          "[Rank ",
+          rank_,
+          "] Work WorkNCCL(SeqNum=",
+          number_,
+          ", OpType=",
+          c10d::opTypeToString(operation_->type),
+          ", Timeout(ms)=",
+          timeout.count(),
+          ") timed out in blocking wait."));
+    }
+    if (const auto error = operation_->error()) {
+      abort();
+      std::rethrow_exception(error);
+    }
+  }
+
+  const OperationPtr operation_;
+  const c10::Device device_;
+  const uint64_t number_;
+  const std::vector<at::Tensor> outputs_;
+  const Clock::time_point started_;
+};
+
+// ---- What operations do with memory ----
+
+// A tensor's memory, as a flat one of the host. It owns nothing.
+at::Tensor flat(const at::Tensor& tensor) {
+  return at::from_blob(
+      tensor.data_ptr(),
+      {tensor.numel()},
+      tensor.options().device(c10::DeviceType::CPU).pinned_memory(false));
+}
+
+void combine(const ReduceOp& op, at::Tensor into, const std::vector<at::Tensor>& parts) {
+  auto all = parts[0].clone();
+  for (size_t i = 1; i < parts.size(); ++i) {
+    switch (op.op_) {
+      case ReduceOp::PRODUCT:
+        all.mul_(parts[i]);
+        break;
+      case ReduceOp::MIN:
+        all = at::minimum(all, parts[i]);
+        break;
+      case ReduceOp::MAX:
+        all = at::maximum(all, parts[i]);
+        break;
+      default:
+        all.add_(parts[i]);
+    }
+  }
+  if (op.op_ == ReduceOp::AVG) {
+    const auto size = static_cast<int64_t>(parts.size());
+    if (c10::isIntegralType(all.scalar_type(), true)) {
+      all.div_(size, "trunc");
+    } else {
+      all.div_(size);
+    }
+  }
+  into.copy_(all);
+}
+
+// The factor of PREMUL_SUM is applied before anything is sent.
+std::function<at::Tensor(const at::Tensor&)> scaling(const ReduceOp& op) {
+  if (op.op_ != ReduceOp::PREMUL_SUM || !op.supplement_) {
+    return [](const at::Tensor& tensor) { return tensor; };
+  }
+  const auto* supplement = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+  if (supplement->tensor_factor.defined()) {
+    const auto factor = flat(supplement->tensor_factor);
+    return [factor](const at::Tensor& tensor) { return tensor.mul(factor.to(tensor.dtype())); };
+  }
+  return [factor = supplement->double_factor](const at::Tensor& tensor) {
+    return tensor.mul(factor);
+  };
+}
+
+void check_op(const ReduceOp& op, const at::Tensor& tensor) {
+  switch (op.op_) {
+    case ReduceOp::BAND:
+    case ReduceOp::BOR:
+    case ReduceOp::BXOR:
+      C10_THROW_ERROR(ValueError, "Cannot use ReduceOp.BAND, BOR or BXOR with NCCL");
+    case ReduceOp::AVG:
+      TORCH_CHECK_WITH(
+          TypeError,
+          tensor.scalar_type() != at::kBool,
+          "Cannot use ReduceOp.AVG with boolean inputs");
+      break;
+    default:
+      break;
+  }
+}
+
+size_t bytes_of(const at::Tensor& tensor) {
+  return static_cast<size_t>(tensor.nbytes());
+}
+
+Transfer transfer(bool sends, int peer, const at::Tensor& host, Lane lane = Lane::kCollective) {
+  return {sends, lane, peer, static_cast<char*>(host.data_ptr()), bytes_of(host)};
+}
+
+// Sends a tensor to each peer and receives one of each. Undefined ones stay out.
+Piece move(int rank, std::vector<at::Tensor> sent, std::vector<at::Tensor> received) {
+  Piece piece;
+  piece.prepare = [rank, sent, received](std::vector<Transfer>& transfers) {
+    for (size_t i = 0; i < sent.size(); ++i) {
+      const auto peer = static_cast<int>(i);
+      if (peer != rank && sent[i].defined()) {
+        transfers.push_back(transfer(true, peer, sent[i]));
+      }
+      if (peer != rank && received[i].defined()) {
+        transfers.push_back(transfer(false, peer, received[i]));
+      }
+    }
+  };
+  const auto own = static_cast<size_t>(rank);
+  if (sent[own].defined() && received[own].defined() &&
+      sent[own].data_ptr() != received[own].data_ptr()) {
+    piece.finish = [from = sent[own], to = received[own]] {
+      // A mismatch is the caller's, and must not write beyond the end.
+      std::memmove(to.data_ptr(), from.data_ptr(), std::min(bytes_of(from), bytes_of(to)));
+    };
+  }
+  return piece;
+}
+
+// Each rank gets the reduction of what all have sent to it.
+Piece reduce_to(
+    int rank,
+    const ReduceOp& op,
+    std::vector<at::Tensor> sent, // by peer, undefined for those that get nothing
+    at::Tensor into) { // undefined where nothing is wanted
+  struct State {
+    std::vector<at::Tensor> scaled;
+    std::vector<at::Tensor> parts;
+  };
+  auto state = std::make_shared<State>();
+  const auto scale = scaling(op);
+  Piece piece;
+  piece.prepare = [rank, sent, into, state, scale](std::vector<Transfer>& transfers) {
+    for (size_t i = 0; i < sent.size(); ++i) {
+      const auto peer = static_cast<int>(i);
+      const auto own = peer == rank;
+      state->scaled.push_back(sent[i].defined() ? scale(sent[i]) : sent[i]);
+      if (!own && sent[i].defined()) {
+        transfers.push_back(transfer(true, peer, state->scaled.back()));
+      }
+      if (into.defined()) {
+        state->parts.push_back(own ? state->scaled.back() : at::empty_like(into));
+        if (!own) {
+          transfers.push_back(transfer(false, peer, state->parts.back()));
+        }
+      }
+    }
+  };
+  if (into.defined()) {
+    piece.finish = [op, into, state] { combine(op, into, state->parts); };
+  }
+  return piece;
+}
+
+// ---- The backend ----
+
+class ProcessGroupStandin : public c10d::Backend {
+ public:
+  struct Options : c10d::Backend::Options {
+    explicit Options(bool is_high_priority_stream = false)
+        : c10d::Backend::Options(kName), is_high_priority_stream(is_high_priority_stream) {}
+    bool is_high_priority_stream;
+  };
+
+  ProcessGroupStandin(
+      c10::intrusive_ptr<c10d::Store> store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<Options> options)
+      : Backend(rank, size), store_(std::move(store)), options_(std::move(options)) {
+    init();
+  }
+
+  ~ProcessGroupStandin() override = default;
+
+  const std::string getBackendName() const override {
+    return kName;
+  }
+  c10::intrusive_ptr<Backend::Options> getBackendOptions() override {
+    return c10::static_intrusive_pointer_cast<Backend::Options>(options_);
+  }
+  c10::intrusive_ptr<Options> options() {
+    return options_;
+  }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    options_->timeout = timeout;
+  }
+  bool supportsSplitting() const override {
+    return true;
+  }
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override {
+    return number_;
+  }
+
+  // ---- its end ----
+
+  void abort() override {
+    std::vector<CommunicatorPtr> all;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      aborted_ = true;
+      for (auto& [key, communicator] : communicators_) {
+        all.push_back(communicator);
+      }
+    }
+    for (auto& communicator : all) {
+      communicator->abort();
+    }
+  }
+
+  // As NCCL's: what is enqueued still runs to its end.
+  void shutdown() override {
+    std::vector<MomentPtr> ends;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [key, communicator] : communicators_) {
+        std::lock_guard<std::mutex> order(communicator->order);
+        if (communicator->last) {
+          ends.push_back(communicator->last);
+        }
+      }
+    }
+    for (auto& end : ends) {
+      standin::wait(*end);
+    }
+    abort();
+  }
+
+  c10d::ErrorType getError() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [key, communicator] : communicators_) {
+      if (communicator->remote_error()) {
+        return c10d::ErrorType::REMOTE_ERROR;
+      }
+    }
+    return c10d::ErrorType::SUCCESS;
+  }
+
+  c10::intrusive_ptr<Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Backend::Options>& opts) override {
+    const auto found = std::find(ranks.begin(), ranks.end(), getRank());
+    const auto number = splits_++;
+    if (found == ranks.end()) {
+      return nullptr;
+    }
+    auto options = c10::make_intrusive<Options>();
+    options->timeout = opts ? opts->timeout : options_->timeout;
+    if (opts) {
+      options->group_name = opts->group_name;
+      options->group_desc = opts->group_desc;
+    }
+    for (const auto rank : ranks) {
+      options->global_ranks_in_group.push_back(static_cast<uint64_t>(rank));
+    }
+    auto inner = c10::make_intrusive<c10d::PrefixStore>(
+        c10::str("split", number, "/", c10::Join("_", ranks)), store ? store : store_);
+    auto group = c10::make_intrusive<ProcessGroupStandin>(
+        inner,
+        static_cast<int>(found - ranks.begin()),
+        static_cast<int>(ranks.size()),
+        options);
+    return c10::static_intrusive_pointer_cast<Backend>(group);
+  }
+
+  int splits() const {
+    return splits_;
+  }
+
+  void eagerConnectSingleDevice(at::Device) override {
+    communicator("0", getRank(), getSize());
+  }
+
+  // ---- coalescing ----
+
+  void startCoalescing() override {
+    coalesced_ = std::make_shared<Operation>(OpType::COALESCED);
+    coalesced_tensors_.clear();
+    coalesced_async_ = false;
+  }
+
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+    auto operation = std::exchange(coalesced_, nullptr);
+    if (!operation || operation->pieces.empty()) {
+      return nullptr;
+    }
+    const auto tensors = std::exchange(coalesced_tensors_, {});
+    return launch(operation, tensors[0].device(), tensors, tensors, coalesced_async_);
+  }
+
+  // ---- collectives ----
+
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors,
+      const c10d::BroadcastOptions& opts) override {
+    const auto& tensor = one(tensors);
+    const auto root = checked_rank(opts.rootRank);
+    auto sent = nothing();
+    auto received = nothing();
+    if (root == getRank()) {
+      std::fill(sent.begin(), sent.end(), flat(tensor));
+      sent[static_cast<size_t>(root)] = at::Tensor();
+    } else {
+      received[static_cast<size_t>(root)] = flat(tensor);
+    }
+    return collective(
+        OpType::BROADCAST, tensors, tensors, move(getRank(), sent, received), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceOptions& opts) override {
+    one(tensors);
+    return collective(
+        OpType::ALLREDUCE, tensors, tensors, all_reduced(tensors[0], opts.reduceOp), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceCoalescedOptions& opts) override {
+    std::vector<Piece> pieces;
+    for (const auto& tensor : tensors) {
+      check(tensor);
+      pieces.push_back(all_reduced(tensor, opts.reduceOp));
+    }
+    return collective(
+        OpType::ALLREDUCE_COALESCED, tensors, tensors, std::move(pieces), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce(
+      std::vector<at::Tensor>& tensors,
+      const c10d::ReduceOptions& opts) override {
+    const auto& tensor = one(tensors);
+    check_op(opts.reduceOp, tensor);
+    const auto root = checked_rank(opts.rootRank);
+    auto sent = nothing();
+    sent[static_cast<size_t>(root)] = flat(tensor);
+    const auto into = root == getRank() ? flat(tensor) : at::Tensor();
+    return collective(
+        OpType::REDUCE,
+        tensors,
+        tensors,
+        reduce_to(getRank(), opts.reduceOp, sent, into),
+        opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> allgather(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& opts) override {
+    const auto& input = one(inputs);
+    auto& targets = list_of(outputs, "allgather");
+    std::vector<at::Tensor> sent(targets.size(), flat(input));
+    return collective(
+        OpType::ALLGATHER,
+        inputs,
+        targets,
+        move(getRank(), sent, flat_each(targets)),
+        opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::AllgatherOptions& opts) override {
+    std::vector<at::Tensor> inputs{input};
+    std::vector<at::Tensor> outputs{output};
+    return collective(
+        OpType::_ALLGATHER_BASE, inputs, outputs, gathered(output, input), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& opts) override {
+    std::vector<Piece> pieces;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      pieces.push_back(gathered(outputs.at(i), inputs[i]));
+    }
+    return collective(OpType::COALESCED, inputs, outputs, std::move(pieces), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> gather(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::GatherOptions& opts) override {
+    const auto& input = one(inputs);
+    const auto root = checked_rank(opts.rootRank);
+    auto sent = nothing();
+    auto received = nothing();
+    std::vector<at::Tensor> targets;
+    sent[static_cast<size_t>(root)] = flat(input);
+    if (root == getRank()) {
+      targets = list_of(outputs, "gather");
+      received = flat_each(targets);
+    } else {
+      TORCH_CHECK_WITH(ValueError, outputs.empty(), "requires empty output on non-root");
+      targets = inputs;
+    }
+    return collective(
+        OpType::GATHER, inputs, targets, move(getRank(), sent, received), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ScatterOptions& opts) override {
+    const auto& output = one(outputs);
+    const auto root = checked_rank(opts.rootRank);
+    auto sent = nothing();
+    auto received = nothing();
+    std::vector<at::Tensor> sources;
+    received[static_cast<size_t>(root)] = flat(output);
+    if (root == getRank()) {
+      sources = list_of(inputs, "scatter");
+      sent = flat_each(sources);
+    } else {
+      TORCH_CHECK_WITH(ValueError, inputs.empty(), "requires empty input on non-root");
+    }
+    return collective(
+        OpType::SCATTER, sources, outputs, move(getRank(), sent, received), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ReduceScatterOptions& opts) override {
+    const auto& output = one(outputs);
+    check_op(opts.reduceOp, output);
+    auto& sources = list_of(inputs, "reduce_scatter");
+    return collective(
+        OpType::REDUCE_SCATTER,
+        sources,
+        outputs,
+        reduce_to(getRank(), opts.reduceOp, flat_each(sources), flat(output)),
+        opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::ReduceScatterOptions& opts) override {
+    std::vector<at::Tensor> inputs{input};
+    std::vector<at::Tensor> outputs{output};
+    return collective(
+        OpType::_REDUCE_SCATTER_BASE,
+        inputs,
+        outputs,
+        scattered(output, input, opts.reduceOp),
+        opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::ReduceScatterOptions& opts) override {
+    std::vector<Piece> pieces;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      pieces.push_back(scattered(outputs.at(i), inputs[i], opts.reduceOp));
+    }
+    return collective(OpType::COALESCED, inputs, outputs, std::move(pieces), opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_sizes,
+      std::vector<int64_t>& input_sizes,
+      const c10d::AllToAllOptions& opts) override {
+    check(output);
+    check(input);
+    std::vector<at::Tensor> inputs{input};
+    std::vector<at::Tensor> outputs{output};
+    return collective(
+        OpType::ALLTOALL_BASE,
+        inputs,
+        outputs,
+        move(getRank(), in_rows(input, input_sizes), in_rows(output, output_sizes)),
+        opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> alltoall(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllToAllOptions& opts) override {
+    const auto size = static_cast<size_t>(getSize());
+    TORCH_CHECK(
+        outputs.size() == size && inputs.size() == size,
+        "alltoall needs as many tensors as there are ranks");
+    return collective(
+        OpType::ALLTOALL,
+        inputs,
+        outputs,
+        move(getRank(), flat_each(inputs), flat_each(outputs)),
+        opts.asyncOp);
+  }
+
+  c10::intrusive_ptr<c10d::Work> send(
+      std::vector<at::Tensor>& tensors,
+      int peer,
+      int) override {
+    return point_to_point(OpType::SEND, tensors, peer);
+  }
+
+  c10::intrusive_ptr<c10d::Work> recv(
+      std::vector<at::Tensor>& tensors,
+      int peer,
+      int) override {
+    return point_to_point(OpType::RECV, tensors, peer);
+  }
+
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override {
+    auto device = c10::Device(c10::DeviceType::PrivateUse1, current_stream(-1).device_index());
+    if (!opts.device_ids.empty()) {
+      device = c10::Device(device.type(), static_cast<c10::DeviceIndex>(opts.device_ids[0]));
+    } else if (getBoundDeviceId()) {
+      device = *getBoundDeviceId();
+    } else if (opts.device && opts.device->type() == device.type() && opts.device->has_index()) {
+      device = *opts.device;
+    }
+    std::vector<at::Tensor> tensors{
+        at::zeros({1}, at::TensorOptions().device(device).dtype(at::kFloat))};
+    return collective(
+        OpType::BARRIER, tensors, tensors, all_reduced(tensors[0], ReduceOp::SUM), opts.asyncOp);
+  }
+
+ private:
+  // ---- arguments ----
+
+  void check(const at::Tensor& tensor) const {
+    TORCH_CHECK_WITH(
+        ValueError,
+        tensor.device().type() == c10::DeviceType::PrivateUse1 && !tensor.is_sparse(),
+        "Tensors must be on standin and dense");
+    TORCH_CHECK_WITH(
+        ValueError,
+        tensor.is_contiguous(tensor.suggest_memory_format()),
+        "Tensors must be contiguous");
+  }
+
+  const at::Tensor& one(const std::vector<at::Tensor>& tensors) const {
+    TORCH_CHECK(tensors.size() == 1, "Expecting one tensor only but got multiple");
+    check(tensors[0]);
+    return tensors[0];
+  }
+
+  std::vector<at::Tensor>& list_of(
+      std::vector<std::vector<at::Tensor>>& lists,
+      const char* operation) const {
+    TORCH_CHECK_WITH(
+        ValueError,
+        lists.size() == 1 && lists[0].size() == static_cast<size_t>(getSize()),
+        operation,
+        ": the list must have as many tensors as there are ranks");
+    return lists[0];
+  }
+
+  int checked_rank(int64_t rank) const {
+    TORCH_CHECK_WITH(ValueError, rank >= 0 && rank < getSize(), "invalid root rank: ", rank);
+    return static_cast<int>(rank);
+  }
+
+  std::vector<at::Tensor> nothing() const {
+    return std::vector<at::Tensor>(static_cast<size_t>(getSize()));
+  }
+
+  std::vector<at::Tensor> flat_each(const std::vector<at::Tensor>& tensors) const {
+    std::vector<at::Tensor> all;
+    for (const auto& tensor : tensors) {
+      check(tensor);
+      all.push_back(flat(tensor));
+    }
+    return all;
+  }
+
+  // A tensor in as many equal parts as there are ranks.
+  std::vector<at::Tensor> in_parts(const at::Tensor& tensor) const {
+    const auto whole = flat(tensor);
+    const auto part = tensor.numel() / getSize();
+    std::vector<at::Tensor> parts;
+    for (int i = 0; i < getSize(); ++i) {
+      parts.push_back(whole.narrow(0, i * part, part));
+    }
+    return parts;
+  }
+
+  std::vector<at::Tensor> in_rows(
+      const at::Tensor& tensor,
+      const std::vector<int64_t>& rows) const {
+    if (rows.empty()) {
+      TORCH_CHECK(
+          tensor.size(0) % getSize() == 0,
+          "Tensor's dim 0 does not divide equally across group size");
+      return in_parts(tensor);
+    }
+    TORCH_CHECK(
+        rows.size() == static_cast<size_t>(getSize()) &&
+            std::accumulate(rows.begin(), rows.end(), int64_t{0}) == tensor.size(0),
+        "Split sizes doesn't match total dim 0 size");
+    const auto whole = flat(tensor);
+    const auto row = tensor.size(0) > 0 ? tensor.numel() / tensor.size(0) : 0;
+    std::vector<at::Tensor> parts;
+    int64_t start = 0;
+    for (const auto count : rows) {
+      parts.push_back(whole.narrow(0, start * row, count * row));
+      start += count;
+    }
+    return parts;
+  }
+
+  // ---- pieces ----
+
+  Piece all_reduced(const at::Tensor& tensor, const ReduceOp& op) const {
+    check_op(op, tensor);
+    const std::vector<at::Tensor> sent(static_cast<size_t>(getSize()), flat(tensor));
+    return reduce_to(getRank(), op, sent, flat(tensor));
+  }
+
+  Piece gathered(const at::Tensor& output, const at::Tensor& input) const {
+    check(output);
+    check(input);
+    TORCH_CHECK_WITH(
+        TypeError, output.dtype() == input.dtype(), "output tensor must have the same type as input");
+    TORCH_CHECK_WITH(
+        ValueError,
+        output.numel() == input.numel() * getSize(),
+        "output tensor size must be equal to world_size times input tensor size");
+    const std::vector<at::Tensor> sent(static_cast<size_t>(getSize()), flat(input));
+    return move(getRank(), sent, in_parts(output));
+  }
+
+  Piece scattered(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op) const {
+    check(output);
+    check(input);
+    check_op(op, output);
+    TORCH_CHECK_WITH(
+        TypeError, output.dtype() == input.dtype(), "input tensor must be the same type as the output");
+    TORCH_CHECK_WITH(
+        ValueError,
+        input.numel() == output.numel() * getSize(),
+        "input tensor must be the same size as output size times world size");
+    return reduce_to(getRank(), op, in_parts(input), flat(output));
+  }
+
+  // ---- communicators and streams ----
+
+  CommunicatorPtr communicator(const std::string& key, int rank, int size) {
+    CommunicatorPtr found;
+    bool is_new = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto& slot = communicators_[key];
+      if (!slot) {
+        slot = std::make_shared<Communicator>(rank, size, getRank());
+        is_new = true;
+      }
+      found = slot;
+      if (aborted_) {
+        C10_THROW_ERROR(DistBackendError, found->abort_message());
+      }
+    }
+    if (is_new) {
+      WithoutGil released;
+      found->join(*store_, c10::str("standin/", key));
+    } else if (!found->ready()) {
+      WithoutGil released; // another thread makes it
+      for (int idle = 0; !found->ready() && !found->aborted(); ++idle) {
+        pause_longer(idle);
+      }
+    }
+    found->raise_if_aborted();
+    return found;
+  }
+
+  Stream own_stream(const std::string& key, c10::DeviceIndex device) {
+    static std::mutex one_mutex;
+    static auto* one = new std::map<c10::DeviceIndex, Stream>;
+    const char* text = std::getenv("DISTSESSION_STANDIN_ONE_STREAM");
+    if (text && *text && std::string(text) != "0") {
+      std::lock_guard<std::mutex> lock(one_mutex);
+      return one->try_emplace(device, pool_stream(device)).first->second;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    return streams_.try_emplace({key, device}, pool_stream(device)).first->second;
+  }
+
+  // ---- launching ----
+
+  c10::intrusive_ptr<c10d::Work> collective(
+      OpType type,
+      const std::vector<at::Tensor>& inputs,
+      const std::vector<at::Tensor>& outputs,
+      Piece piece,
+      bool async) {
+    std::vector<Piece> pieces;
+    pieces.push_back(std::move(piece));
+    return collective(type, inputs, outputs, std::move(pieces), async);
+  }
+
+  c10::intrusive_ptr<c10d::Work> collective(
+      OpType type,
+      const std::vector<at::Tensor>& inputs,
+      const std::vector<at::Tensor>& outputs,
+      std::vector<Piece> pieces,
+      bool async) {
+    ++number_;
+    auto joined = communicator("0", getRank(), getSize());
+    auto tensors = inputs;
+    tensors.insert(tensors.end(), outputs.begin(), outputs.end());
+    if (coalesced_) {
+      return coalesce(joined, std::move(pieces), tensors, outputs, async);
+    }
+    auto operation = std::make_shared<Operation>(type);
+    operation->communicator = joined;
+    operation->pieces = std::move(pieces);
+    return launch(operation, outputs.at(0).device(), tensors, outputs, async);
+  }
+
+  c10::intrusive_ptr<c10d::Work> point_to_point(
+      OpType type,
+      std::vector<at::Tensor>& tensors,
+      int peer) {
+    ++number_;
+    const auto& tensor = one(tensors);
+    checked_rank(peer);
+    const bool sends = type == OpType::SEND;
+    CommunicatorPtr joined;
+    int target = peer;
+    std::string key = "0";
+    if (coalesced_) {
+      joined = communicator(key, getRank(), getSize());
+    } else {
+      // NCCL's, too, has a communicator of two for what is no batch.
+      const auto low = std::min(peer, getRank());
+      const auto high = std::max(peer, getRank());
+      key = c10::str(low, ":", high);
+      const int own = getRank() == low ? 0 : 1;
+      target = low == high ? 0 : 1 - own;
+      joined = communicator(key, own, low == high ? 1 : 2);
+    }
+    Piece piece;
+    piece.prepare = [sends, target, host = flat(tensor)](std::vector<Transfer>& transfers) {
+      transfers.push_back(transfer(sends, target, host, Lane::kPointToPoint));
+    };
+    std::vector<Piece> pieces{piece};
+    if (coalesced_) {
+      return coalesce(joined, std::move(pieces), tensors, tensors, true);
+    }
+    auto operation = std::make_shared<Operation>(type);
+    operation->communicator = joined;
+    operation->pieces = std::move(pieces);
+    return launch(operation, tensor.device(), tensors, tensors, true, key);
+  }
+
+  c10::intrusive_ptr<c10d::Work> coalesce(
+      const CommunicatorPtr& joined,
+      std::vector<Piece> pieces,
+      const std::vector<at::Tensor>& tensors,
+      const std::vector<at::Tensor>& outputs,
+      bool async) {
+    coalesced_->communicator = joined;
+    coalesced_async_ = async;
+    for (auto& piece : pieces) {
+      coalesced_->pieces.push_back(std::move(piece));
+    }
+    coalesced_tensors_.insert(coalesced_tensors_.end(), tensors.begin(), tensors.end());
+    return c10::make_intrusive<Work>(
+        getRank(), coalesced_, tensors.at(0).device(), number_, outputs);
+  }
+
+  c10::intrusive_ptr<c10d::Work> launch(
+      const OperationPtr& operation,
+      c10::Device device,
+      const std::vector<at::Tensor>& tensors,
+      const std::vector<at::Tensor>& outputs,
+      bool async,
+      const std::string& key = "0") {
+    const c10::DeviceGuard guard(device);
+    const auto current = current_stream(device.index());
+    const auto stream = async ? own_stream(key, device.index()) : current;
+    auto work =
+        c10::make_intrusive<Work>(getRank(), operation, device, number_, outputs);
+    if (async) {
+      block(stream, record(current));
+      for (const auto& tensor : tensors) {
+        used_by(tensor.storage().data_ptr(), stream);
+      }
+    }
+    {
+      auto& communicator = *operation->communicator;
+      std::lock_guard<std::mutex> lock(communicator.order);
+      block(stream, communicator.last);
+      enqueue(stream, [operation] { run(operation); });
+      communicator.last = record(stream);
+      operation->set_end(communicator.last);
+    }
+    const c10::StreamGuard on(stream);
+    work->future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    work->future->markCompleted(c10::IValue(outputs));
+    return work;
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<Options> options_;
+  std::atomic<uint64_t> number_{0};
+  std::atomic<int> splits_{0};
+  std::mutex mutex_;
+  bool aborted_ = false;
+  std::map<std::string, CommunicatorPtr> communicators_;
+  std::map<std::pair<std::string, c10::DeviceIndex>, Stream> streams_;
+  OperationPtr coalesced_;
+  std::vector<at::Tensor> coalesced_tensors_;
+  bool coalesced_async_ = false;
+};
+
+} // namespace
+
+void bind_group(py::module_& m) {
+  py::module_::import("torch.distributed");
+  using Group = ProcessGroupStandin;
+  auto group = py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(
+      m, "ProcessGroupStandin", py::module_local());
+  py::class_<Group::Options, c10::intrusive_ptr<Group::Options>, c10d::Backend::Options>(
+      group, "Options", py::module_local())
+      .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
+      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream);
+  group
+      .def(
+          py::init<
+              c10::intrusive_ptr<c10d::Store>,
+              int,
+              int,
+              c10::intrusive_ptr<Group::Options>>(),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("comm_split_count", &Group::splits)
+      .def_property_readonly("options", &Group::options);
+}
+
+} // namespace standin
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  standin::bind_device(m);
+  standin::bind_group(m);
+}
