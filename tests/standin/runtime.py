@@ -143,8 +143,12 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
     return torch.accelerator.max_memory_allocated(index_of(device))
 
 
-memory_reserved = memory_allocated
-max_memory_reserved = max_memory_allocated
+def memory_reserved(device: DeviceLike = None) -> int:
+    return torch.accelerator.memory_reserved(index_of(device))
+
+
+def max_memory_reserved(device: DeviceLike = None) -> int:
+    return torch.accelerator.max_memory_reserved(index_of(device))
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
@@ -158,7 +162,7 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 
 
 def empty_cache() -> None:
-    pass
+    torch.accelerator.empty_cache()
 
 
 def manual_seed(seed: int) -> None:
