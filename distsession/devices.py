@@ -104,7 +104,11 @@ def _named(host: HostInfo, name: str) -> Device:
     found = exact or [uuid for uuid in uuids if uuid.lower().startswith(name.lower())]
     what = "slice of a GPU" if is_slice else "GPU"
     if not found:
-        there = f"{host.host} shows {_listed(uuids)}" if uuids else f"{host.host} shows none"
+        there = f"{host.host} shows {_listed(uuids) or 'none'}"
+        if host.gpus and not is_slice and not uuids:
+            there = (
+                f"the driver of {host.host} does not tell the UUIDs of its {len(host.gpus)} GPUs"
+            )
         raise OptionsError(f"there is no {what} {name!r}: {there}. nvidia-smi -L lists them.")
     if len(found) > 1:
         raise OptionsError(

@@ -174,6 +174,8 @@ def test_a_uuid_that_is_not_there_is_refused_with_those_that_are() -> None:
         named(devices=["GPU-9"])
     with pytest.raises(OptionsError, match="no slice of a GPU 'MIG-1': alpha shows none"):
         named(devices=["MIG-1"])
+    with pytest.raises(OptionsError, match="does not tell the UUIDs of its 2 GPUs"):
+        plan(gpus=2, devices=["GPU-5"])
 
 
 def test_a_beginning_of_several_uuids_is_refused_with_these() -> None:
