@@ -81,6 +81,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.rank_state import AbortReason
 from distsession.protocol.shared_memory import Segment
+from distsession.protocol.tensor_memory import in_memory
 from distsession.ranks import RankInfo
 
 __all__ = ["main"]
@@ -508,11 +509,12 @@ class Rank:
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Segment:
         """A value as frames, or in shared memory if it is large."""
         began = time.monotonic_ns()
-        frames = serialize.dump_value(value, what=f"the result of rank {self._rank}")
+        what = f"the result of rank {self._rank}"
+        frames = serialize.dump_value(value, what=what, may_be_remote=True)
         size = shared_memory.nbytes(frames)
         try:
             offered = shared_memory.offer(frames, self._note_progress)
-            return frames if offered is None else offered
+            return [in_memory(frame) for frame in frames] if offered is None else offered
         finally:
             self._note_progress(0, 0)
             if not isinstance(request, FillRequest):  # which only says where a part belongs
