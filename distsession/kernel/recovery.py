@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -376,14 +377,20 @@ def _left_alone(regions: Sequence[Region]) -> str:
                 for member in operation.members
             ):
                 return describe_operation(operation)
-    for region in regions:
+    given = [_given(region) for region in regions]
+    for rank, region in enumerate(regions):
         for group, (count, members) in region.begun().items() if not region.request else ():
-            refused = {number for name, number in region.refused() if name == group}
             if Pair.from_name(group) is None and any(
-                begun[member].get(group, 0) < count - len(refused) for member in members
+                given[member].get(group, 0) < given[rank][group] for member in members
             ):
                 return f"operation #{count} of {group_title(group)}"
     return ""
+
+
+def _given(region: Region) -> dict[str, int]:
+    """How many operations of each group a rank has begun, without those that it refused."""
+    refused = Counter(group for group, _ in region.refused())
+    return {group: count - refused[group] for group, count in region.sequences().items()}
 
 
 def _stuck_text(report: RankReport) -> str:

@@ -230,6 +230,7 @@ class Groups:
             backends_store: The same part through a client without Python, for other backends than
                 gloo.
         """
+        self.abort()  # a device would go on waiting: who is told to may not have been reached yet
         self.generation = generation
         self._made.clear()
         self._named.clear()

@@ -141,6 +141,9 @@ def is_device_wait(frame: FrameType | None) -> bool:
     Args:
         frame: Its innermost one.
     """
+    # torch's modes of Python, such as that of a default device, stand between the two.
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
     return frame is not None and _waits(frame.f_code, frame.f_lasti)
 
 
