@@ -1,6 +1,7 @@
 """A graph of the stand-in's: what it does when it is replayed is issued without our groups.
 
-Importing this gives ``torch.standin`` a class ``Graph`` with methods of ``torch.cuda.CUDAGraph``. It does not capture: what runs between its beginning and its end runs as ever, and what a replay
+Importing this gives ``torch.standin`` a class ``Graph`` with methods of ``torch.cuda.CUDAGraph``.
+It does not capture: what runs between its beginning and its end runs as ever, and what a replay
 issues is told beforehand. That the device computes during a capture is a falsehood, and that events
 may be asked during one, too.
 """
