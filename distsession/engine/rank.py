@@ -571,8 +571,8 @@ class Rank:
         with self._group_lock:
             if message.generation < self._generation:  # it has been connected anew already
                 return
-            self._recorder.in_flight.note_completed()
-            is_cut_off = len(self._recorder.in_flight) > 0
+            self._recorder.note_completed()
+            is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
             if self._groups is None:
                 abort.abort_communicators()
             else:
@@ -582,6 +582,7 @@ class Rank:
             self._store.end_waits()
             abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
+            self._recorder.unseen.reset()
         if is_cut_off and message.reason is not AbortReason.STOP:
             self._interrupter.raise_in_user_code(self._recorder.abort_error)
 
@@ -631,10 +632,20 @@ class Rank:
         def innermost() -> FrameType | None:
             return sys._current_frames().get(threading.main_thread().ident or 0)
 
-        is_running = self._recorder.region.request
-        is_device_wait = is_running and self._recorder.in_flight.is_waited_for(innermost)
-        stack = failure.stack(innermost()) if is_running else ()
-        return StackReply(self._rank, number, stack, failure.innermost(stack), bool(is_device_wait))
+        recorder = self._recorder
+        recorder.note_completed()
+        if not recorder.region.request:
+            return StackReply(self._rank, number, (), "")
+        unseen = recorder.unseen
+        is_device_wait = recorder.in_flight.is_waited_for(
+            innermost,
+            is_other_under_way=bool(unseen.texts()),
+            is_device_used=unseen.is_device_used(),
+        )
+        stack = failure.stack(innermost())
+        unseen.note_completed()
+        place, texts = failure.innermost(stack), unseen.texts()
+        return StackReply(self._rank, number, stack, place, is_device_wait, texts)
 
     # --- a kernel that goes, and one that comes: the control thread -------------------------------
 

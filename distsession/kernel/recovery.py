@@ -22,6 +22,7 @@ from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
 from distsession.protocol.messages import Operation, RankReport, StackReply
 from distsession.protocol.operation_names import Pair, group_title
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
+from distsession.protocol.unseen import Unseen, texts
 from distsession.ranks import ranks_text
 
 __all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery"]
@@ -100,12 +101,17 @@ class Recovery:
             info.rank: self._report(info.rank, info.pid, pendings, sole) for info in launcher.infos
         }
         if ask:
-            running = [r for r, report in found.items() if report.state == RankState.RUNNING]
+            running = [
+                rank
+                for rank, report in found.items()
+                if report.state == RankState.RUNNING or report.is_replaying
+            ]
             wanted = running if ranks is None else [r for r in ranks if r in running]
             stacks = launcher.request_stacks(wanted, timeout) if wanted else {}
             for rank in wanted:
-                if any(operation.is_enqueued for operation in found[rank].operations):
-                    # Its control thread has just looked which of them are complete.
+                report = found[rank]
+                if report.unseen or any(op.is_enqueued for op in report.operations):
+                    # Its control thread has just looked what of that is complete.
                     pid = launcher.infos[rank].pid
                     found[rank] = self._report(rank, pid, pendings, sole)
                 if found[rank].state == RankState.RUNNING:
@@ -148,6 +154,7 @@ class Recovery:
                     ended = Outcome(Ending.FAILED, error.evalue, error.ename)
             elif pending is sole and rank not in pending.ranks:
                 ended = NO_PART
+        under_way = region.unseen & Unseen.REPLAY  # the rest needs a rank that runs something
         return RankReport(
             rank,
             RankState.IDLE,
@@ -155,6 +162,8 @@ class Recovery:
             outcome=ended,
             sequences=region.sequences(),
             refused=region.refused(),
+            unseen=texts(under_way),
+            is_replaying=bool(under_way),
         )
 
     # --- stop -------------------------------------------------------------------------------------
@@ -419,15 +428,22 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
             return replace(report, place=operation.place)
         return replace(report, state=RankState.SILENT)
     return replace(
-        report, place=reply.place, stack=reply.stack, is_device_wait=reply.is_device_wait
+        report,
+        place=reply.place,
+        stack=reply.stack,
+        is_device_wait=reply.is_device_wait,
+        unseen=reply.unseen,
     )
 
 
 def _behind_device(report: RankReport, reports: Mapping[int, RankReport]) -> RankReport:
     """A rank that waits for its device, with the operation last and marked that it waits behind.
 
-    A device goes on with what it was given first; of several streams, with what can go on.
+    A device goes on with what it was given first; of several streams, with what can go on. Where it
+    may have been given something else that is not seen, that may be what is waited for.
     """
+    if report.unseen:
+        return report
     enqueued = [operation for operation in report.operations if operation.is_enqueued]
     alone = [operation for operation in enqueued if _is_missed(operation, reports)]
     first = (alone or enqueued)[:1]

@@ -105,8 +105,8 @@ class Watchdog:
             return
         if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
             self._act_on(verdict, reports, now, sole)
-        is_halted = any(reports[r].state.is_halted for r in self._pending.missing)
-        if verdict.kind is Kind.WAIT or is_halted:
+        missing = [reports[rank] for rank in self._pending.missing]
+        if verdict.kind is Kind.WAIT or any(r.state.is_halted or r.unseen for r in missing):
             self._notice(now, sole)
 
     def _act_on(
@@ -194,7 +194,8 @@ class Watchdog:
             for report in reports.values()
         )
         asleep = ASLEEP_AFTER_FAILURE_S if has_failed else ASLEEP_S
-        suspects = []
+        # A finished rank sees only when it is asked that its device is done with a graph, too.
+        suspects = [r for r, report in reports.items() if report.outcome and report.is_replaying]
         for rank, report in reports.items():
             waits = report.operations and not report.operations[-1].is_waiting
             if (
@@ -218,7 +219,9 @@ class Watchdog:
     # --- notices ----------------------------------------------------------------------------------
 
     def _note_progress(self, reports: dict[int, RankReport], now: float) -> None:
-        state = [(r.state, r.request, *r.sequences.values()) for r in reports.values()]
+        state = [
+            (r.state, r.request, r.unseen_count, *r.sequences.values()) for r in reports.values()
+        ]
         if state != self._progress:
             self._progress, self._progress_at = state, now
             if self._noticed_at:
@@ -231,6 +234,11 @@ class Watchdog:
         self._noticed_at = now
         reports = self._recovery.reports(ask=True, sole=sole)
         verdict = self._recovery.diagnose(reports, sole)
+        is_told = verdict.kind is not Kind.NOTHING or any(
+            report.state.is_halted or report.is_device_wait for report in reports.values()
+        )
+        if not is_told:  # it computes
+            return
         self._notify(Notice(verdict.untimed or verdict.sentence, verdict.sentence))
 
 

@@ -29,10 +29,11 @@ from typing import NamedTuple
 
 from distsession.protocol.messages import Operation
 from distsession.protocol.operation_names import CodeLine
+from distsession.protocol.unseen import Unseen
 
 __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 
-HEADER = 32
+HEADER = 40
 STREAMS = 4096
 RING = 64
 SLOT = 6
@@ -60,6 +61,8 @@ LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files
 # that a former owner who goes on after a stop by SIGSTOP changes nothing of the present one's.
 COMMITTED, ACKNOWLEDGED = 16, 24
 EPOCHS = 8
+# What the device was given that is not seen: its kinds, and how often something was begun.
+UNSEEN, UNSEEN_COUNT = 32, 33
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
 NAME = MEMBERS + MEMBER_WORDS
@@ -269,7 +272,22 @@ class Region:
         """Whether its code has left the process group."""
         self._words[self.start + WITHOUT_GROUP] = is_without
 
+    def set_unseen(self, flags: int, count: int) -> None:
+        """What its device may have been given that is not seen, and how often that was begun."""
+        self._words[self.start + UNSEEN] = flags
+        self._words[self.start + UNSEEN_COUNT] = count
+
     # --- reading ----------------------------------------------------------------------------------
+
+    @property
+    def unseen(self) -> Unseen:
+        """What its device may have been given that is not seen."""
+        return Unseen(self._words[self.start + UNSEEN])
+
+    @property
+    def unseen_count(self) -> int:
+        """How often something of that kind was begun."""
+        return self._words[self.start + UNSEEN_COUNT]
 
     @property
     def is_without_group(self) -> bool:
