@@ -19,7 +19,7 @@ from distsession.protocol.board import Region
 from distsession.protocol.board_report import running_report
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
 from distsession.protocol.messages import Operation, RankReport, StackReply
-from distsession.protocol.operation_names import Pair
+from distsession.protocol.operation_names import Pair, group_title
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.ranks import ranks_text
 
@@ -345,8 +345,8 @@ class Recovery:
             launcher.abort(AbortReason.FAILED, text)
         elif not has_failed or launcher.channel.pending():
             return
-        elif uneven := _left_alone(launcher.board.regions):
-            text = f"{describe_operation(uneven)} was left by a run that failed elsewhere"
+        elif left := _left_alone(launcher.board.regions):
+            text = f"{left} was left by a run that failed elsewhere"
             launcher.abort(AbortReason.FAILED, text)
 
     def reconnect(self) -> str:
@@ -363,8 +363,11 @@ class Recovery:
             return problem
 
 
-def _left_alone(regions: Sequence[Region]) -> Operation | None:
-    """A collective of ranks that run nothing any more, which some member has not begun."""
+def _left_alone(regions: Sequence[Region]) -> str:
+    """A collective of ranks that run nothing any more, which some member has not begun.
+
+    It may have ended where it was begun, as a broadcast does whose root has sent everything.
+    """
     begun = [region.sequences() for region in regions]
     for region in regions:
         for operation in region.operations() if not region.request else ():
@@ -372,8 +375,15 @@ def _left_alone(regions: Sequence[Region]) -> Operation | None:
                 begun[member].get(operation.group, 0) < operation.sequence
                 for member in operation.members
             ):
-                return operation
-    return None
+                return describe_operation(operation)
+    for region in regions:
+        for group, (count, members) in region.begun().items() if not region.request else ():
+            refused = {number for name, number in region.refused() if name == group}
+            if Pair.from_name(group) is None and any(
+                begun[member].get(group, 0) < count - len(refused) for member in members
+            ):
+                return f"operation #{count} of {group_title(group)}"
+    return ""
 
 
 def _stuck_text(report: RankReport) -> str:

@@ -94,7 +94,9 @@ class Watchdog:
         suspects = self._suspects(reports, now)
         if verdict.kind in (Kind.NOTHING, Kind.WAIT) and suspects and now - self._asked_at > 0.1:
             self._asked_at = now
-            asked = recovery.reports(suspects, ask=True, sole=sole)
+            # Those whose device was given something only just now suffer from the same.
+            behind = [r for r, report in reports.items() if _has_enqueued(report)]
+            asked = recovery.reports({*suspects, *behind}, ask=True, sole=sole)
             reports = {
                 r: _blocked(report) if r in suspects else report for r, report in asked.items()
             }
@@ -230,6 +232,10 @@ class Watchdog:
         reports = self._recovery.reports(ask=True, sole=sole)
         verdict = self._recovery.diagnose(reports, sole)
         self._notify(Notice(verdict.untimed or verdict.sentence, verdict.sentence))
+
+
+def _has_enqueued(report: RankReport) -> bool:
+    return any(operation.is_enqueued for operation in report.operations)
 
 
 def _blocked(report: RankReport) -> RankReport:

@@ -420,6 +420,14 @@ class Region:
         # A group that was made again may bear the name of one that is gone: the later one counts.
         return {name: count for _, name, count in sorted(found)}
 
+    def begun(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """The same, each with the members of its group."""
+        found = [
+            (self._words[at + INCARNATION], head.name, self._words[at + COUNT], head.members)
+            for at, head in self._streams()
+        ]
+        return {name: (count, members) for _, name, count, members in sorted(found)}
+
     def refused(self) -> tuple[tuple[str, int], ...]:
         """Operations that this rank has posted and not begun, as they do not match: group, number.
 
