@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distsession.engine import cause, failure, process_group, store, tensors
+from distsession.engine import cause, device_errors, failure, process_group, store, tensors
 from distsession.engine.capture import Capture
 from distsession.engine.collectives import abort, torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
@@ -476,6 +476,11 @@ class Rank:
                 raised.add_note(WITHOUT_GROUP)
         if hint := spawn_hint(raised):
             raised.add_note(hint)
+        if isinstance(raised, Exception) and (
+            lost := device_errors.lost_text(self._rank, self._place.device)
+        ):
+            raised.add_note(lost)
+            self._recorder.region.set_damaged(layout.DEVICE_LOST)
         return raised
 
     # --- payloads ---------------------------------------------------------------------------------

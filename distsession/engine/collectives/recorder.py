@@ -451,7 +451,7 @@ class Recorder(RequestListener):
 
     def mark_damaged(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
-        self.words[self.region.start + layout.IS_DAMAGED] = 1
+        self.region.set_damaged(layout.OPERATION_FAILED)
 
     def abort_error(self, operation: Operation | None = None) -> BaseException:
         """What an operation of an aborted generation raises.
