@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from distsession import Session
 
-standin = pytest.importorskip("tests.standin.build", reason="there is no stand-in")
-pytestmark = pytest.mark.skipif(bool(standin.why_not()), reason=str(standin.why_not()))
+standin = pytest.importorskip("tests.standin", reason="there is no stand-in")
+REASON = standin.required_or_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 COUNT = 10_000_000
 """Elements of a tensor that takes more pieces than there are buffers."""
@@ -18,7 +20,7 @@ COUNT = 10_000_000
 
 @pytest.fixture(scope="module")
 def session():
-    standin.build()
+    importlib.import_module("tests.standin.build").build()
     with Session(2, backend="standin", preload=["tests.standin.register"]) as session:
         yield session
 
