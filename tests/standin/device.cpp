@@ -188,7 +188,7 @@ void wait(Moment& moment) {
     return;
   }
   WithoutGil released;
-  while (!moment.wait_for(kSlice)) {
+  while (!moment.wait_for(kSlice) && !ending) {
     park_at_the_end();
   }
   park_at_the_end();

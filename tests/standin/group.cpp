@@ -1316,7 +1316,10 @@ void bind_group(py::module_& m) {
   py::class_<Group::Options, c10::intrusive_ptr<Group::Options>, c10d::Backend::Options>(
       group, "Options")
       .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
-      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream);
+      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream)
+      .def("__deepcopy__", [](const Group::Options& self, const py::dict&) {
+        return c10::make_intrusive<Group::Options>(self);
+      });
   group
       .def(
           py::init<
