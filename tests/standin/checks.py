@@ -554,8 +554,7 @@ def order(rank: int, size: int) -> None:
     groups = [None, other] if rank == 0 else [other, None]
     big = [torch.ones(1_000_000, device="standin") for _ in range(2)]
     works = [
-        dist.all_reduce(x, group=group, async_op=True)
-        for x, group in zip(big, groups, strict=True)
+        dist.all_reduce(x, group=group, async_op=True) for x, group in zip(big, groups, strict=True)
     ]
     time.sleep(1)
     assert not any(work.is_completed() for work in works)

@@ -190,7 +190,9 @@ def is_bf16_supported() -> bool:
     return True
 
 
-def _break(device: DeviceLike = None, why: str = "an illegal memory access was encountered") -> None:
+def _break(
+    device: DeviceLike = None, why: str = "an illegal memory access was encountered"
+) -> None:
     """Break the device as a kernel's illegal access breaks a GPU.
 
     Every later use of it raises, until the process ends.
@@ -200,4 +202,3 @@ def _break(device: DeviceLike = None, why: str = "an illegal memory access was e
 
 DEVICE_TYPE = 20
 """PrivateUse1 in torch's list of devices' types."""
-
