@@ -43,15 +43,14 @@ class Backend:
     is_device: bool = False
     is_shared: bool = False
 
-    @property
-    def finish(self) -> str:
-        """What ends a line of a program that is to wait for the outcome of what it has called."""
-        return "; torch.accelerator.synchronize()" if self.is_device else ""
+    def program(self, code: str) -> str:
+        """A program whose lines that end with ``; FINISH`` wait for what they have called."""
+        return code.replace("; FINISH", "; torch.accelerator.synchronize()" * self.is_device)
 
-    @property
-    def waits(self) -> str:
-        """How a sentence says that ranks wait within an operation."""
-        return f"for {{}} device in" if self.is_device else "in"
+    def waits(self, ranks: int = 1) -> str:
+        """How a sentence says that so many ranks wait within an operation: ``waits in``."""
+        wait, whose = ("waits", "its") if ranks == 1 else ("wait", "their")
+        return f"{wait} for {whose} device in" if self.is_device else f"{wait} in"
 
     def options(self, ranks: int | None = None) -> dict[str, Any]:
         """Those of a session with so many ranks."""
@@ -85,9 +84,7 @@ STANDIN = Backend(
     preload=("tests.standin.register", "tests.on_device"),
     is_device=True,
 )
-NCCL = Backend(
-    "nccl", device="cuda", preload=("tests.on_device",), is_device=True, is_shared=True
-)
+NCCL = Backend("nccl", device="cuda", preload=("tests.on_device",), is_device=True, is_shared=True)
 
 _ALL = {backend.name: backend for backend in (GLOO, STANDIN, NCCL)}
 BACKENDS = tuple(
