@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from distsession.engine import cause, device_errors, failure, process_group, store, tensors
 from distsession.engine.capture import Capture
-from distsession.engine.collectives import abort, torch_changes, torch_private
+from distsession.engine.collectives import abort, in_flight, torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
 from distsession.engine.collectives.torch_changes import Part
@@ -650,7 +650,8 @@ class Rank:
         stack = failure.stack(innermost())
         unseen.note_completed()
         place, texts = failure.innermost(stack), unseen.texts()
-        return StackReply(self._rank, number, stack, place, is_device_wait, texts)
+        instruction = in_flight.instruction(innermost())
+        return StackReply(self._rank, number, stack, place, is_device_wait, texts, instruction)
 
     # --- a kernel that goes, and one that comes: the control thread -------------------------------
 

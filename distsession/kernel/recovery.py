@@ -25,7 +25,7 @@ from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcom
 from distsession.protocol.unseen import Unseen, texts
 from distsession.ranks import ranks_text
 
-__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery"]
+__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery", "is_doomed", "waiting_in"]
 
 STACK_TIMEOUT_S = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is, in a run that
@@ -433,6 +433,7 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
         stack=reply.stack,
         is_device_wait=reply.is_device_wait,
         unseen=reply.unseen,
+        instruction=reply.instruction,
     )
 
 
@@ -449,17 +450,40 @@ def _behind_device(report: RankReport, reports: Mapping[int, RankReport]) -> Ran
     first = (alone or enqueued)[:1]
     if not first or report.operations[-1].is_waiting:
         return report
-    rest = tuple(operation for operation in report.operations if operation is not first[0])
-    return replace(report, operations=(*rest, replace(first[0], is_waiting=True)))
+    return waiting_in(report, first[0])
+
+
+def waiting_in(report: RankReport, operation: Operation) -> RankReport:
+    """The same report, with the operation last and marked that its main thread waits for it."""
+    rest = tuple(each for each in report.operations if each is not operation)
+    return replace(report, operations=(*rest, replace(operation, is_waiting=True)))
+
+
+def is_doomed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
+    """Whether a device was given it, and a member will never begin it."""
+    return operation.is_enqueued and any(
+        _misses(report, operation)
+        and (report.state == RankState.DEAD or report.outcome is not None)
+        for member in operation.members
+        if (report := reports.get(member)) is not None
+    )
 
 
 def _is_missed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
     """Whether a member has not begun it, or has died in it."""
     return any(
-        reports[member].sequences.get(operation.group, 0) < operation.sequence
-        or reports[member].state == RankState.DEAD
+        _misses(report, operation)
         for member in operation.members
-        if member in reports
+        if (report := reports.get(member)) is not None
+    )
+
+
+def _misses(report: RankReport, operation: Operation) -> bool:
+    """Whether that rank takes no part in an operation."""
+    return (
+        report.state == RankState.DEAD
+        or report.sequences.get(operation.group, 0) < operation.sequence
+        or (operation.group, operation.sequence) in report.refused
     )
 
 

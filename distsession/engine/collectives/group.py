@@ -549,6 +549,8 @@ class SwappableGroup(Collectives):
                 self._met.add(device)
             else:
                 stream.compare(at)
+                if has_sizes and recorder.check:
+                    stream.compare_sizes(at, is_async=True)
         except CollectiveMismatchError:
             stream.refuse(at)
             raise

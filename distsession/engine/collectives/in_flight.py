@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from distsession.engine.collectives.operation_log import Entry, end
 from distsession.protocol import board as layout
 
-__all__ = ["InFlight", "is_device_wait"]
+__all__ = ["InFlight", "instruction", "is_device_wait"]
 
 SECOND_LOOK_S = 0.02
 """Seconds between two looks at whether the main thread is still at the same instruction."""
@@ -200,6 +200,23 @@ def is_device_wait(frame: FrameType | None, *, is_certain: bool = False) -> bool
         return False
     called = _called(frame.f_code, frame.f_lasti)
     return called in (_CERTAIN_WAITS if is_certain else _WAITS) or "synchronize" in called.lower()
+
+
+_OTHER_WAITS = frozenset(
+    {"sleep", "input", "select", "poll", "acquire", "join", "recv", "read", "readline", "run"}
+)
+"""Calls that wait for something else than a device, for as long as it takes."""
+
+
+def instruction(frame: FrameType | None) -> int:
+    """A number that stays the same while a thread is at one call; 0 where it waits for others.
+
+    Args:
+        frame: The thread's innermost one.
+    """
+    if frame is None or _called(frame.f_code, frame.f_lasti) in _OTHER_WAITS:
+        return 0
+    return hash((id(frame), frame.f_lasti)) or 1
 
 
 @lru_cache(256)

@@ -782,10 +782,11 @@ class Stream:
 
     # --- sizes that differ from rank to rank ------------------------------------------------------
 
-    def compare_sizes(self, at: int) -> None:
+    def compare_sizes(self, at: int, *, is_async: bool = False) -> None:
         """Check what all ranks send in an all_to_all against what each expects from the others.
 
-        Every rank checks all of them, so that none begins what another has refused.
+        Every rank checks all of them, so that none begins what another has refused; where they do
+        not meet, each checks those that have posted theirs by now.
 
         Raises:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
@@ -795,7 +796,7 @@ class Stream:
         for source, (sent, _) in enumerate(parts):
             for target, (_, received) in enumerate(parts):
                 if sent and received and sent[target] != received[source]:
-                    raise self._mismatch(sequence)
+                    raise self._mismatch(sequence, is_async=is_async)
 
     # --- words for people -------------------------------------------------------------------------
 
