@@ -211,12 +211,16 @@ _OTHER_WAITS = frozenset(
 def instruction(frame: FrameType | None) -> int:
     """A number that stays the same while a thread is at one call; 0 where it waits for others.
 
+    It is 0, too, where Python itself lets go of its lock now and then: at the end of a loop, and
+    where a function begins.
+
     Args:
         frame: The thread's innermost one.
     """
     if frame is None or _called(frame.f_code, frame.f_lasti) in _OTHER_WAITS:
         return 0
-    return hash((id(frame), frame.f_lasti)) or 1
+    name = dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RESUME"
+    return 0 if name.startswith(("JUMP", "RESUME")) else hash((id(frame), frame.f_lasti)) or 1
 
 
 @lru_cache(256)
