@@ -220,14 +220,16 @@ def instruction(frame: FrameType | None) -> int:
     if frame is None or _called(frame.f_code, frame.f_lasti) in _OTHER_WAITS:
         return 0
     name = dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RESUME"
-    return 0 if name.startswith(("JUMP", "RESUME")) else hash((id(frame), frame.f_lasti)) or 1
+    lets_go = "JUMP_BACKWARD" in name or name == "RESUME"
+    return 0 if lets_go else hash((id(frame), frame.f_lasti)) or 1
 
 
 @lru_cache(256)
 def _called(code: CodeType, instruction: int) -> str:
     """The name of what an instruction calls; ``"if"`` for a condition, empty for anything else."""
     name = dis.opname[code.co_code[instruction]] if instruction >= 0 else ""
-    if name.startswith(("POP_JUMP", "TO_BOOL", "UNARY_NOT")):  # ``if loss > 3:``
+    # ``if loss > 3:``. At the end of a loop Python lets go of its lock, which is no wait.
+    if name.startswith(("POP_JUMP", "TO_BOOL", "UNARY_NOT")) and "BACKWARD" not in name:
         return "if"
     if "CALL" not in name:
         return ""
