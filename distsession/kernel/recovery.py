@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,12 +20,12 @@ from distsession.protocol.board import Region
 from distsession.protocol.board_report import running_report
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
 from distsession.protocol.messages import Operation, RankReport, StackReply
-from distsession.protocol.operation_names import Pair
+from distsession.protocol.operation_names import Pair, group_title
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.protocol.unseen import Unseen, texts
 from distsession.ranks import ranks_text
 
-__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery"]
+__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery", "is_doomed", "waiting_in"]
 
 STACK_TIMEOUT_S = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is, in a run that
@@ -354,8 +355,8 @@ class Recovery:
             launcher.abort(AbortReason.FAILED, text)
         elif not has_failed or launcher.channel.pending():
             return
-        elif uneven := _left_alone(launcher.board.regions):
-            text = f"{describe_operation(uneven)} was left by a run that failed elsewhere"
+        elif left := _left_alone(launcher.board.regions):
+            text = f"{left} was left by a run that failed elsewhere"
             launcher.abort(AbortReason.FAILED, text)
 
     def reconnect(self) -> str:
@@ -372,8 +373,11 @@ class Recovery:
             return problem
 
 
-def _left_alone(regions: Sequence[Region]) -> Operation | None:
-    """A collective of ranks that run nothing any more, which some member has not begun."""
+def _left_alone(regions: Sequence[Region]) -> str:
+    """A collective of ranks that run nothing any more, which some member has not begun.
+
+    It may have ended where it was begun, as a broadcast does whose root has sent everything.
+    """
     begun = [region.sequences() for region in regions]
     for region in regions:
         for operation in region.operations() if not region.request else ():
@@ -381,8 +385,21 @@ def _left_alone(regions: Sequence[Region]) -> Operation | None:
                 begun[member].get(operation.group, 0) < operation.sequence
                 for member in operation.members
             ):
-                return operation
-    return None
+                return describe_operation(operation)
+    given = [_given(region) for region in regions]
+    for rank, region in enumerate(regions):
+        for group, (count, members) in region.begun().items() if not region.request else ():
+            if Pair.from_name(group) is None and any(
+                given[member].get(group, 0) < given[rank][group] for member in members
+            ):
+                return f"operation #{count} of {group_title(group)}"
+    return ""
+
+
+def _given(region: Region) -> dict[str, int]:
+    """How many operations of each group a rank has begun, without those that it refused."""
+    refused = Counter(group for group, _ in region.refused())
+    return {group: count - refused[group] for group, count in region.sequences().items()}
 
 
 def _stuck_text(report: RankReport) -> str:
@@ -416,6 +433,7 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
         stack=reply.stack,
         is_device_wait=reply.is_device_wait,
         unseen=reply.unseen,
+        instruction=reply.instruction,
     )
 
 
@@ -432,17 +450,40 @@ def _behind_device(report: RankReport, reports: Mapping[int, RankReport]) -> Ran
     first = (alone or enqueued)[:1]
     if not first or report.operations[-1].is_waiting:
         return report
-    rest = tuple(operation for operation in report.operations if operation is not first[0])
-    return replace(report, operations=(*rest, replace(first[0], is_waiting=True)))
+    return waiting_in(report, first[0])
+
+
+def waiting_in(report: RankReport, operation: Operation) -> RankReport:
+    """The same report, with the operation last and marked that its main thread waits for it."""
+    rest = tuple(each for each in report.operations if each is not operation)
+    return replace(report, operations=(*rest, replace(operation, is_waiting=True)))
+
+
+def is_doomed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
+    """Whether a device was given it, and a member will never begin it."""
+    return operation.is_enqueued and any(
+        _misses(report, operation)
+        and (report.state == RankState.DEAD or report.outcome is not None)
+        for member in operation.members
+        if (report := reports.get(member)) is not None
+    )
 
 
 def _is_missed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
     """Whether a member has not begun it, or has died in it."""
     return any(
-        reports[member].sequences.get(operation.group, 0) < operation.sequence
-        or reports[member].state == RankState.DEAD
+        _misses(report, operation)
         for member in operation.members
-        if member in reports
+        if (report := reports.get(member)) is not None
+    )
+
+
+def _misses(report: RankReport, operation: Operation) -> bool:
+    """Whether that rank takes no part in an operation."""
+    return (
+        report.state == RankState.DEAD
+        or report.sequences.get(operation.group, 0) < operation.sequence
+        or (operation.group, operation.sequence) in report.refused
     )
 
 

@@ -57,6 +57,7 @@ STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRIT
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 INCARNATIONS, WITHOUT_GROUP = 11, 12
 LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files
+OPERATION_FAILED, DEVICE_LOST = 1, 2  # bits of IS_DAMAGED
 # Of the first rank's header, written by the kernel; one word of each for every owner's epoch, so
 # that a former owner who goes on after a stop by SIGSTOP changes nothing of the present one's.
 COMMITTED, ACKNOWLEDGED = 16, 24
@@ -268,6 +269,10 @@ class Region:
         words[start + LOG_BEGINS], words[start + LOG_BEGINS + 1] = sizes
         words[start + LOG_REQUEST] = request
 
+    def set_damaged(self, how: int) -> None:
+        """Its group, or its device, is of no use any more."""
+        self._words[self.start + IS_DAMAGED] |= how
+
     def set_without_group(self, is_without: bool) -> None:
         """Whether its code has left the process group."""
         self._words[self.start + WITHOUT_GROUP] = is_without
@@ -400,7 +405,12 @@ class Region:
     @property
     def is_damaged(self) -> bool:
         """Whether an operation has failed within the group, which is of no use then."""
-        return self._words[self.start + IS_DAMAGED] != 0
+        return self._words[self.start + IS_DAMAGED] & OPERATION_FAILED != 0
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether every use of its device fails from now on, until its process ends."""
+        return self._words[self.start + IS_DAMAGED] & DEVICE_LOST != 0
 
     def _streams(self) -> Iterator[tuple[int, Head]]:
         for number in range(min(STREAMS, self._words[self.start + STREAM_COUNT])):
@@ -437,6 +447,14 @@ class Region:
         ]
         # A group that was made again may bear the name of one that is gone: the later one counts.
         return {name: count for _, name, count in sorted(found)}
+
+    def begun(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """The same, each with the members of its group."""
+        found = [
+            (self._words[at + INCARNATION], head.name, self._words[at + COUNT], head.members)
+            for at, head in self._streams()
+        ]
+        return {name: (count, members) for _, name, count, members in sorted(found)}
 
     def refused(self) -> tuple[tuple[str, int], ...]:
         """Operations that this rank has posted and not begun, as they do not match: group, number.

@@ -16,10 +16,17 @@ import torch
 
 SOURCES = Path(__file__).parent
 UNITS = ("device.cpp", "group.cpp")
-FLAGS = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", "-DTORCH_EXTENSION_NAME=_standin")
+FLAGS = (
+    "-O1",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-w",
+    "-DTORCH_EXTENSION_NAME=_standin",
+)
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 OLDEST_TORCH = (2, 13)
-"""What the sources are written against: c10d's Backend and torch's interfaces for devices change."""
+"""What the sources are written against; c10d's and the devices' interfaces change."""
 
 
 class CannotBuildError(Exception):

@@ -1312,11 +1312,14 @@ void bind_group(py::module_& m) {
   py::module_::import("torch.distributed");
   using Group = ProcessGroupStandin;
   auto group = py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(
-      m, "ProcessGroupStandin", py::module_local());
+      m, "ProcessGroupStandin");
   py::class_<Group::Options, c10::intrusive_ptr<Group::Options>, c10d::Backend::Options>(
-      group, "Options", py::module_local())
+      group, "Options")
       .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
-      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream);
+      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream)
+      .def("__deepcopy__", [](const Group::Options& self, const py::dict&) {
+        return c10::make_intrusive<Group::Options>(self);
+      });
   group
       .def(
           py::init<

@@ -234,6 +234,7 @@ class Groups:
             backends_store: The same part through a client without Python, for other backends than
                 gloo.
         """
+        self.abort()  # a device would go on waiting: who is told to may not have been reached yet
         self.generation = generation
         self._made.clear()
         self._named.clear()
@@ -548,24 +549,37 @@ class SwappableGroup(Collectives):
                 self._met.add(device)
             else:
                 stream.compare(at)
+                if has_sizes and recorder.check:
+                    stream.compare_sizes(at, is_async=True)
         except CollectiveMismatchError:
             stream.refuse(at)
             raise
         except BaseException:
             stream.fail(at)
             raise
+        coalesced = self._coalesced
         try:
+            if not meets and coalesced is None:
+                # The communicator of two ranks is made at their first message: each waits for that.
+                recorder.block(at)
             work = call(self.inner)
         except BaseException as error:
             stream.withdraw(at)
             raise recorder.explain(error) from None
-        if self._coalesced is not None:
-            self._coalesced.append((stream, at, stream.sequence_word(at)))
+        finally:
+            if not meets and coalesced is None:
+                recorder.block(0)
+        if coalesced is not None:
+            coalesced.append((stream, at, stream.sequence_word(at)))
         elif work is not None:
             stream.enqueued(at, work)
         else:
             stream.end(at)
         return work
+
+    def coalesces(self, device: torch.device) -> bool:
+        """Whether its backend for this device can put operations together."""
+        return bool(self.inner._get_backend(device).supports_coalescing)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self._enqueues.get(device.type, self._enqueues_all):
@@ -574,10 +588,16 @@ class SwappableGroup(Collectives):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         together, self._coalesced = self._coalesced or (), None
+        recorder = self._recorder
+        if together and device.type not in self._met:  # which makes it, and waits for all members
+            recorder.block(together[0][1])
         try:
             work = self.inner._end_coalescing(device)
         except BaseException as error:
-            raise self._recorder.explain(error) from None
+            raise recorder.explain(error) from None
+        finally:
+            recorder.block(0)
+        self._met.add(device.type)
         for stream, at, posted in together:
             if work is not None:
                 stream.enqueued(at, work, posted)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from distsession.engine.collectives.operation_log import Entry, end
 from distsession.protocol import board as layout
 
-__all__ = ["InFlight", "is_device_wait"]
+__all__ = ["InFlight", "instruction", "is_device_wait"]
 
 SECOND_LOOK_S = 0.02
 """Seconds between two looks at whether the main thread is still at the same instruction."""
@@ -193,10 +193,34 @@ def is_device_wait(frame: FrameType | None, *, is_certain: bool = False) -> bool
         frame: Its innermost one.
         is_certain: It does little but wait.
     """
+    # torch's modes of Python, such as that of a default device, stand between the two.
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
     if frame is None:
         return False
     called = _called(frame.f_code, frame.f_lasti)
     return called in (_CERTAIN_WAITS if is_certain else _WAITS) or "synchronize" in called.lower()
+
+
+_OTHER_WAITS = frozenset(
+    {"sleep", "input", "select", "poll", "acquire", "join", "recv", "read", "readline", "run"}
+)
+"""Calls that wait for something else than a device, for as long as it takes."""
+
+
+def instruction(frame: FrameType | None) -> int:
+    """A number that stays the same while a thread is at one call; 0 where it waits for others.
+
+    It is 0, too, where Python itself lets go of its lock now and then: at the end of a loop, and
+    where a function begins.
+
+    Args:
+        frame: The thread's innermost one.
+    """
+    if frame is None or _called(frame.f_code, frame.f_lasti) in _OTHER_WAITS:
+        return 0
+    name = dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RESUME"
+    return 0 if name.startswith(("JUMP", "RESUME")) else hash((id(frame), frame.f_lasti)) or 1
 
 
 @lru_cache(256)

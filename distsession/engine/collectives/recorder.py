@@ -451,7 +451,7 @@ class Recorder(RequestListener):
 
     def mark_damaged(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
-        self.words[self.region.start + layout.IS_DAMAGED] = 1
+        self.region.set_damaged(layout.OPERATION_FAILED)
 
     def abort_error(self, operation: Operation | None = None) -> BaseException:
         """What an operation of an aborted generation raises.
@@ -782,10 +782,11 @@ class Stream:
 
     # --- sizes that differ from rank to rank ------------------------------------------------------
 
-    def compare_sizes(self, at: int) -> None:
+    def compare_sizes(self, at: int, *, is_async: bool = False) -> None:
         """Check what all ranks send in an all_to_all against what each expects from the others.
 
-        Every rank checks all of them, so that none begins what another has refused.
+        Every rank checks all of them, so that none begins what another has refused; where they do
+        not meet, each checks those that have posted theirs by now.
 
         Raises:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
@@ -795,7 +796,7 @@ class Stream:
         for source, (sent, _) in enumerate(parts):
             for target, (_, received) in enumerate(parts):
                 if sent and received and sent[target] != received[source]:
-                    raise self._mismatch(sequence)
+                    raise self._mismatch(sequence, is_async=is_async)
 
     # --- words for people -------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ One function for each liberty taken, so that a new torch that breaks one is mend
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -183,6 +184,32 @@ def install_group_factory(
     hashed = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
     _disable_dynamo(c10d._hash_ranks_to_str)
+    _batch_messages()
+
+
+def _batch_messages() -> None:
+    """Let ``batch_isend_irecv`` put messages together in our groups as it does in torch's own.
+
+    It asks whether a group is of the very class ``ProcessGroup``, and issues one after the other
+    where it is not, which on NCCL waits for peers that wait for others.
+    """
+    native = c10d.batch_isend_irecv
+
+    @functools.wraps(native)
+    def batched(p2p_op_list: list[Any]) -> list[Any]:
+        group: Any = p2p_op_list[0].group or dist.group.WORLD if p2p_op_list else None
+        device = p2p_op_list[0].tensor.device if p2p_op_list else None
+        if not hasattr(group, "coalesces") or not group.coalesces(device):
+            return native(p2p_op_list)
+        c10d._check_p2p_op_list(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as together:
+            for each in p2p_op_list:
+                end = "group_dst" if each.op is dist.isend else "group_src"
+                each.op(each.tensor, group=each.group, tag=each.tag, **{end: each.group_peer})
+        return list(together.works)
+
+    _disable_dynamo(batched)
+    dist.batch_isend_irecv = c10d.batch_isend_irecv = batched
 
 
 def hide_from_compiler() -> None:

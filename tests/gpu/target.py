@@ -1,0 +1,86 @@
+"""Where the checks run: on GPUs by NCCL, or on the stand-in that needs none."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distsession.devices import MULTI_RANK_NCCL
+
+RANKS = 4
+"""As many as there are, unless every rank needs a GPU of its own and there are fewer."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend, with the device that it works on.
+
+    Attributes:
+        backend: Its name.
+        device: torch's name of the type of device.
+        ranks: How many can be had.
+        options: Of the sessions.
+        limits: What is not tried here, in sentences.
+        break_device: Code that breaks the current device for the rest of the process.
+    """
+
+    backend: str
+    device: str
+    ranks: int
+    options: dict[str, Any] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
+    break_device: str = ""
+
+    @property
+    def is_nccl(self) -> bool:
+        return self.backend == "nccl"
+
+
+class NotHereError(Exception):
+    """Why a backend cannot be tried on this machine."""
+
+
+def nccl() -> Target:
+    """Several ranks on GPU 0; with an NCCL that does not take that, a rank on each GPU.
+
+    Raises:
+        NotHereError: There is no GPU.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise NotHereError("there is no GPU")
+    # An index out of range ends all work of the process on its GPU.
+    broken = "torch.zeros(4, device=device)[torch.full((1,), 99, device=device)].sum().item()"
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    if version >= MULTI_RANK_NCCL:
+        return Target("nccl", "cuda", RANKS, {"devices": [0] * RANKS}, (), broken)
+    ranks = min(gpus, RANKS)
+    numbers = ".".join(map(str, version))
+    limit = f"NCCL {numbers} takes one rank on a GPU (several from 2.30 on): {ranks} of them are "
+    limit += f"tried, on {ranks} GPU{'s' if ranks > 1 else ''}"
+    return Target("nccl", "cuda", ranks, {"devices": list(range(ranks))}, (limit,), broken)
+
+
+def standin() -> Target:
+    """Ranks with a device each that is played by the CPU.
+
+    Raises:
+        NotHereError: It cannot be built.
+    """
+    if importlib.util.find_spec("tests.standin") is None:
+        raise NotHereError("there is no stand-in in this checkout")
+    from tests.standin.build import build, why_not
+
+    if reason := why_not():
+        raise NotHereError(reason)
+    build()
+    options = {"backend": "standin", "preload": ["tests.standin.register"]}
+    limit = "the stand-in plays NCCL and its device on the CPU: nothing was seen on a GPU"
+    return Target("standin", "standin", RANKS, options, (limit,), "torch.standin._break()")
+
+
+TARGETS: dict[str, Callable[[], Target]] = {"nccl": nccl, "standin": standin}
