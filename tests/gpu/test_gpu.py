@@ -107,9 +107,3 @@ def test_a_sharded_or_plain_tensor_of_a_gpu_is_gathered(session) -> None:
     assert whole.device.type == "cpu"
     assert whole.shape == (2 * session.world_size, 3)
     assert not torch.cuda.is_initialized()
-
-
-def test_what_passes_from_rank_to_rank_lands_on_the_receivers_own_gpu(session) -> None:
-    session.execute("state = torch.ones(300_000, device=device)")
-    session[0].copy_to(session.ranks, ["state"])
-    assert set(session.evaluate("state.device == device").values()) == {True}
