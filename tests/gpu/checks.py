@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -92,15 +93,20 @@ class Bed:
         self.shown.values = {}
         self.session.execute(code, label=LABEL)
 
-    def stop(self, code: str) -> tuple[str, float]:
-        """Run what never ends and stop it once no rank gets further; the message, and seconds."""
-        with Press(self.session, self.session.interrupt) as pressed:
-            with contextlib.suppress(RunInterrupt):
-                self.run(code)
-                raise FailedError("what never ends has ended")
-        at = time.monotonic()
+    def stop(self, code: str) -> float:
+        """Run what never ends, and stop it once no rank gets further.
+
+        Returns:
+            Seconds from there until a collective has worked.
+        """
+        with (
+            Press(self.session, self.session.interrupt) as pressed,
+            contextlib.suppress(RunInterrupt),
+        ):
+            self.run(code)
+            raise FailedError("what never ends has ended")
         self.works()
-        return str(self.session.last_run), time.monotonic() - at + (at - pressed.pressed_at)
+        return time.monotonic() - pressed.pressed_at
 
     def fails(self, code: str) -> RunError:
         """Run what fails; nobody shows what was computed of it."""
@@ -112,24 +118,17 @@ class Bed:
         raise FailedError("what should fail has gone through")
 
     def works(self) -> None:
-        """A collective comes to the right number on all ranks, and they are connected."""
-        size = self.session.world_size
-        values = self.session.evaluate("_probe()") if self._is_set_up() else {}
-        expect(set(dict(values).values()) == {float(size)}, f"the next all_reduce gave {values}")
-
-    def _is_set_up(self) -> bool:
-        known = self.session.evaluate("'_probe' in globals()")
-        fresh = [rank for rank in self.session.ranks if not known[rank]]
-        if fresh:
-            self.session[fresh].execute(PROBE)
-        return True
+        """A collective comes to the right number on all ranks."""
+        self.session.execute(PROBE)
+        values = dict(self.session.evaluate("_probe"))
+        right = set(values.values()) == {float(self.session.world_size)}
+        expect(right, f"the next all_reduce gave {values}")
 
 
 PROBE = """
-def _probe():
-    t = torch.ones(4, device=device)
-    dist.all_reduce(t)
-    return t[0].item()
+_probe = torch.ones(4, device=device)
+dist.all_reduce(_probe)
+_probe = _probe[0].item()
 """
 
 
@@ -281,7 +280,9 @@ def restored(bed: Bed) -> str:
 
 # --- what does not match --------------------------------------------------------------------------
 
-MISMATCH = "t = torch.ones(3 + (rank == 1), device=device)\ndist.all_reduce(t{group})\nt.sum().item()"
+MISMATCH = (
+    "t = torch.ones(3 + (rank == 1), device=device)\ndist.all_reduce(t{group})\nt.sum().item()"
+)
 
 
 @check("a mismatch in a group's first operation: nothing begins")
@@ -328,7 +329,9 @@ def deadlock(bed: Bed) -> str:
     bed.works()
     began = time.monotonic()
     try:
-        bed.run("t = torch.ones(3, device=device)\nif rank != 1: dist.all_reduce(t)\nt.sum().item()")
+        bed.run(
+            "t = torch.ones(3, device=device)\nif rank != 1: dist.all_reduce(t)\nt.sum().item()"
+        )
     except CollectiveHangError as error:
         took = time.monotonic() - began
         expect(set(bed.shown.values) <= {1}, f"cut off, and yet a value: {bed.shown.values}")
@@ -367,7 +370,7 @@ def diagnosis(bed: Bed) -> str:
 def stop(bed: Bed) -> str:
     bed.works()
     bed.run("kept = [rank, 'from before']; own = torch.full((4,), float(rank), device=device)")
-    times = [bed.stop(HANG)[1] for _ in range(3)]
+    times = [bed.stop(HANG) for _ in range(3)]
     kept = bed.session.evaluate("(kept, own.sum().item())")
     expect(all(v == ([r, "from before"], 4.0 * r) for r, v in kept.items()), f"kept: {kept}")
     return f"{', '.join(f'{t:.2f}' for t in sorted(times))} s"
@@ -383,7 +386,7 @@ def other_waits(bed: Bed) -> str:
     took = []
     for name, wait in waits.items():
         head = "import time\nt = torch.ones(3, device=device)\nif rank == 1: time.sleep(600)\n"
-        took.append(f"{name} {bed.stop(head + wait)[1]:.2f} s")
+        took.append(f"{name} {bed.stop(head + wait):.2f} s")
     return ", ".join(took)
 
 
@@ -579,7 +582,9 @@ def mixed(bed: Bed) -> str:
         expect(set(sums.values()) == {(2.0 * n, 2.0 * n)}, f"sums: {sums}")
         for where in ("cpu", "device"):
             place = "" if where == "cpu" else ", device=device"
-            error = other.fails(f"t = torch.ones(3 + (rank == 1){place})\ndist.all_reduce(t)\nt[0].item()")
+            error = other.fails(
+                f"t = torch.ones(3 + (rank == 1){place})\ndist.all_reduce(t)\nt[0].item()"
+            )
             expect(isinstance(error.first, CollectiveMismatchError), f"{where}: {error.first!r}")
             hang = "import time\nif rank == 1: time.sleep(600)\n"
             other.stop(hang + f"t = torch.ones(3{place})\ndist.all_reduce(t)\nt[0].item()")
@@ -656,8 +661,6 @@ class _Limit:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        import threading
-
         over = threading.Event()
 
         def watch() -> None:
