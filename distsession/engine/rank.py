@@ -570,14 +570,16 @@ class Rank:
     def _abort_backend(self, message: Abort) -> None:
         """From the control thread: abort whatever the main thread waits in.
 
-        Nothing says so to who waits for a device: it goes on, with what was not computed. So that
-        is raised there.
+        Nothing says so to who waits for a device: it would go on, with what was not computed. So
+        that is raised there, and waits there before the device is free.
         """
         with self._group_lock:
             if message.generation < self._generation:  # it has been connected anew already
                 return
             self._recorder.note_completed()
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
+            if is_cut_off and message.reason is not AbortReason.STOP:
+                self._interrupter.raise_in_user_code(self._recorder.abort_error)
             if self._groups is None:
                 abort.abort_communicators()
             else:
@@ -588,8 +590,6 @@ class Rank:
             abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
             self._recorder.unseen.reset()
-        if is_cut_off and message.reason is not AbortReason.STOP:
-            self._interrupter.raise_in_user_code(self._recorder.abort_error)
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.

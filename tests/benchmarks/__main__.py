@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.benchmarks import (
     calls,
     check,
+    devices,
     helpers,
     keep,
     memory,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "failure": recovery.failure,
     "replace": recovery.replace,
     "check": check.check,
+    "devices": devices.devices,
     "moving": moving.moving,
     "helpers": helpers.helpers,
     "keep": keep.keep,

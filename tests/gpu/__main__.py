@@ -59,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{'note:':15}{limit}")
     print(flush=True)
     chosen = [c for c in CHECKS if not arguments.only or any(t in c.name for t in arguments.only)]
-    bed, began, counts = Bed(target), time.monotonic(), dict.fromkeys(("held", "FAILED", "skipped"), 0)
+    bed, began, counts = (
+        Bed(target),
+        time.monotonic(),
+        dict.fromkeys(("held", "FAILED", "skipped"), 0),
+    )
     try:
         for each in chosen:
             outcome = attempt(bed, each)

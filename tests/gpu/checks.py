@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from typing import Any
 import psutil
 
 from distsession import RunError, RunInterrupt, Session
+from distsession.display.render import Bundle
 from distsession.errors import CollectiveHangError, CollectiveMismatchError
+from distsession.kernel.output import Output
 from tests.gpu.target import Target
 from tests.until import Press
 
@@ -38,17 +41,34 @@ class FailedError(AssertionError):
     """What does not hold."""
 
 
+class Shown(Output):
+    """Keeps what runs show, so that the report has only what is looked at.
+
+    Attributes:
+        values: Of a cell's last expression, by rank, as text.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, str] = {}
+
+    def show(self, shown: dict[int, Bundle]) -> None:
+        self.values = {rank: str(data["text/plain"]) for rank, (data, _) in shown.items()}
+
+
 class Bed:
     """A session on a target, started when it is first needed.
 
     Args:
         target: Where.
+
+    Attributes:
+        shown: What the last run of :meth:`run` has shown.
     """
 
     def __init__(self, target: Target):
         self.target = target
         self.current: Session | None = None
-        self._setting_up = ""
+        self.shown = Shown()
 
     @property
     def session(self) -> Session:
@@ -59,6 +79,7 @@ class Bed:
     def start(self, ranks: int | None = None, **options: Any) -> Session:
         """Another session on the target."""
         given = {"hang_grace": GRACE_S, "threads": 1, **self.target.options, **options}
+        given["output"] = lambda: self.shown
         return Session(self.target.ranks if ranks is None else ranks, **given)
 
     def close(self) -> None:
@@ -69,45 +90,45 @@ class Bed:
 
     def run(self, code: str) -> None:
         """On all ranks."""
+        self.shown.values = {}
         self.session.execute(code, label=LABEL)
 
-    def stop(self, code: str) -> tuple[str, float]:
-        """Run what never ends and stop it once no rank gets further; the message, and seconds."""
-        with Press(self.session, self.session.interrupt) as pressed:
-            with contextlib.suppress(RunInterrupt):
-                self.run(code)
-                raise FailedError("what never ends has ended")
-        at = time.monotonic()
+    def stop(self, code: str) -> float:
+        """Run what never ends, and stop it once no rank gets further.
+
+        Returns:
+            Seconds from there until a collective has worked.
+        """
+        with (
+            Press(self.session, self.session.interrupt) as pressed,
+            contextlib.suppress(RunInterrupt),
+        ):
+            self.run(code)
+            raise FailedError("what never ends has ended")
         self.works()
-        return str(self.session.last_run), time.monotonic() - at + (at - pressed.pressed_at)
+        return time.monotonic() - pressed.pressed_at
 
     def fails(self, code: str) -> RunError:
-        """Run what fails."""
+        """Run what fails; nobody shows what was computed of it."""
         try:
             self.run(code)
         except RunError as error:
+            expect(not self.shown.values, f"cut off, and yet a value: {self.shown.values}")
             return error
         raise FailedError("what should fail has gone through")
 
     def works(self) -> None:
-        """A collective comes to the right number on all ranks, and they are connected."""
-        size = self.session.world_size
-        values = self.session.evaluate("_probe()") if self._is_set_up() else {}
-        expect(set(dict(values).values()) == {float(size)}, f"the next all_reduce gave {values}")
-
-    def _is_set_up(self) -> bool:
-        known = self.session.evaluate("'_probe' in globals()")
-        fresh = [rank for rank in self.session.ranks if not known[rank]]
-        if fresh:
-            self.session[fresh].execute(PROBE)
-        return True
+        """A collective comes to the right number on all ranks."""
+        self.session.execute(PROBE)
+        values = dict(self.session.evaluate("_probe"))
+        right = set(values.values()) == {float(self.session.world_size)}
+        expect(right, f"the next all_reduce gave {values}")
 
 
 PROBE = """
-def _probe():
-    t = torch.ones(4, device=device)
-    dist.all_reduce(t)
-    return t[0].item()
+_probe = torch.ones(4, device=device)
+dist.all_reduce(_probe)
+_probe = _probe[0].item()
 """
 
 
@@ -172,6 +193,7 @@ def start(bed: Bed) -> str:
 
 
 COLLECTIVES = """
+import warnings; warnings.simplefilter("ignore")  # newer torch has other names for two of them
 n = world_size
 mine = torch.arange(4., device=device) + rank
 total = mine.clone(); dist.all_reduce(total)
@@ -228,29 +250,39 @@ def moving(bed: Bed) -> str:
     import torch
 
     session = bed.session
-    session.execute("big = torch.arange(20_000_000., device=device) + rank; mix = {'a': [big[:3]]}")
+    session.execute("big = torch.arange(10_000_000., device=device) + rank; mix = {'a': [big[:3]]}")
     for rank, big in session.pull("big").items():
-        expect(big.device.type == "cpu" and big.numel() == 20_000_000, f"rank {rank}: {big.device}")
-        expect(big[-1].item() == 19_999_999.0 + rank, f"rank {rank}: the end is {big[-1]}")
+        expect(big.device.type == "cpu" and big.numel() == 10_000_000, f"rank {rank}: {big.device}")
+        expect(big[-1].item() == 9_999_999.0 + rank, f"rank {rank}: the end is {big[-1]}")
     mixed = session.evaluate("mix")[0]["a"][0]
     expect(mixed.tolist() == [0.0, 1.0, 2.0], f"a nested one arrived as {mixed}")
     session.push(weights=torch.arange(1_000_000.0))
     sums = session.evaluate("weights.to(device).sum().item() == weights.sum().item()")
     expect(set(dict(sums).values()) == {True}, "what was pushed is another on the device")
-    session.execute("state = torch.full((300_000,), float(rank), device=device)")
-    if session.world_size > 1:
-        session[0].copy_to(session.ranks, ["state"])
-        places = session.evaluate("(state.device == device, state.sum().item())")
-        expect(set(dict(places).values()) == {(True, 0.0)}, f"copied: {places}")
-    whole = session.gather("mix['a'][0]")
-    expect(whole.shape == (3 * session.world_size,), f"gathered {whole.shape}")
-    session.execute("del big, mix, weights, state")
-    return "80 MB from each rank, 4 MB to each, from rank 0 to all, gathered"
+    session.execute("part = torch.full((3, 2), float(rank), device=device)")
+    whole = session.gather("part")
+    expect(whole.shape == (3 * session.world_size, 2), f"gathered {whole.shape}")
+    expect(whole[-1].tolist() == [session.world_size - 1.0] * 2, f"gathered {whole}")
+    session.execute("del big, mix, weights, part")
+    return "40 MB from each rank, 4 MB to each, gathered"
+
+
+@check("a replaced rank gets tensors of another one on its own device")
+def restored(bed: Bed) -> str:
+    session = bed.session
+    session.execute("state = torch.full((300_000,), rank + 1., device=device)")
+    session.restart([1], restore="state")
+    found = session[1].evaluate("(state.device == device, state.sum().item())")[1]
+    expect(found == (True, 300_000.0), f"restored: {found}")
+    bed.works()
+    return "1.2 MB from rank 0 to rank 1"
 
 
 # --- what does not match --------------------------------------------------------------------------
 
-MISMATCH = "t = torch.ones(3 + (rank == 1), device=device)\ndist.all_reduce(t{group})\nt.sum().item()"
+MISMATCH = (
+    "t = torch.ones(3 + (rank == 1), device=device)\ndist.all_reduce(t{group})\nt.sum().item()"
+)
 
 
 @check("a mismatch in a group's first operation: nothing begins")
@@ -258,7 +290,7 @@ def first_mismatch(bed: Bed) -> str:
     bed.run("fresh = dist.new_group()")
     error = bed.fails(MISMATCH.format(group=", group=fresh"))
     expect(isinstance(error.first, CollectiveMismatchError), f"it is {error.first!r}")
-    expect_text(error, "rank 1 called all_reduce with float32 .4.", "line 2")
+    expect_text(error, "rank 1 called all_reduce of group .* with float32 .4.", "line 2")
     values = bed.session.evaluate("t.sum().item()")
     expect(all(v == 3 + (r == 1) for r, v in values.items()), f"tensors changed: {values}")
     bed.works()
@@ -297,9 +329,12 @@ def deadlock(bed: Bed) -> str:
     bed.works()
     began = time.monotonic()
     try:
-        bed.run("t = torch.ones(3, device=device)\nif rank != 1: dist.all_reduce(t)\nt.sum().item()")
+        bed.run(
+            "t = torch.ones(3, device=device)\nif rank != 1: dist.all_reduce(t)\nt.sum().item()"
+        )
     except CollectiveHangError as error:
         took = time.monotonic() - began
+        expect(set(bed.shown.values) <= {1}, f"cut off, and yet a value: {bed.shown.values}")
         expect_text(error, "wait.* for .* device.* in all_reduce", "for rank 1, which finished")
         bed.works()
         return f"ended after {took:.1f} s, {GRACE_S:g} s of them grace"
@@ -335,7 +370,7 @@ def diagnosis(bed: Bed) -> str:
 def stop(bed: Bed) -> str:
     bed.works()
     bed.run("kept = [rank, 'from before']; own = torch.full((4,), float(rank), device=device)")
-    times = [bed.stop(HANG)[1] for _ in range(3)]
+    times = [bed.stop(HANG) for _ in range(3)]
     kept = bed.session.evaluate("(kept, own.sum().item())")
     expect(all(v == ([r, "from before"], 4.0 * r) for r, v in kept.items()), f"kept: {kept}")
     return f"{', '.join(f'{t:.2f}' for t in sorted(times))} s"
@@ -351,7 +386,7 @@ def other_waits(bed: Bed) -> str:
     took = []
     for name, wait in waits.items():
         head = "import time\nt = torch.ones(3, device=device)\nif rank == 1: time.sleep(600)\n"
-        took.append(f"{name} {bed.stop(head + wait)[1]:.2f} s")
+        took.append(f"{name} {bed.stop(head + wait):.2f} s")
     return ", ".join(took)
 
 
@@ -453,6 +488,7 @@ def step(name, to_the_end=True):
     if not to_the_end and rank == 1:
         import time; time.sleep(600)
     loss.backward()
+    torch.accelerator.synchronize()  # what the device is given behind this would run after a Stop
     optimizers[name].step()
     return loss.item()
 
@@ -478,15 +514,13 @@ def modules(bed: Bed) -> str:
     for rank in bed.session.ranks:
         same = all(map(torch.equal, before[rank], after[rank]))
         expect(same, f"rank {rank}: a Stop before the optimizer's step has changed parameters")
-    losses = bed.session.evaluate("steps(3)")
-    expect(
-        all(ls[-1] < ls[0] for r in bed.session.ranks for ls in losses[r].values()),
-        f"losses do not fall: {losses}",
-    )
+    bed.session.evaluate("steps(3)")
     last = bed.session.evaluate("weights()")
     for rank in bed.session.ranks:
         same = all(map(torch.equal, last[0], last[rank]))
         expect(same, f"ranks 0 and {rank} have different parameters")
+    expect(all(p.isfinite().all() for p in last[0]), "parameters are no numbers any more")
+    expect(not all(map(torch.equal, last[0], after[0])), "the steps after it change nothing")
     return "3 steps, a Stop in each, 3 steps; equal parameters on all ranks"
 
 
@@ -548,7 +582,9 @@ def mixed(bed: Bed) -> str:
         expect(set(sums.values()) == {(2.0 * n, 2.0 * n)}, f"sums: {sums}")
         for where in ("cpu", "device"):
             place = "" if where == "cpu" else ", device=device"
-            error = other.fails(f"t = torch.ones(3 + (rank == 1){place})\ndist.all_reduce(t)\nt[0].item()")
+            error = other.fails(
+                f"t = torch.ones(3 + (rank == 1){place})\ndist.all_reduce(t)\nt[0].item()"
+            )
             expect(isinstance(error.first, CollectiveMismatchError), f"{where}: {error.first!r}")
             hang = "import time\nif rank == 1: time.sleep(600)\n"
             other.stop(hang + f"t = torch.ones(3{place})\ndist.all_reduce(t)\nt[0].item()")
@@ -625,8 +661,6 @@ class _Limit:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        import threading
-
         over = threading.Event()
 
         def watch() -> None:

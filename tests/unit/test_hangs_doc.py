@@ -317,12 +317,7 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "What waits in a store of your own counts as code that runs.": (
         f"{HERE}test_a_wait_in_a_store_of_ones_own_counts_as_code_that_runs",
     ),
-    "NCCL: Its operations are neither recorded nor compared.": "several GPUs would be needed, as the page says",
-    "So there is no verdict, nothing ends by itself, and a rank that fails or dies does not free the others.": "several GPUs would be needed, as the page says",
-    "Stop aborts the communicators through torch's API.": (
-        "integration/test_torch_internals.py::test_communicators_can_be_aborted",
-    ),
-    "The tests do not cover this: it needs several GPUs.": "it says what is not tested",
+    "NCCL, and what else waits on a device:  says what is different there.": "it promises nothing",
     "Several hosts: All ranks of a session are on one machine.": (
         "integration/test_nodes.py::test_each_rank_knows_its_node",
     ),
@@ -547,8 +542,6 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "Stores that you made at the session's `MASTER_PORT`: a Stop that ends a wait in them closes their connection.": (
         f"{HERE}test_a_stop_in_a_store_at_the_sessions_port_closes_it",
     ),
-    "With NCCL, and with a mix of backends, the group is left and made again.": "several GPUs would be needed, as the page says",
-    "Groups and modules of before have to be made again, too.": "several GPUs would be needed, as the page says",
 }
 """Each sentence of the page, and the tests that show it; or why it promises nothing."""
 

@@ -1,0 +1,216 @@
+"""What recording costs, and how soon a Stop has worked, where ranks wait for a device.
+
+On NCCL where there are GPUs, otherwise on the stand-in of the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from distsession import RunInterrupt, Session
+from tests.benchmarks.bench import Bench
+from tests.benchmarks.figures import OURS, Arm, Figure, Row, Target, take_turns
+from tests.benchmarks.processes import end_tree, program, run_program, snapshot
+from tests.benchmarks.programs.hangs import Fault
+from tests.gpu import target as targets
+
+POSTING_RANKS = 8
+RANKS = 2
+"""Of what is trained: as many as small machines have processors."""
+STOP_RANKS = 4
+UNIT = "us"
+BARE = "torch's own group"
+APART = "processes without a session"
+ROOT = Path(__file__).parents[2]
+
+# On each rank, beside the session's group, the one within it: on the same communicator.
+TIMES = """
+import time
+
+def times(group, count):
+    tensor = torch.ones(4, device=device)
+    for _ in range(20):
+        dist.all_reduce(tensor, group=group)
+    torch.accelerator.synchronize()
+    wall, cpu = time.perf_counter(), time.thread_time()
+    for _ in range(count):
+        dist.all_reduce(tensor, group=group)
+    cpu = time.thread_time() - cpu
+    torch.accelerator.synchronize()
+    return 1e6 * (time.perf_counter() - wall) / count, 1e6 * cpu / count
+"""
+
+HANG = """
+import time
+tensor = torch.ones(4, device=device)
+if rank == 1:
+    time.sleep(60)
+dist.all_reduce(tensor)
+tensor.sum().item()
+"""
+
+WORK = """
+total = torch.ones(4, device=device)
+dist.all_reduce(total)
+total = total.tolist()
+"""
+
+
+def devices(bench: Bench) -> Iterator[Row]:
+    """Posting, a small all_reduce, a training step, and a Stop in a hang."""
+    yield from _posting(bench)
+    try:
+        target = targets.nccl()
+        if target.ranks < RANKS:
+            raise targets.NotHereError(target.limits[0])
+    except targets.NotHereError:
+        try:
+            target = targets.standin()
+        except targets.NotHereError as missing:
+            yield Row("a device backend", OURS, note=str(missing))
+            return
+    yield from _all_reduce(bench, target)
+    yield from _step(bench, target)
+    yield from _stop(bench, target)
+
+
+def _options(target: targets.Target, ranks: int) -> dict[str, object]:
+    options = {"threads": 1, **target.options}
+    if "devices" in options:
+        options["devices"] = options["devices"][:ranks]
+    return options
+
+
+def _posting(bench: Bench) -> Iterator[Row]:
+    """In Python alone, without a device."""
+    command = program("device_cost", POSTING_RANKS, max(bench.repeats, 3))
+    plain, recorded, compared = zip(*json.loads(run_program(command)), strict=True)
+    name = f"processor time of an all_reduce that a device is given, N={POSTING_RANKS}"
+    yield Row(name, f"{BARE}, doing nothing", Figure(tuple(plain)), UNIT)
+    yield Row(name, f"{OURS}, recording, above that", _above(recorded, plain), UNIT)
+    both = _above(compared, plain)
+    yield Row(name, f"{OURS}, and comparing, above that", both, UNIT, target=Target(10))
+
+
+def _above(these: Sequence[float], those: Sequence[float]) -> Figure:
+    return Figure(tuple(a - b for a, b in zip(these, those, strict=True)))
+
+
+def _all_reduce(bench: Bench, target: targets.Target) -> Iterator[Row]:
+    """On one communicator, with the session's group around it and without."""
+    count = 300 if bench.quick else 1000
+    with bench.session(RANKS, **_options(target, RANKS)) as session:
+        session.execute(TIMES)
+        found: dict[str, list[Sequence[float]]] = {"dist.group.WORLD": [], "bare": []}
+        session.execute("bare = dist.group.WORLD.inner")
+        for _ in range(max(bench.repeats, 5)):
+            for group, values in found.items():
+                values.append(session.evaluate(f"times({group}, {count})")[0])
+    ours, bare = found.values()
+    for number, what in enumerate(("wall time", "processor time at the caller")):
+        name = f"{what} of a small all_reduce on {target.backend}, N={RANKS}"
+        mine, theirs = [v[number] for v in ours], [v[number] for v in bare]
+        ratio = Figure(tuple(a / b for a, b in zip(mine, theirs, strict=True)))
+        yield Row(name, BARE, Figure(tuple(theirs)), UNIT)
+        yield Row(name, OURS, Figure(tuple(mine)), UNIT, ratio, BARE)
+        yield Row(name, f"{OURS}, above that", _above(mine, theirs), UNIT)
+
+
+# --- a training step ------------------------------------------------------------------------------
+
+
+class _Apart:
+    """The same training in processes as torchrun starts them."""
+
+    def __init__(self, bench: Bench, target: targets.Target, count: int):
+        arguments = (target.backend, bench.folder / "device-store", count)
+        several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if target.is_nccl else {}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environ = {**os.environ, **several, "PYTHONPATH": path, "WORLD_SIZE": str(RANKS)}
+        self._processes = [
+            subprocess.Popen(
+                program("device_steps", *arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(RANKS)
+        ]
+
+    def begin(self) -> None:
+        self._answers()
+
+    def measure(self) -> Sequence[float]:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return [float(self._answers()[0])]
+
+    def _answers(self) -> list[str]:
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            answers.append(process.stdout.readline())
+            if not answers[-1]:
+                raise RuntimeError("a process of the training ended")
+        return answers
+
+    def close(self) -> None:
+        for process in self._processes:
+            end_tree(process)
+
+
+def _step(bench: Bench, target: targets.Target) -> Iterator[Row]:
+    count = 20 if bench.quick else 50
+    before = snapshot()
+    apart = _Apart(bench, target, count)
+    try:
+        apart.begin()
+        with Session(RANKS, **_options(target, RANKS)) as session:
+            session.execute(
+                "from tests.benchmarks.programs.device_steps import Training\n"
+                "training = Training(device)"
+            )
+            arms = [
+                Arm(APART, apart.measure),
+                Arm(OURS, lambda: [session.evaluate(f"training.time({count})")[0]]),
+            ]
+            take_turns(arms, max(3 * bench.repeats, 9))
+    finally:
+        apart.close()
+        bench.sweep(OURS, before)
+    name = f"a step of DistributedDataParallel on {target.backend}, N={RANKS}"
+    yield arms[0].row(name, UNIT)
+    yield arms[1].row(name, UNIT, arms[0], target=Target(1.01))
+
+
+# --- Stop -----------------------------------------------------------------------------------------
+
+
+def _stop(bench: Bench, target: targets.Target) -> Iterator[Row]:
+    """While rank 1 sleeps and the others wait for their device."""
+    ranks = min(STOP_RANKS, target.ranks)
+    times = []
+    with bench.session(ranks, **_options(target, ranks)) as session:
+        session.execute(WORK)
+        for _ in range(max(bench.repeats, 3)):
+            fault = Fault(session.interrupt)
+            with contextlib.suppress(RunInterrupt):
+                session.execute(HANG)
+                raise RuntimeError("the cell ended by itself")
+            session.execute(WORK)
+            times.append(time.monotonic() - fault.at)
+            found = dict(session.evaluate("total"))
+            if any(total != [float(ranks)] * 4 for total in found.values()):
+                raise RuntimeError(f"the next collective gave {found}")
+    name = f"Stop where ranks wait for a device ({target.backend}) to a collective that works"
+    limit = Target(2.0 if target.is_nccl else 0.3)
+    yield Row(f"{name}, N={ranks}", OURS, Figure(tuple(times)), "s", target=limit)

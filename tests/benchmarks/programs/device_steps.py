@@ -1,0 +1,64 @@
+"""Steps of DistributedDataParallel on a device, in processes that know no session.
+
+Arguments: backend, file of the store, steps. RANK and WORLD_SIZE say which of them this is. For
+each line on standard input it trains some steps and prints microseconds of one.
+"""
+
+import importlib
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH, LAYERS, ROWS = 256, 6, 64
+
+
+class Training:
+    """A model on a device, and its steps.
+
+    Args:
+        device: Where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self._model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._rows = torch.ones(ROWS, WIDTH).to(device)
+        self.time(3)
+
+    def time(self, count: int) -> float:
+        """Microseconds of a step."""
+        dist.barrier()
+        torch.accelerator.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            self._optimizer.zero_grad()
+            self._model(self._rows).square().mean().backward()
+            self._optimizer.step()
+        torch.accelerator.synchronize()
+        return 1e6 * (time.perf_counter() - began) / count
+
+
+def main(backend: str, path: str, count: int) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if backend == "standin":
+        importlib.import_module("tests.standin.register")
+    kind = "cuda" if backend == "nccl" else backend
+    device = torch.device(kind, rank % torch.get_device_module(kind).device_count())
+    torch.get_device_module(kind).set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size)
+    training = Training(device)
+    print("READY", flush=True)
+    for _ in sys.stdin:
+        print(training.time(count), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
