@@ -577,7 +577,10 @@ class Rank:
             if message.generation < self._generation:  # it has been connected anew already
                 return
             self._recorder.note_completed()
+            # Before it is freed, or it might have gone on with what was not computed, to its end.
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
+            if is_cut_off and message.reason is not AbortReason.STOP:
+                self._interrupter.raise_in_user_code(self._recorder.abort_error)
             if self._groups is None:
                 abort.abort_communicators()
             else:
@@ -588,8 +591,6 @@ class Rank:
             abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
             self._recorder.unseen.reset()
-        if is_cut_off and message.reason is not AbortReason.STOP:
-            self._interrupter.raise_in_user_code(self._recorder.abort_error)
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.
