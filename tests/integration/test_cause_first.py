@@ -144,7 +144,7 @@ def test_an_error_before_the_last_collective_is_a_cause_of_its_own(session: Sess
 def test_a_failure_of_its_own_after_a_hang_is_told_as_well(session: Session) -> None:
     with pytest.raises(errors.CollectiveHangError, match="KeyError on rank 2 at In") as caught:
         session.execute(
-            "if rank == 2: time.sleep(3); raise KeyError('later')\nif rank != 3: dist.barrier()",
+            "if rank == 2: time.sleep(6); raise KeyError('later')\nif rank != 3: dist.barrier()",
             label="In[7]",
         )
     assert "for rank 3, which finished its part" in str(caught.value)
@@ -165,7 +165,7 @@ def test_a_death_leads_though_others_come_late(start, backend: Backend) -> None:
     assert "rank 3" in shown[0]
     assert "SIGKILL" in shown[0]
     assert len([line for line in shown if "CollectiveError" in line]) == 0
-    assert re.match(r"Ranks? 0\S* waited in barrier #1 at In\[7\] line 4 and w", shown[-2])
+    assert re.match(r"Ranks? 0\S* waited in barrier #\d at In\[7\] line 4 and w", shown[-2])
     assert len([line for line in shown if "waited in" in line or "later" in line]) == 1
 
 
