@@ -577,6 +577,7 @@ class Rank:
             if message.generation < self._generation:  # it has been connected anew already
                 return
             self._recorder.note_completed()
+            # Before it is freed, or it might have gone on with what was not computed, to its end.
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
             if is_cut_off and message.reason is not AbortReason.STOP:
                 self._interrupter.raise_in_user_code(self._recorder.abort_error)
