@@ -441,6 +441,10 @@ class Work : public c10d::Work {
     } else if (operation_->type == OpType::BARRIER && !isCompleted()) {
       standin::synchronize(current_stream(device_.index()));
     }
+    if (const auto error = operation_->error()) {
+      abort();
+      std::rethrow_exception(error);
+    }
     return true;
   }
 
@@ -487,10 +491,6 @@ class Work : public c10d::Work {
           ", Timeout(ms)=",
           timeout.count(),
           ") timed out in blocking wait."));
-    }
-    if (const auto error = operation_->error()) {
-      abort();
-      std::rethrow_exception(error);
     }
   }
 
@@ -777,7 +777,8 @@ class ProcessGroupStandin : public c10d::Backend {
       return nullptr;
     }
     const auto tensors = std::exchange(coalesced_tensors_, {});
-    return launch(operation, tensors[0].device(), tensors, tensors, coalesced_async_);
+    auto work = launch(operation, tensors[0].device(), tensors, {}, coalesced_async_);
+    return coalesced_async_ ? work : nullptr;
   }
 
   // ---- collectives ----
@@ -1012,8 +1013,12 @@ class ProcessGroupStandin : public c10d::Backend {
     }
     std::vector<at::Tensor> tensors{
         at::zeros({1}, at::TensorOptions().device(device).dtype(at::kFloat))};
-    return collective(
+    auto work = collective(
         OpType::BARRIER, tensors, tensors, all_reduced(tensors[0], ReduceOp::SUM), opts.asyncOp);
+    if (!opts.asyncOp) {
+      standin::synchronize(current_stream(device.index())); // the host waits in the call
+    }
+    return work;
   }
 
  private:
@@ -1200,12 +1205,13 @@ class ProcessGroupStandin : public c10d::Backend {
     auto tensors = inputs;
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
     if (coalesced_) {
-      return coalesce(joined, std::move(pieces), tensors, outputs, async);
+      return coalesce(type, joined, std::move(pieces), tensors, outputs, async);
     }
     auto operation = std::make_shared<Operation>(type);
     operation->communicator = joined;
     operation->pieces = std::move(pieces);
-    return launch(operation, outputs.at(0).device(), tensors, outputs, async);
+    auto work = launch(operation, outputs.at(0).device(), tensors, outputs, async);
+    return async ? work : nullptr; // what is on the current stream needs no waiting for
   }
 
   c10::intrusive_ptr<c10d::Work> point_to_point(
@@ -1236,7 +1242,7 @@ class ProcessGroupStandin : public c10d::Backend {
     };
     std::vector<Piece> pieces{piece};
     if (coalesced_) {
-      return coalesce(joined, std::move(pieces), tensors, tensors, true);
+      return coalesce(type, joined, std::move(pieces), tensors, tensors, true);
     }
     auto operation = std::make_shared<Operation>(type);
     operation->communicator = joined;
@@ -1245,6 +1251,7 @@ class ProcessGroupStandin : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Work> coalesce(
+      OpType type,
       const CommunicatorPtr& joined,
       std::vector<Piece> pieces,
       const std::vector<at::Tensor>& tensors,
@@ -1256,6 +1263,9 @@ class ProcessGroupStandin : public c10d::Backend {
       coalesced_->pieces.push_back(std::move(piece));
     }
     coalesced_tensors_.insert(coalesced_tensors_.end(), tensors.begin(), tensors.end());
+    if (!async || c10d::isP2POp(type)) {
+      return nullptr;
+    }
     return c10::make_intrusive<Work>(
         getRank(), coalesced_, tensors.at(0).device(), number_, outputs);
   }
