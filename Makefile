@@ -80,4 +80,4 @@ $(STAMP): $(DEMO)
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-matrix .venv-libraries .venv-release dist docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-matrix .venv-libraries .venv-release build/standin-* dist docs/_build .mypy_cache .ruff_cache .pytest_cache

@@ -26,8 +26,8 @@ the call blocks until all ranks are there (PG          the group's store, withou
 The id of a communicator goes through the group's      The path of a ``memfd`` of rank 0 does.
 store (PG ``broadcastUniqueNCCLID``).
 A send or recv that is no batch has a communicator     The same, with keys ``low:high``.
-of two ranks (PG ``pointToPoint``,
-``getKeySendRecv``).
+of two ranks, unless the group was bound to a device
+at its init (PG ``pointToPoint``, ``eagerInit_``).
 With ``asyncOp`` an operation runs on a stream of the  ``launch``: the same, on a stream of the
 group's own, after what the current stream has by      pool. ``DISTSESSION_STANDIN_ONE_STREAM=1``
 then, and its tensors are kept until ``wait()`` (PG    gives all groups of a device one stream.
@@ -117,10 +117,11 @@ import os
 def required_or_reason() -> str | None:
     """Why tests with the stand-in are skipped here, or None.
 
-    With ``DISTSESSION_STANDIN=required`` nothing is skipped, and what is missing fails the tests.
+    With ``DISTSESSION_STANDIN=required`` a compiler that is missing fails the tests. A torch that
+    is too old is always a reason, for other versions are tried, too.
     """
-    if os.environ.get("DISTSESSION_STANDIN") == "required":
-        return None
-    from tests.standin.build import why_not
+    from tests.standin.build import too_old, why_not
 
+    if os.environ.get("DISTSESSION_STANDIN") == "required":
+        return too_old()
     return why_not()

@@ -1,17 +1,16 @@
 """``python -m tests.standin`` builds the stand-in and says where it lies.
 
-``--if-possible`` is content where there is no compiler, unless ``DISTSESSION_STANDIN=required``.
+``--if-possible`` is content where tests with it are skipped.
 """
 
-import os
 import sys
 
-from tests.standin.build import CannotBuildError, build, why_not
+from tests.standin import required_or_reason
+from tests.standin.build import CannotBuildError, build
 
 
 def main(arguments: list[str]) -> str | None:
-    optional = "--if-possible" in arguments and os.environ.get("DISTSESSION_STANDIN") != "required"
-    if optional and (reason := why_not()):
+    if "--if-possible" in arguments and (reason := required_or_reason()):
         print(f"no stand-in: {reason}")
         return None
     try:

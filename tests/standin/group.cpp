@@ -368,6 +368,10 @@ using OperationPtr = std::shared_ptr<Operation>;
 void run(const OperationPtr& operation) {
   auto& communicator = *operation->communicator;
   ++communicator.running;
+  const std::shared_ptr<void> at_the_end(nullptr, [&](void*) {
+    operation->pieces.clear();
+    --communicator.running;
+  });
   std::vector<Transfer> transfers;
   bool done = !communicator.aborted();
   if (done) {
@@ -385,8 +389,6 @@ void run(const OperationPtr& operation) {
   } else {
     operation->fail(communicator.abort_message());
   }
-  operation->pieces.clear();
-  --communicator.running;
 }
 
 class Work : public c10d::Work {
@@ -761,6 +763,7 @@ class ProcessGroupStandin : public c10d::Backend {
 
   void eagerConnectSingleDevice(at::Device) override {
     communicator("0", getRank(), getSize());
+    eager_ = true;
   }
 
   // ---- coalescing ----
@@ -1225,10 +1228,9 @@ class ProcessGroupStandin : public c10d::Backend {
     CommunicatorPtr joined;
     int target = peer;
     std::string key = "0";
-    if (coalesced_) {
+    if (coalesced_ || eager_) {
       joined = communicator(key, getRank(), getSize());
     } else {
-      // NCCL's, too, has a communicator of two for what is no batch.
       const auto low = std::min(peer, getRank());
       const auto high = std::max(peer, getRank());
       key = c10::str(low, ":", high);
@@ -1309,6 +1311,7 @@ class ProcessGroupStandin : public c10d::Backend {
   std::atomic<int> splits_{0};
   std::mutex mutex_;
   bool aborted_ = false;
+  bool eager_ = false;
   std::map<std::string, CommunicatorPtr> communicators_;
   std::map<std::pair<std::string, c10::DeviceIndex>, Stream> streams_;
   OperationPtr coalesced_;
