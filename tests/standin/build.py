@@ -35,14 +35,20 @@ class CannotBuildError(Exception):
 
 def why_not() -> str | None:
     """What is missing for the stand-in, or None."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
-        return f"the stand-in needs torch 2.13 or newer, this is {torch.__version__}"
+    if reason := too_old():
+        return reason
     if not library().exists():
         if shutil.which("g++") is None:
             return "the stand-in needs g++"
         if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
             return "the stand-in needs the headers of Python"
+    return None
+
+
+def too_old() -> str | None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        return f"the stand-in needs torch 2.13 or newer, this is {torch.__version__}"
     return None
 
 

@@ -238,6 +238,13 @@ def asynchronous(rank: int, size: int) -> None:
         close(tensor, torch.full((1000,), float(base + i * size)))
     assert all(work.is_completed() and work.is_success() for work in works)
 
+    # As NCCL's, the backend has no work for what is on the current stream already.
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    x = torch.ones(10, device="standin")
+    assert dist.distributed_c10d._get_default_group().allreduce([x], options) is None
+    close(x, torch.full((10,), float(size)))
+
     x = torch.ones(10, device="standin")
     work = dist.all_reduce(x, async_op=True)
     doubled = work.get_future().then(lambda done: done.value()[0] * 2)
