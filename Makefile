@@ -13,7 +13,7 @@ HOSTED_TESTS := $(wildcard tests/unit/test_notes.py \
 # In the order of the folders, for the tests of tests/unit, which take no time, come last then.
 BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo unit test matrix test-torch test-hosted tutorials lint notebooks docs release-check bench soak soak-keep clean
+.PHONY: demo unit standin test matrix test-torch test-hosted tutorials lint notebooks docs release-check bench soak soak-keep clean
 
 demo: $(DEMO)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
@@ -21,7 +21,10 @@ demo: $(DEMO)  ## train a classifier on all ranks and show the result
 unit: $(STAMP)  ## run the tests that start no session
 	$(BIN)/python -m pytest $(BESIDE) tests/unit
 
-test: $(STAMP)  ## run the tests
+standin: $(STAMP)  ## build the stand-in for NCCL and its device, where that can be done
+	$(BIN)/python -m tests.standin --if-possible
+
+test: $(STAMP) standin  ## run the tests
 	$(BIN)/python -m pytest $(BESIDE) -m "not notebook and not alone and not tutorial"
 	$(BIN)/python -m pytest -m alone
 
@@ -77,4 +80,4 @@ $(STAMP): $(DEMO)
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-matrix .venv-libraries .venv-release dist docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-matrix .venv-libraries .venv-release build/standin-* dist docs/_build .mypy_cache .ruff_cache .pytest_cache

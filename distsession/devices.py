@@ -47,12 +47,14 @@ def is_uuid(value: object) -> bool:
     return isinstance(value, str) and _UUID.fullmatch(value) is not None
 
 
-def first_gpus(host: HostInfo, count: int | None) -> list[Device]:
+def first_gpus(host: HostInfo, count: int | None, uses_nccl: bool) -> list[Device]:
     """A GPU for each rank, or a slice of one where it is divided.
 
     Args:
         host: Where they are.
-        count: How many; by default all of them.
+        count: How many; by default all of them, but of each GPU one slice only where NCCL cannot
+            take more.
+        uses_nccl: The ranks are to be joined by NCCL.
 
     Raises:
         OptionsError: There are not as many.
@@ -64,6 +66,8 @@ def first_gpus(host: HostInfo, count: int | None) -> list[Device]:
     ]
     if not found:
         _only_slice(host, 0, "GPU 0")  # says why
+    if count is None and uses_nccl and host.nccl < MULTI_RANK_NCCL:
+        return list({device.gpu: device for device in reversed(found)}.values())[::-1]
     if count is not None and count > len(found):
         raise _too_few(host, count, len(found))
     return found[:count]
@@ -100,7 +104,11 @@ def _named(host: HostInfo, name: str) -> Device:
     found = exact or [uuid for uuid in uuids if uuid.lower().startswith(name.lower())]
     what = "slice of a GPU" if is_slice else "GPU"
     if not found:
-        there = f"{host.host} shows {_listed(uuids)}" if uuids else f"{host.host} shows none"
+        there = f"{host.host} shows {_listed(uuids) or 'none'}"
+        if host.gpus and not is_slice and not uuids:
+            there = (
+                f"the driver of {host.host} does not tell the UUIDs of its {len(host.gpus)} GPUs"
+            )
         raise OptionsError(f"there is no {what} {name!r}: {there}. nvidia-smi -L lists them.")
     if len(found) > 1:
         raise OptionsError(
@@ -150,7 +158,7 @@ def _too_few(host: HostInfo, count: int, there: int) -> OptionsError:
     return OptionsError(
         f"{count} ranks need a GPU{slices} each, but {host.host} shows {there} of them: ask for at "
         f"most {there} ranks, or use backend='gloo' on the CPU. To try things, name one of them "
-        f"more than once: devices={[0] * count}."
+        f"more than once: devices=[0] * {count}."
     )
 
 

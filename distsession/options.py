@@ -505,11 +505,11 @@ def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
     backend = backend or ("nccl" if kind == "cuda" else "gloo")
     notes: tuple[str, ...] = ()
     if kind == "cuda":
+        uses_nccl = not pairs or any(name == "nccl" for _, name in pairs)
         if options.devices:
             placed = chosen_gpus(host, options.devices)
         else:
-            placed = first_gpus(host, options.ranks)
-        uses_nccl = not pairs or any(name == "nccl" for _, name in pairs)
+            placed = first_gpus(host, options.ranks, uses_nccl)
         notes = shared_notes(host, placed, uses_nccl)
     elif kind:
         placed = accelerators(host, kind, options.ranks, options.devices, backend)

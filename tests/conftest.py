@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.backends import BACKENDS, Backend, check_can_run
 from tests.ports import held_port
 from tests.warm_agents import WarmProcess
 
@@ -47,6 +48,18 @@ def pytest_timeout_set_timer(settings: Any) -> None:
 def pytest_timeout_cancel_timer() -> None:
     if _in_one_of_several:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    check_can_run(item)
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=str)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each of the backends that tests run on."""
+    found: Backend = request.param
+    return found
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,12 @@ def _index(device: object) -> int:
     return device if isinstance(device, int) else torch.device(str(device)).index
 
 
+def _set_device(device: object) -> None:
+    if os.environ.get("TOY_IS_FULL"):
+        raise RuntimeError("out of memory")
+    _chosen.append(_index(device))
+
+
 class ToyGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
@@ -36,7 +42,7 @@ def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 module = types.ModuleType(f"torch.{TYPE}")
 module.device_count = lambda: int(os.environ.get("TOY_DEVICES", DEVICES))
 module.is_available = lambda: True
-module.set_device = lambda device: _chosen.append(_index(device))
+module.set_device = _set_device
 module.current_device = lambda: _chosen[-1] if _chosen else 0
 module.get_device_properties = lambda device: SimpleNamespace(
     name=f"Toy {_index(device)}", total_memory=(1 + _index(device)) * GIB

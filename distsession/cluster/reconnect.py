@@ -154,7 +154,7 @@ class Reconnect:
 
     def _what_prevents_it(self, settle: float) -> str:
         """What is to be said before ranks are asked for anything."""
-        if text := self._launcher.store_problem() or self._dead_text():
+        if text := self._launcher.store_problem() or self._dead_text() or self._lost_text():
             return text
         if text := self._halted.check_twice(self._ranks):
             return text
@@ -175,6 +175,18 @@ class Reconnect:
         dead = sorted(self._launcher.dead_ranks())
         have = "has" if len(dead) == 1 else "have"
         return f"{ranks_text(dead)} died and {have} to be replaced first" if dead else ""
+
+    def _lost_text(self) -> str:
+        board = self._launcher.board
+        lost = [r for r in self._ranks if board is not None and board.regions[r].is_device_lost]
+        if not lost:
+            return ""
+        have, it = ("has", "it") if len(lost) == 1 else ("have", "them")
+        return (
+            f"{ranks_text(lost)} {have} lost the device to an error that stays: "
+            f"session.restart({lost}) replaces {it}, and restore=[...] copies variables from a "
+            "rank that stays"
+        )
 
     def _attempt(self, limit: float) -> str:
         """Have all ranks join another generation; nobody stays in it if that fails."""

@@ -18,7 +18,7 @@ from distsession.display.colors import PLAIN, Colors
 from distsession.display.html import Html, element
 from distsession.display.table import Table
 from distsession.protocol.cells import is_cell, is_notebook_file
-from distsession.protocol.diagnosis import Verdict, describe_operation
+from distsession.protocol.diagnosis import Verdict, describe_operation, device_wait_text
 from distsession.protocol.messages import ErrorInfo, FrameInfo, RankReport
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo, ranks_text
@@ -284,6 +284,8 @@ def state_and_since(report: RankReport) -> tuple[str, str]:
     if report.state == RankState.RUNNING:
         if operation is not None and operation.is_waiting:
             return f"in {describe_operation(operation)}", _seconds(operation.seconds)
+        if report.is_device_wait:
+            return f"waiting for its device {device_wait_text(report)}", _seconds(report.seconds)
         return f"running {report.place}".rstrip(), _seconds(report.seconds)
     return state_text(report), _seconds(report.seconds)
 

@@ -216,7 +216,7 @@ def device() -> torch.device:
     """
     if not is_initialized():
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = accelerator_of(backends_of())
+    kind = "cuda" if "nccl" in str(dist.get_backend()) else accelerator_of(backends_of())
     return current_device(kind) if kind else torch.device("cpu")
 
 

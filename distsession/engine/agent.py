@@ -269,7 +269,10 @@ class Agent:
             return True
         if found is not None:
             self._link, pid = found
-            self._kernel.follow(pid)
+            if self._link is None:
+                self._on_kernel_gone()
+            else:
+                self._kernel.follow(pid)
         return False
 
     def _attached(self, epoch: int) -> attach.Attached:

@@ -127,11 +127,12 @@ def _gpu_facts(identify: bool) -> dict[str, Any]:
         count, uuids = len(listed), tuple(gpu.uuid for gpu in listed)
     elif identify:
         # From CUDA itself: its order need not be that of NVML (CUDA_DEVICE_ORDER).
-        told = (torch.cuda.get_device_properties(number) for number in range(count))
-        uuids = tuple(
-            gpu_uuid(number, visible or "", str(getattr(properties, "uuid", "")))
-            for number, properties in enumerate(told)
-        )
+        with contextlib.suppress(Exception):  # it does not work; the ranks will say how
+            told = [torch.cuda.get_device_properties(number) for number in range(count)]
+            uuids = tuple(
+                gpu_uuid(number, visible or "", str(getattr(properties, "uuid", "")))
+                for number, properties in enumerate(told)
+            )
     return {
         "gpus": tuple(f"cuda:{number}" for number in range(count)),
         "gpu_uuids": uuids,

@@ -117,7 +117,7 @@ class Owners:
         self,
         link: Connection | None,
         attached: Callable[[int], Attached],
-    ) -> tuple[Connection, int] | EndSession | None:
+    ) -> tuple[Connection | None, int] | EndSession | None:
         """Take in one who has connected.
 
         Args:
@@ -125,8 +125,8 @@ class Owners:
             attached: What the new owner of an epoch is told.
 
         Returns:
-            The link to another owner, and its pid; or that the session is to end; or None where
-            all stays as it was.
+            The link to another owner, which is None if it is gone already, and its pid; or that the
+            session is to end; or None where all stays as it was.
         """
         connection = Connection(self._listener.accept()[0].detach())
         try:
@@ -134,7 +134,8 @@ class Owners:
             match wanted:
                 case EndSession():
                     _tell(link, Fenced(wanted.reason, is_over=True))
-                    connection.send(Ended())
+                    with contextlib.suppress(OSError):  # who asked for it may not wait
+                        connection.send(Ended())
                     return wanted
                 case AttachRequest():
                     if refusal := self._refusal(wanted, link is not None):
@@ -173,13 +174,20 @@ class Owners:
         connection: Connection,
         link: Connection | None,
         attached: Callable[[int], Attached],
-    ) -> tuple[Connection, int]:
+    ) -> tuple[Connection | None, int]:
+        epoch = wanted.epoch or self.epoch + 1
+        answer = attached(epoch)
         at = time.strftime("%H:%M:%S")
         _tell(link, Fenced(f"process {wanted.pid} has taken it at {at}"))
-        self.epoch = wanted.epoch or self.epoch + 1
+        self.epoch = epoch
         self._pid, self._since, self._gone_at = wanted.pid, time.time(), None
-        connection.send(attached(self.epoch))
         self._write()
+        try:
+            connection.send(answer)
+        except OSError as error:  # it has not waited, and the one before has been told of it
+            log.warning("who has attached is gone: %s", error)
+            connection.close()
+            return None, wanted.pid
         return connection, wanted.pid
 
 

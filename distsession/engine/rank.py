@@ -24,9 +24,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distsession.engine import cause, failure, process_group, store, tensors
+from distsession.engine import cause, device_errors, failure, process_group, store, tensors
 from distsession.engine.capture import Capture
-from distsession.engine.collectives import abort, torch_changes, torch_private
+from distsession.engine.collectives import abort, in_flight, torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
 from distsession.engine.collectives.torch_changes import Part
@@ -81,6 +81,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.rank_state import AbortReason
 from distsession.protocol.shared_memory import Segment
+from distsession.protocol.tensor_memory import in_memory
 from distsession.ranks import RankInfo
 
 __all__ = ["main"]
@@ -475,6 +476,11 @@ class Rank:
                 raised.add_note(WITHOUT_GROUP)
         if hint := spawn_hint(raised):
             raised.add_note(hint)
+        if isinstance(raised, Exception) and (
+            lost := device_errors.lost_text(self._rank, self._place.device)
+        ):
+            raised.add_note(lost)
+            self._recorder.region.set_damaged(layout.DEVICE_LOST)
         return raised
 
     # --- payloads ---------------------------------------------------------------------------------
@@ -508,11 +514,12 @@ class Rank:
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Segment:
         """A value as frames, or in shared memory if it is large."""
         began = time.monotonic_ns()
-        frames = serialize.dump_value(value, what=f"the result of rank {self._rank}")
+        what = f"the result of rank {self._rank}"
+        frames = serialize.dump_value(value, what=what, may_be_remote=True)
         size = shared_memory.nbytes(frames)
         try:
             offered = shared_memory.offer(frames, self._note_progress)
-            return frames if offered is None else offered
+            return [in_memory(frame) for frame in frames] if offered is None else offered
         finally:
             self._note_progress(0, 0)
             if not isinstance(request, FillRequest):  # which only says where a part belongs
@@ -569,8 +576,9 @@ class Rank:
         with self._group_lock:
             if message.generation < self._generation:  # it has been connected anew already
                 return
-            self._recorder.in_flight.note_completed()
-            is_cut_off = len(self._recorder.in_flight) > 0
+            self._recorder.note_completed()
+            # Before it is freed, or it might have gone on with what was not computed, to its end.
+            is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
             if is_cut_off and message.reason is not AbortReason.STOP:
                 self._interrupter.raise_in_user_code(self._recorder.abort_error)
             if self._groups is None:
@@ -582,6 +590,7 @@ class Rank:
             self._store.end_waits()
             abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
+            self._recorder.unseen.reset()
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.
@@ -629,10 +638,21 @@ class Rank:
         def innermost() -> FrameType | None:
             return sys._current_frames().get(threading.main_thread().ident or 0)
 
-        is_running = self._recorder.region.request
-        is_device_wait = is_running and self._recorder.in_flight.is_waited_for(innermost)
-        stack = failure.stack(innermost()) if is_running else ()
-        return StackReply(self._rank, number, stack, failure.innermost(stack), bool(is_device_wait))
+        recorder = self._recorder
+        recorder.note_completed()
+        if not recorder.region.request:
+            return StackReply(self._rank, number, (), "")
+        unseen = recorder.unseen
+        is_device_wait = recorder.in_flight.is_waited_for(
+            innermost,
+            is_other_under_way=bool(unseen.texts()),
+            is_device_used=unseen.is_device_used(),
+        )
+        stack = failure.stack(innermost())
+        unseen.note_completed()
+        place, texts = failure.innermost(stack), unseen.texts()
+        instruction = in_flight.instruction(innermost())
+        return StackReply(self._rank, number, stack, place, is_device_wait, texts, instruction)
 
     # --- a kernel that goes, and one that comes: the control thread -------------------------------
 

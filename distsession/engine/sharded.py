@@ -13,6 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from distsession.engine import pinned
+
 __all__ = ["elements", "part", "write"]
 
 
@@ -32,8 +34,7 @@ def write(tensor: DTensor, whole: torch.Tensor) -> None:
     if found is not None:
         offset, held = found
         window = tuple(slice(at, at + n) for at, n in zip(offset, held.shape, strict=True))
-        with torch.no_grad():
-            whole[window].copy_(held)
+        pinned.copy_to_host(whole[window], held)
 
 
 def part(tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor] | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from distsession.engine import pinned
 from distsession.protocol.tensor_memory import bytes_of
 
 __all__ = ["Tensors", "over", "set_home"]
@@ -127,15 +128,22 @@ class Tensors:
         sent = self._sent[island[0]]
         return len(island) == 1 and sent.elements * sent.size < sent.high - sent.low
 
-    def _memory(self, island: list[int]) -> memoryview:
+    def _memory(self, island: list[int]) -> Any:
         tensor = self._sent[island[0]].tensor
         if self._has_gaps(island):
-            return bytes_of(tensor.detach().contiguous())
+            return _frame(pinned.flat_bytes(tensor.detach().contiguous()))
         low = self._start(island)
         high = max(self._sent[number].high for number in island)
         storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         storage.set_(tensor.untyped_storage(), low, (high - low,), (1,))
-        return bytes_of(storage)
+        return _frame(storage)
+
+
+def _frame(memory: torch.Tensor) -> Any:
+    """The bytes of a tensor, to be written; a GPU's stay there until then, unless they are few."""
+    if memory.device.type == "cpu" or memory.numel() < pinned.LEAST:
+        return bytes_of(memory)
+    return pinned.DeviceBytes(memory)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -181,7 +189,7 @@ def _storage(buffer: Any, is_remote: bool) -> torch.UntypedStorage:
     else:
         tensor = torch.frombuffer(view, dtype=torch.uint8)
     if is_remote and _home is not None:
-        tensor = tensor.to(_home)
+        tensor = pinned.to_device(tensor, _home)
     return tensor.untyped_storage()
 
 

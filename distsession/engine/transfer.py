@@ -171,7 +171,9 @@ class Transfers:
 
             numpy.frombuffer(whole, value.dtype).reshape(shape)[window] = value
         else:
-            _tensor_over(whole, value.dtype, shape)[window].copy_(value.detach())
+            from distsession.engine import pinned
+
+            pinned.copy_to_host(_tensor_over(whole, value.dtype, shape)[window], value.detach())
         return int(value.nbytes)
 
     def stage_part(self, name: str, at: Sequence[int] | None) -> Part | None:

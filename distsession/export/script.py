@@ -112,17 +112,22 @@ def script_text(session: Exported, name: str, cells: Selection | None = None) ->
             "Run it in another way, or name what the script is to have with cells=[...]."
         )
     left = [entry.name for entry in entries if not any(entry is other for other in chosen)]
+    kind = session.infos[0].device.device.partition(":")[0]
+    accelerator = "" if kind in ("cpu", "cuda") else kind
+    if accelerator:  # the type is one of a module that was preloaded, if torch has it not itself
+        imports |= {f"import {module}" for module in session.options.preload}
     head = templates.head(
         name,
         session.world_size,
         backend=session.options.backend,
-        on_gpu=session.infos[0].device.device.startswith("cuda"),
+        on_gpu=kind == "cuda",
         timeout=session.options.timeout,
         seed=session.options.seed,
         seed_per_rank=session.options.seed_per_rank,
         threads=session.options.threads,
         imports=sorted(imports),
         left_out=list(dict.fromkeys(left)),
+        accelerator=accelerator,
     )
     return "\n\n\n".join([head, *sections, templates.TAIL])
 

@@ -38,6 +38,7 @@ def head(
     threads: int | None,
     imports: Sequence[str],
     left_out: Sequence[str],
+    accelerator: str = "",
 ) -> str:
     """The top of a script: imports, this rank's place, its device, the process group.
 
@@ -52,6 +53,7 @@ def head(
         threads: Of the session.
         imports: What the cells need besides.
         left_out: What ran and was not chosen.
+        accelerator: The type of the ranks' devices, if they are neither CPUs nor GPUs.
     """
     text = f'"""{MARK} from what ran on {ranks} rank{"s" if ranks > 1 else ""}.\n\n'
     text += "Start it with one of these::\n\n"
@@ -74,7 +76,7 @@ def head(
         'rank = int(os.environ.get("RANK", 0))',
         'local_rank = int(os.environ.get("LOCAL_RANK", 0))',
         'world_size = int(os.environ.get("WORLD_SIZE", 1))',
-        *_device(backend, on_gpu),
+        *_device(backend, on_gpu, accelerator),
     ]
     if threads is not None:
         lines.append(f"torch.set_num_threads({threads})")
@@ -103,7 +105,12 @@ def head(
     return "\n".join(lines)
 
 
-def _device(backend: str | None, on_gpu: bool) -> list[str]:
+def _device(backend: str | None, on_gpu: bool, accelerator: str) -> list[str]:
+    if accelerator:
+        return [
+            f'device = torch.device("{accelerator}", local_rank)',
+            "torch.get_device_module(device).set_device(device)",
+        ]
     cuda = 'torch.device("cuda", local_rank)'
     if backend and not on_gpu:
         return ['device = torch.device("cpu")']

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,9 +22,10 @@ from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
 from distsession.protocol.messages import Operation, RankReport, StackReply
 from distsession.protocol.operation_names import Pair, group_title
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
+from distsession.protocol.unseen import Unseen, texts
 from distsession.ranks import ranks_text
 
-__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery"]
+__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery", "is_doomed", "waiting_in"]
 
 STACK_TIMEOUT_S = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is, in a run that
@@ -99,12 +101,17 @@ class Recovery:
             info.rank: self._report(info.rank, info.pid, pendings, sole) for info in launcher.infos
         }
         if ask:
-            running = [r for r, report in found.items() if report.state == RankState.RUNNING]
+            running = [
+                rank
+                for rank, report in found.items()
+                if report.state == RankState.RUNNING or report.is_replaying
+            ]
             wanted = running if ranks is None else [r for r in ranks if r in running]
             stacks = launcher.request_stacks(wanted, timeout) if wanted else {}
             for rank in wanted:
-                if any(operation.is_enqueued for operation in found[rank].operations):
-                    # Its control thread has just looked which of them are complete.
+                report = found[rank]
+                if report.unseen or any(op.is_enqueued for op in report.operations):
+                    # Its control thread has just looked what of that is complete.
                     pid = launcher.infos[rank].pid
                     found[rank] = self._report(rank, pid, pendings, sole)
                 if found[rank].state == RankState.RUNNING:
@@ -147,6 +154,7 @@ class Recovery:
                     ended = Outcome(Ending.FAILED, error.evalue, error.ename)
             elif pending is sole and rank not in pending.ranks:
                 ended = NO_PART
+        under_way = region.unseen & Unseen.REPLAY  # the rest needs a rank that runs something
         return RankReport(
             rank,
             RankState.IDLE,
@@ -154,6 +162,8 @@ class Recovery:
             outcome=ended,
             sequences=region.sequences(),
             refused=region.refused(),
+            unseen=texts(under_way),
+            is_replaying=bool(under_way),
         )
 
     # --- stop -------------------------------------------------------------------------------------
@@ -376,14 +386,20 @@ def _left_alone(regions: Sequence[Region]) -> str:
                 for member in operation.members
             ):
                 return describe_operation(operation)
-    for region in regions:
+    given = [_given(region) for region in regions]
+    for rank, region in enumerate(regions):
         for group, (count, members) in region.begun().items() if not region.request else ():
-            refused = {number for name, number in region.refused() if name == group}
             if Pair.from_name(group) is None and any(
-                begun[member].get(group, 0) < count - len(refused) for member in members
+                given[member].get(group, 0) < given[rank][group] for member in members
             ):
                 return f"operation #{count} of {group_title(group)}"
     return ""
+
+
+def _given(region: Region) -> dict[str, int]:
+    """How many operations of each group a rank has begun, without those that it refused."""
+    refused = Counter(group for group, _ in region.refused())
+    return {group: count - refused[group] for group, count in region.sequences().items()}
 
 
 def _stuck_text(report: RankReport) -> str:
@@ -412,31 +428,62 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
             return replace(report, place=operation.place)
         return replace(report, state=RankState.SILENT)
     return replace(
-        report, place=reply.place, stack=reply.stack, is_device_wait=reply.is_device_wait
+        report,
+        place=reply.place,
+        stack=reply.stack,
+        is_device_wait=reply.is_device_wait,
+        unseen=reply.unseen,
+        instruction=reply.instruction,
     )
 
 
 def _behind_device(report: RankReport, reports: Mapping[int, RankReport]) -> RankReport:
     """A rank that waits for its device, with the operation last and marked that it waits behind.
 
-    A device goes on with what it was given first; of several streams, with what can go on.
+    A device goes on with what it was given first; of several streams, with what can go on. Where it
+    may have been given something else that is not seen, that may be what is waited for.
     """
+    if report.unseen:
+        return report
     enqueued = [operation for operation in report.operations if operation.is_enqueued]
     alone = [operation for operation in enqueued if _is_missed(operation, reports)]
     first = (alone or enqueued)[:1]
     if not first or report.operations[-1].is_waiting:
         return report
-    rest = tuple(operation for operation in report.operations if operation is not first[0])
-    return replace(report, operations=(*rest, replace(first[0], is_waiting=True)))
+    return waiting_in(report, first[0])
+
+
+def waiting_in(report: RankReport, operation: Operation) -> RankReport:
+    """The same report, with the operation last and marked that its main thread waits for it."""
+    rest = tuple(each for each in report.operations if each is not operation)
+    return replace(report, operations=(*rest, replace(operation, is_waiting=True)))
+
+
+def is_doomed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
+    """Whether a device was given it, and a member will never begin it."""
+    return operation.is_enqueued and any(
+        _misses(report, operation)
+        and (report.state == RankState.DEAD or report.outcome is not None)
+        for member in operation.members
+        if (report := reports.get(member)) is not None
+    )
 
 
 def _is_missed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
     """Whether a member has not begun it, or has died in it."""
     return any(
-        reports[member].sequences.get(operation.group, 0) < operation.sequence
-        or reports[member].state == RankState.DEAD
+        _misses(report, operation)
         for member in operation.members
-        if member in reports
+        if (report := reports.get(member)) is not None
+    )
+
+
+def _misses(report: RankReport, operation: Operation) -> bool:
+    """Whether that rank takes no part in an operation."""
+    return (
+        report.state == RankState.DEAD
+        or report.sequences.get(operation.group, 0) < operation.sequence
+        or (operation.group, operation.sequence) in report.refused
     )
 
 

@@ -13,6 +13,7 @@ from distsession.display.panel import HISTORY_READINGS, Gauge, RankRow, Snapshot
 from distsession.display.render import config_rows, state_text
 from distsession.errors import SessionStateError
 from distsession.options import SessionOptions, duration_text, read_duration, read_size
+from distsession.protocol.diagnosis import device_wait_text
 from distsession.protocol.messages import RankReport, RankUsage, UsageReply
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo
@@ -210,6 +211,9 @@ def _state(report: RankReport) -> tuple[str, str, tuple[object, ...]]:
         place = f" at {operation.place}" if operation.place else ""
         key = ("waiting", operation.group, operation.sequence)
         return "waiting", f"waiting in {operation.name}{place}", key
+    if report.is_device_wait:
+        text = f"waiting for its device {device_wait_text(report)}"
+        return "waiting", text, ("device", report.request)
     return "running", f"running {report.place}".rstrip(), (state, report.request)
 
 

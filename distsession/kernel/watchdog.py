@@ -10,7 +10,7 @@ from dataclasses import replace
 from distsession.cluster.pending import PendingRequest
 from distsession.cluster.process_state import processor_time
 from distsession.kernel.output import NO_NOTICE, Notice
-from distsession.kernel.recovery import Recovery
+from distsession.kernel.recovery import Recovery, is_doomed, waiting_in
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_from_any
 from distsession.protocol.messages import RankReport, TimedOut
 from distsession.protocol.rank_state import AbortReason, Ending, RankState
@@ -25,6 +25,9 @@ ASLEEP_S = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
 ASLEEP_AFTER_FAILURE_S = 0.2
 """The same once another rank has failed, whose error the user should see soon."""
+STILL_S = 1.0
+"""Seconds at one instruction after which a main thread counts as blocked by a device that can
+never go on."""
 OTHERS_TIMEOUT_S = 0.3
 """Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 CONFIRM_S = 0.1
@@ -56,6 +59,7 @@ class Watchdog:
         self._noticed_at = 0.0
         self._asked_at = 0.0
         self._idle_since: dict[int, tuple[int, float]] = {}
+        self._still_since: dict[int, tuple[int, float]] = {}
         self.verdict: Verdict | None = None
         """Why ranks of this run had to be freed; None if they had not."""
         self.waited: dict[int, str] = {}
@@ -100,13 +104,13 @@ class Watchdog:
             reports = {
                 r: _blocked(report) if r in suspects else report for r, report in asked.items()
             }
+            reports = self._with_doomed(reports, now)
             verdict = recovery.diagnose(reports, sole)
             self._act_on(verdict, reports, now, sole, kept=True)
-            return
-        if not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
+        elif not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
             self._act_on(verdict, reports, now, sole)
-        is_halted = any(reports[r].state.is_halted for r in self._pending.missing)
-        if verdict.kind is Kind.WAIT or is_halted:
+        missing = [reports[rank] for rank in self._pending.missing]
+        if verdict.kind is Kind.WAIT or any(r.state.is_halted or r.unseen for r in missing):
             self._notice(now, sole)
 
     def _act_on(
@@ -194,7 +198,8 @@ class Watchdog:
             for report in reports.values()
         )
         asleep = ASLEEP_AFTER_FAILURE_S if has_failed else ASLEEP_S
-        suspects = []
+        # A finished rank sees only when it is asked that its device is done with a graph, too.
+        suspects = [r for r, report in reports.items() if report.outcome and report.is_replaying]
         for rank, report in reports.items():
             waits = report.operations and not report.operations[-1].is_waiting
             if (
@@ -215,10 +220,30 @@ class Watchdog:
                 suspects.append(rank)
         return suspects
 
+    def _with_doomed(self, reports: dict[int, RankReport], now: float) -> dict[int, RankReport]:
+        """Also those that do not get on behind an operation which can never complete.
+
+        A device that cannot go on has room for so much only; then whatever is given to it waits,
+        which looks like a computation.
+        """
+        found = dict(reports)
+        for rank, report in reports.items():
+            before, since = self._still_since.get(rank, (0, now))
+            if not report.instruction or report.instruction != before:
+                since = now
+            self._still_since[rank] = report.instruction, since
+            if now - since < STILL_S or report.is_device_wait or report.unseen:
+                continue
+            if operation := next((op for op in report.operations if is_doomed(op, reports)), None):
+                found[rank] = waiting_in(report, operation)
+        return found
+
     # --- notices ----------------------------------------------------------------------------------
 
     def _note_progress(self, reports: dict[int, RankReport], now: float) -> None:
-        state = [(r.state, r.request, *r.sequences.values()) for r in reports.values()]
+        state = [
+            (r.state, r.request, r.unseen_count, *r.sequences.values()) for r in reports.values()
+        ]
         if state != self._progress:
             self._progress, self._progress_at = state, now
             if self._noticed_at:
@@ -231,6 +256,11 @@ class Watchdog:
         self._noticed_at = now
         reports = self._recovery.reports(ask=True, sole=sole)
         verdict = self._recovery.diagnose(reports, sole)
+        is_told = verdict.kind is not Kind.NOTHING or any(
+            report.state.is_halted or report.is_device_wait for report in reports.values()
+        )
+        if not is_told:  # it computes
+            return
         self._notify(Notice(verdict.untimed or verdict.sentence, verdict.sentence))
 
 

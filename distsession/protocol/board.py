@@ -29,10 +29,11 @@ from typing import NamedTuple
 
 from distsession.protocol.messages import Operation
 from distsession.protocol.operation_names import CodeLine
+from distsession.protocol.unseen import Unseen
 
 __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 
-HEADER = 32
+HEADER = 40
 STREAMS = 4096
 RING = 64
 SLOT = 6
@@ -56,10 +57,13 @@ STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRIT
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 INCARNATIONS, WITHOUT_GROUP = 11, 12
 LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files
+OPERATION_FAILED, DEVICE_LOST = 1, 2  # bits of IS_DAMAGED
 # Of the first rank's header, written by the kernel; one word of each for every owner's epoch, so
 # that a former owner who goes on after a stop by SIGSTOP changes nothing of the present one's.
 COMMITTED, ACKNOWLEDGED = 16, 24
 EPOCHS = 8
+# What the device was given that is not seen: its kinds, and how often something was begun.
+UNSEEN, UNSEEN_COUNT = 32, 33
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
 NAME = MEMBERS + MEMBER_WORDS
@@ -265,11 +269,30 @@ class Region:
         words[start + LOG_BEGINS], words[start + LOG_BEGINS + 1] = sizes
         words[start + LOG_REQUEST] = request
 
+    def set_damaged(self, how: int) -> None:
+        """Its group, or its device, is of no use any more."""
+        self._words[self.start + IS_DAMAGED] |= how
+
     def set_without_group(self, is_without: bool) -> None:
         """Whether its code has left the process group."""
         self._words[self.start + WITHOUT_GROUP] = is_without
 
+    def set_unseen(self, flags: int, count: int) -> None:
+        """What its device may have been given that is not seen, and how often that was begun."""
+        self._words[self.start + UNSEEN] = flags
+        self._words[self.start + UNSEEN_COUNT] = count
+
     # --- reading ----------------------------------------------------------------------------------
+
+    @property
+    def unseen(self) -> Unseen:
+        """What its device may have been given that is not seen."""
+        return Unseen(self._words[self.start + UNSEEN])
+
+    @property
+    def unseen_count(self) -> int:
+        """How often something of that kind was begun."""
+        return self._words[self.start + UNSEEN_COUNT]
 
     @property
     def is_without_group(self) -> bool:
@@ -382,7 +405,12 @@ class Region:
     @property
     def is_damaged(self) -> bool:
         """Whether an operation has failed within the group, which is of no use then."""
-        return self._words[self.start + IS_DAMAGED] != 0
+        return self._words[self.start + IS_DAMAGED] & OPERATION_FAILED != 0
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether every use of its device fails from now on, until its process ends."""
+        return self._words[self.start + IS_DAMAGED] & DEVICE_LOST != 0
 
     def _streams(self) -> Iterator[tuple[int, Head]]:
         for number in range(min(STREAMS, self._words[self.start + STREAM_COUNT])):

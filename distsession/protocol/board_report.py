@@ -5,6 +5,7 @@ from __future__ import annotations
 from distsession.protocol.board import Region
 from distsession.protocol.messages import RankReport
 from distsession.protocol.rank_state import RankState
+from distsession.protocol.unseen import Unseen, texts
 
 __all__ = ["running_report"]
 
@@ -33,4 +34,7 @@ def running_report(region: Region, letter: str) -> RankReport:
         region.operations(),
         region.sequences(),
         region.refused(),
+        unseen=texts(region.unseen),
+        unseen_count=region.unseen_count,
+        is_replaying=Unseen.REPLAY in region.unseen,
     )

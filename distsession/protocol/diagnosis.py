@@ -5,7 +5,9 @@ collective, send or receive. That operation *misses* each of its members that ha
 (operations of one group are matched by their number), and each that died or is halted inside it.
 A missing rank that computes, is halted or has been given nothing yet can still come, and so can
 one that is blocked in an operation that can itself complete. One that has died or has ended its
-part cannot. A rank that waits for a key of the store misses all others, any of which may set it:
+part cannot, unless its device still works at a replayed graph, which may hold what is waited for.
+A rank that waits for its device, and not certainly for an operation that is seen, counts as one
+that computes. A rank that waits for a key of the store misses all others, any of which may set it:
 nobody can only if all have died or ended their part and nothing more can be asked of them. What
 follows from these rules is certain, so a verdict of deadlock is too.
 """
@@ -22,7 +24,14 @@ from distsession.protocol.operation_names import WORLD, AnySource, Pair, group_t
 from distsession.protocol.rank_state import AbortReason, Ending, Outcome, RankState
 from distsession.ranks import format_ranks
 
-__all__ = ["Kind", "Verdict", "describe_operation", "diagnose", "is_from_any"]
+__all__ = [
+    "Kind",
+    "Verdict",
+    "describe_operation",
+    "device_wait_text",
+    "diagnose",
+    "is_from_any",
+]
 
 LONGEST_REASON = 200
 MISMATCH = "CollectiveMismatchError"
@@ -177,6 +186,8 @@ class _Findings:
     def _comes_free(self, rank: int, stuck: set[int]) -> bool:
         """Whether the ranks that this one misses can still come, while some others cannot."""
         missing = self.missing[rank]
+        if self.blocked[rank].is_enqueued and any(self.reports[m].is_replaying for m in missing):
+            return True
         if is_from_any(self.blocked[rank]):  # who sends first is enough
             return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
         if not _is_store_wait(self.blocked[rank]):
@@ -244,6 +255,8 @@ class _Findings:
         at_rest = all(
             report.state in (RankState.IDLE, RankState.DEAD) for report in self.reports.values()
         )
+        if any(rank not in self.blocked and r.is_device_wait for rank, r in self.reports.items()):
+            return ["; ".join(done), *self._mismatches()]  # it may well wait for one
         head = "nothing runs" if at_rest else "no rank waits for a missing one"
         return [f"{head}: {'; '.join(done)}", *self._mismatches()]
 
@@ -298,7 +311,13 @@ class _Findings:
             died = f"died ({how})" if how else "died"
             return 0, died, died
         if report.state == RankState.IDLE:
-            return _idle(report.outcome, as_missing)
+            grade, one, many = _idle(report.outcome, as_missing)
+            under_way = f", its device not: {_listed(report.unseen)}" if report.is_replaying else ""
+            return grade, one + under_way, many + under_way.replace("its device", "their devices")
+        if report.is_device_wait:
+            behind = device_wait_text(report)
+            grade = 5 if as_missing else -1
+            return grade, f"waits for its device {behind}", f"wait for their device {behind}"
         one, many = (report.place,) * 2 if report.place else ("its code", "their code")
         states = {
             RankState.RUNNING: (7, f"runs {one}", f"run {many}"),
@@ -393,6 +412,24 @@ def _name(ranks: Iterable[int]) -> str:
 
 def _agree(ranks: Iterable[int], one: str, many: str) -> str:
     return one if len(list(ranks)) == 1 else many
+
+
+def device_wait_text(report: RankReport) -> str:
+    """Where a rank waits for its device, and for what, where that is not known for certain.
+
+    Such as ``"at In[3] line 4, for something that is not seen (a CUDAGraph that was replayed at
+    In[3] line 2)"``.
+    """
+    at = f"at {report.place}" if report.place else "in its code"
+    if not report.unseen:
+        return at
+    seen = [describe_operation(op) for op in report.operations if op.is_enqueued][:1]
+    unseen = f"something that is not seen ({_listed(report.unseen)})"
+    return f"{at}, for {' or for '.join([*seen, unseen])}"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return " or ".join(texts)
 
 
 def _is_store_wait(operation: Operation) -> bool:

@@ -549,8 +549,10 @@ class StackReply(_Message):
 
     Attributes:
         place: The innermost line of user code.
-        is_device_wait: It waits for the device, which has been given an operation that is not
-            complete.
+        is_device_wait: It waits for the device.
+        unseen: What that may have been given that is not seen, as texts.
+        instruction: A number that stays the same while it is at one call; 0 where that is made to
+            wait for something else than a device.
     """
 
     rank: int
@@ -558,6 +560,8 @@ class StackReply(_Message):
     stack: tuple[FrameInfo, ...]
     place: str
     is_device_wait: bool = False
+    unseen: tuple[str, ...] = ()
+    instruction: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -719,6 +723,11 @@ class RankReport(_Message):
             and the number of each.
         stack: Its main thread's frames, outermost first; only where they were asked for.
         is_device_wait: See :class:`StackReply`.
+        unseen: See :class:`StackReply`; of a rank that runs nothing only what is under way.
+        instruction: See :class:`StackReply`.
+        unseen_count: How often something of that kind was begun.
+        is_replaying: A graph that it has replayed is not seen to be complete, which may have
+            operations of any group.
     """
 
     rank: int
@@ -732,6 +741,10 @@ class RankReport(_Message):
     refused: tuple[tuple[str, int], ...] = ()
     stack: tuple[FrameInfo, ...] = ()
     is_device_wait: bool = False
+    unseen: tuple[str, ...] = ()
+    unseen_count: int = 0
+    instruction: int = 0
+    is_replaying: bool = False
 
 
 # --- kernel to rank, on the control socket --------------------------------------------------------

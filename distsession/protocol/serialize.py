@@ -17,6 +17,7 @@ import cloudpickle
 
 from distsession.errors import SerializationError
 from distsession.protocol.cells import is_notebook_file
+from distsession.protocol.tensor_memory import in_memory
 
 __all__ = [
     "Frames",
@@ -42,7 +43,10 @@ class Reducer(Protocol):
         """What ``__reduce_ex__`` would give; NotImplemented leaves the object to cloudpickle."""
 
     def finish(self, buffers: Sequence[pickle.PickleBuffer]) -> list[Any]:
-        """The memory of all buffers of the payload, once everything has been pickled."""
+        """The memory of all buffers of the payload, once everything has been pickled.
+
+        Some of it may be ``RemoteBytes``.
+        """
 
 
 class _Chunks(list[Any]):
@@ -73,11 +77,13 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _dump(obj: Any, files: set[str] | None = None) -> Frames:
+def _dump(obj: Any, files: set[str] | None = None, may_be_remote: bool = False) -> Frames:
     chunks, buffers = _Chunks(), list[Any]()
     reducer = _reducer()
     _Pickler(chunks, buffers, reducer, files).dump(obj)
     memory = [b.raw() for b in buffers] if reducer is None else reducer.finish(buffers)
+    if not may_be_remote:
+        memory = [in_memory(frame) for frame in memory]
     return [chunks[0] if len(chunks) == 1 else b"".join(chunks), *memory]
 
 
@@ -110,7 +116,14 @@ def imports_torch(frames: Sequence[Any]) -> bool:
     return b"torch" in head or b"distsession.engine.tensors" in head
 
 
-def dump_value(value: Any, *, what: str, path: str = "", files: set[str] | None = None) -> Frames:
+def dump_value(
+    value: Any,
+    *,
+    what: str,
+    path: str = "",
+    files: set[str] | None = None,
+    may_be_remote: bool = False,
+) -> Frames:
     """Pickle one value.
 
     Args:
@@ -119,12 +132,13 @@ def dump_value(value: Any, *, what: str, path: str = "", files: set[str] | None 
         path: Its name, if it has one: the message then calls the part at fault by its path, such
             as ``cfg.hooks[2]``.
         files: Gets what the notebook's functions within have for a file.
+        may_be_remote: Frames may be ``RemoteBytes``, for who writes them to shared memory.
 
     Raises:
         SerializationError: The value cannot be pickled; the message names the part at fault.
     """
     try:
-        return _dump(value, files)
+        return _dump(value, files, may_be_remote)
     except Exception as error:
         raise SerializationError(_explain(value, what, error, path)) from None
 

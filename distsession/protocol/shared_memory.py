@@ -29,6 +29,7 @@ from typing import Any
 
 from distsession.errors import DOCTOR_REMEDY, SerializationError
 from distsession.protocol.messages import Shared
+from distsession.protocol.tensor_memory import RemoteBytes, size_of
 
 __all__ = [
     "THRESHOLD",
@@ -83,7 +84,7 @@ Progress = Callable[[int, int], None]
 
 def nbytes(frames: Sequence[Any]) -> int:
     """Bytes of some frames together."""
-    return sum(memoryview(frame).nbytes for frame in frames)
+    return sum(map(size_of, frames))
 
 
 def offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -135,12 +136,12 @@ class Segment:
         """Write all frames."""
         total, done = nbytes(frames), 0
         for frame, (at, _) in zip(frames, offsets(self.sizes), strict=True):
-            rest = memoryview(frame).cast("B") if memoryview(frame).nbytes else memoryview(b"")
-            while rest:
-                written = self._write(rest[:CHUNK], at)
-                rest, at, done = rest[written:], at + written, done + written
-                if progress is not None:
-                    progress(done, total)
+            for rest in _pieces(frame):
+                while rest:
+                    written = self._write(rest[:CHUNK], at)
+                    rest, at, done = rest[written:], at + written, done + written
+                    if progress is not None:
+                        progress(done, total)
         self._is_written = True
 
     def _write(self, data: memoryview, at: int) -> int:
@@ -190,6 +191,14 @@ class Segment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pieces(frame: Any) -> Iterator[memoryview]:
+    """The bytes of a frame, in order."""
+    if isinstance(frame, RemoteBytes):
+        yield from frame.pieces()
+    elif memoryview(frame).nbytes:
+        yield memoryview(frame).cast("B")
 
 
 class Pool:
@@ -262,7 +271,7 @@ def offer(
     if total < THRESHOLD:
         return None
     check_room(total)
-    sizes = [memoryview(frame).nbytes for frame in frames]
+    sizes = [size_of(frame) for frame in frames]
     segment = None
     try:
         segment = (pool and pool.take(sizes)) or Segment(sizes)

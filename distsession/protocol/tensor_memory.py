@@ -1,11 +1,40 @@
-"""The memory of a tensor, for whoever reads its bytes. torch itself is not needed for it."""
+"""The memory of a tensor, for whoever reads its bytes. For this, torch itself is not needed."""
 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["bytes_of"]
+__all__ = ["RemoteBytes", "bytes_of", "in_memory", "size_of"]
+
+
+class RemoteBytes(ABC):
+    """A frame of a payload in memory that the processor does not address, as that of a GPU."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[memoryview]:
+        """All of them in order; each piece is there until the next is asked for."""
+
+    @abstractmethod
+    def read(self) -> memoryview:
+        """All of them, in new memory."""
+
+
+def size_of(frame: Any) -> int:
+    """Bytes of a frame of a payload."""
+    return frame.nbytes if isinstance(frame, RemoteBytes) else memoryview(frame).nbytes
+
+
+def in_memory(frame: Any) -> Any:
+    """A frame as something whose bytes can be read."""
+    return frame.read() if isinstance(frame, RemoteBytes) else frame
 
 
 def bytes_of(tensor: Any) -> memoryview:

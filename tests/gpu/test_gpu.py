@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -107,3 +110,79 @@ def test_a_sharded_or_plain_tensor_of_a_gpu_is_gathered(session) -> None:
     assert whole.device.type == "cpu"
     assert whole.shape == (2 * session.world_size, 3)
     assert not torch.cuda.is_initialized()
+
+
+def test_a_large_tensor_of_a_gpu_goes_through_pinned_memory(session) -> None:
+    """It waits for what the GPU has still to do, and takes more pieces than there are buffers."""
+    session.execute(
+        "big = torch.zeros(20_000_000, device=device)\n"
+        "for _ in range(100):\n    big += 1\n"
+        "big[::7] = 3"
+    )
+    expected = torch.full((20_000_000,), 100.0)
+    expected[::7] = 3
+    assert torch.equal(session.pull("big")[0], expected)
+    assert torch.equal(session.gather("big")[:20_000_000], expected)
+    assert session.run(_buffers)[0] == (2, False)
+    assert not torch.cuda.is_initialized()
+
+
+def _buffers() -> tuple[int, bool]:
+    from distsession.engine import pinned
+
+    return len(pinned._staging._buffers), pinned._staging._has_failed
+
+
+def test_a_gpu_is_named_by_its_uuid(session) -> None:
+    uuid = session.infos[0].device.uuid
+    with Session(devices=[uuid[:12]]) as named:
+        assert named.infos[0].device.uuid == uuid
+        assert named.infos[0].device.device == "cuda:0"
+    with pytest.raises(OptionsError, match=f"no GPU 'GPU-none': .* shows {uuid}"):
+        Session(devices=["GPU-none"])
+
+
+def test_several_ranks_share_a_gpu_with_gloo() -> None:
+    with pytest.warns(RuntimeWarning, match="Ranks 0-1 share GPU 0"):
+        session = Session(2, devices=[0, 0], backend="cuda:gloo")
+    with session:
+        session.execute("t = torch.ones(4, device=device)\ndist.all_reduce(t)")
+        assert list(session.evaluate("t.sum().item()").values()) == [8.0, 8.0]
+
+
+def test_several_ranks_share_a_gpu_with_a_newer_nccl(session) -> None:
+    version = session.evaluate("torch.cuda.nccl.version()")[0]
+    if version < (2, 30):
+        with pytest.raises(OptionsError, match="NCCL takes several ranks on one GPU from"):
+            Session(2, devices=[0, 0])
+        return
+    with Session(2, devices=[0, 0]) as shared:
+        shared.execute("t = torch.ones(4, device=device)\ndist.all_reduce(t)")
+        assert list(shared.evaluate("t.sum().item()").values()) == [8.0, 8.0]
+
+
+FILL = """
+import sys, torch
+free, total = torch.cuda.mem_get_info()
+held = torch.empty(free - total // 25, dtype=torch.uint8, device="cuda")
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_fills_a_gpu_is_said_at_the_start() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "full\n"
+        with pytest.warns(RuntimeWarning, match=r"^GPU 0 \(.*\) of rank 0 has .* GiB free: "):
+            session = Session(1)
+        session.close()
+        process.communicate()
+
+
+def test_what_a_notebook_has_on_its_gpu_lands_on_that_of_the_rank(session) -> None:
+    """The last one here: this process has a context of CUDA from now on."""
+    session.push({"state": torch.arange(20_000_000.0, device="cuda")})
+    assert session.evaluate("(state.device == device, state[-1].item())")[0] == (True, 19_999_999.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distsession import OptionsError, Session
+from distsession import LaunchError, OptionsError, Session
 from distsession.cluster import local
 from distsession.cluster.local import LocalLauncher
 from distsession.options import RankPlan, SessionOptions, plan_ranks
@@ -108,9 +108,8 @@ nvmlDeviceGetComputeRunningProcesses = lambda handle: [
 """
 
 
-def test_who_fills_a_gpu_is_said_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cold_agents: None
-) -> None:
+@pytest.fixture
+def full_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cold_agents: None) -> None:
     """NVML is played; its GPU has the UUID that ranks on the CPU have, which is none."""
 
     def ask(launcher: LocalLauncher) -> None:
@@ -121,12 +120,25 @@ def test_who_fills_a_gpu_is_said_at_the_start(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(LocalLauncher, "_ask_gpus", ask)
     monkeypatch.setenv("BUSY_PID", str(os.getpid()))
-    me = re.escape(f"pid {os.getpid()} of {pwd.getpwuid(os.getuid()).pw_name} holds 78 GiB.")
+
+
+ME = re.escape(f"pid {os.getpid()} of {pwd.getpwuid(os.getuid()).pw_name} holds 78 GiB.")
+
+
+def test_who_fills_a_gpu_is_said_at_the_start(full_gpu: None) -> None:
     with pytest.warns(
-        RuntimeWarning, match=rf"^GPU 0 \(A GPU\) of ranks 0-1 has 1\.0 of 80 .*{me}"
+        RuntimeWarning, match=rf"^GPU 0 \(A GPU\) of ranks 0-1 has 1\.0 of 80 .*{ME}"
     ):
         session = Session(2, backend="gloo")
     session.close()
+
+
+def test_who_fills_a_gpu_is_said_where_no_rank_could_start(
+    full_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_IS_FULL", "1")
+    with pytest.raises(LaunchError, match=rf"GPU 0 \(A GPU\) has 1\.0 of 80 GiB free: {ME}"):
+        Session(2, **TOY)
 
 
 def test_gpus_are_not_asked_about_where_none_is_used() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.kernel import watchdog
+from tests.backends import GLOO, Backend, only, places
 from tests.integration.conftest import Recorder
 from tests.until import LIMIT_S, Press, press_at, until, until_busy, until_settled
 
@@ -52,9 +53,10 @@ for _ in range(3):
 class Cluster:
     """A session with state, and the two questions that follow every scenario."""
 
-    def __init__(self, ranks: int, **options: Any):
+    def __init__(self, ranks: int, backend: Backend = GLOO, **options: Any):
         self.output = Recorder()
-        self.session = Session(ranks, output=self.output, threads=1, **options)
+        self.backend = backend
+        self.session = backend.session(ranks, output=self.output, threads=1, **options)
         self.ranks = ranks
         self.prepare()
 
@@ -79,6 +81,7 @@ class Cluster:
         when: Callable[[], object] | None = None,
     ) -> str:
         """Run code, stop it once it gets no further, and give the message."""
+        code = self.backend.program(code)
         with Press(self.session, press or self.session.interrupt, when) as pressed:
             with pytest.raises(RunInterrupt) as caught:
                 self.session.execute(code, label="In[7]")
@@ -102,9 +105,9 @@ def press_stop() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="module", params=places(gloo=(2, 4), standin=(4,)))
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(request.param, hang_grace=0.5)
+    made = Cluster(request.param.ranks, request.param.backend, hang_grace=0.5)
     yield made
     made.session.close()
 
@@ -112,13 +115,15 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 # --- 1: Stop --------------------------------------------------------------------------------------
 
 BLOCKED = {
-    "all_reduce": "dist.all_reduce(x.clone())",
+    "all_reduce": "dist.all_reduce(x.clone()); FINISH",
     "barrier": "dist.barrier()",
-    "monitored_barrier": "dist.monitored_barrier()",
+    "monitored_barrier": pytest.param(
+        "dist.monitored_barrier()", marks=only("gloo", "torch has it for gloo alone")
+    ),
     "recv": "dist.recv(torch.ones(1), src=1)",
     "new_group": "dist.new_group([0, 1])",
-    "an async work's wait": "dist.all_reduce(x.clone(), async_op=True).wait()",
-    "a backward of DistributedDataParallel": "loss().backward()",
+    "an async work's wait": "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH",
+    "a backward of DistributedDataParallel": "loss().backward(); FINISH",
     "an object collective": "dist.all_gather_object([None] * world_size, rank)",
 }
 
@@ -129,7 +134,7 @@ def test_stop_ends_a_wait_for_a_rank_that_never_comes(cluster: Cluster, code: st
     is_pair = cluster.ranks == 2 or "src=1" in code
     others = "rank 1, which runs" if is_pair else "ranks 1-3, which run"
     if "backward" not in code:  # gradients differ from rank to rank now
-        assert "Rank 0 waits in" in text
+        assert re.search("Rank 0 waits (for its device )?in", text)
         assert f"at In[7] line 2 for {others}" in text
         assert "In[7] line 4" in text
     assert "connected anew" in text
@@ -137,7 +142,10 @@ def test_stop_ends_a_wait_for_a_rank_that_never_comes(cluster: Cluster, code: st
 
 
 STUCK = {
-    "a receive from anyone": "dist.recv(torch.ones(1)) if rank else time.sleep(60)",
+    "a receive from anyone": pytest.param(
+        "dist.recv(torch.ones(1)) if rank else time.sleep(60)",
+        marks=only("gloo", "NCCL receives from nobody in particular"),
+    ),
     "the store": "dist.distributed_c10d._get_default_store().get('never set')",
     "a Python loop": "while True: pass",
     "a sleep": "time.sleep(60)",
@@ -153,10 +161,10 @@ def test_stop_ends_what_all_ranks_are_stuck_in(cluster: Cluster, code: str) -> N
 
 
 def test_stop_by_a_signal_says_who_waited_where(cluster: Cluster) -> None:
-    code = "if rank != 1:\n    dist.all_reduce(x.clone())\nelse:\n    time.sleep(60)"
+    code = "if rank != 1:\n    dist.all_reduce(x.clone()); FINISH\nelse:\n    time.sleep(60)"
     text = cluster.stop(code, press=press_stop)
-    waiting = "Rank 0 waits" if cluster.ranks == 2 else "Ranks 0,2-3 wait"
-    assert f"{waiting} in all_reduce #" in text
+    waiting = "Rank 0" if cluster.ranks == 2 else "Ranks 0,2-3"
+    assert f"{waiting} {cluster.backend.waits(cluster.ranks - 1)} all_reduce #" in text
     assert "(float32 [4], sum) at In[7] line 2 for rank 1, which runs In[7] line 4" in text
     cluster.check()
 
@@ -165,7 +173,7 @@ def test_stop_reaches_a_rank_that_swallows_errors(cluster: Cluster) -> None:
     cluster.stop(
         "while True:\n"
         "    try:\n"
-        "        dist.all_reduce(x.clone()) if rank == 0 else time.sleep(60)\n"
+        "        dist.all_reduce(x.clone()) if rank == 0 else time.sleep(60); FINISH\n"
         "    except RuntimeError:\n"
         "        pass"
     )
@@ -192,7 +200,7 @@ def test_stop_when_nothing_runs_and_stop_again_are_harmless(cluster: Cluster) ->
 ENDLESS = (
     "dist.barrier() if rank == 0 else time.sleep(60)",
     "time.sleep(60)",
-    "while True: dist.all_reduce(torch.ones(2))",
+    "while True: dist.all_reduce(torch.ones(2)); FINISH",
 )
 
 
@@ -203,7 +211,7 @@ def test_stop_is_pressed_at_any_moment_and_again(cluster: Cluster) -> None:
         pauses = [dice.uniform(0, 0.03) for _ in range(dice.randint(1, 3))]
 
         def work(code: str = ENDLESS[n % 3]) -> None:
-            cluster.session.execute(code)
+            cluster.session.execute(cluster.backend.program(code))
             pytest.fail("it ended by itself")
 
         press_at(pauses, press_stop, work)
@@ -254,7 +262,7 @@ def test_a_stop_just_as_a_rank_begins_frees_it(
 
     def begin_first(requests: Sequence[int]) -> None:
         os.kill(pid, signal.SIGCONT)
-        until(lambda: any(op.is_waiting for op in board.regions[0].operations()))
+        until(lambda: any(op.is_waiting or op.is_enqueued for op in board.regions[0].operations()))
         refuse(requests)
 
     monkeypatch.setattr(launcher, "refuse", begin_first)
@@ -262,7 +270,7 @@ def test_a_stop_just_as_a_rank_begins_frees_it(
     is_sent = lambda: len(session.channel.pending()) == 2  # noqa: E731
     text = cluster.stop("dist.barrier()", press=press_stop, when=lambda: until(is_sent))
     assert "what it waited for goes on" not in text
-    assert "Rank 0 waits in barrier" in text
+    assert f"Rank 0 {cluster.backend.waits()} barrier" in text
     go.touch()
     before.result(LIMIT_S)
     cluster.check()
@@ -345,9 +353,9 @@ def test_a_rank_that_holds_the_interpreter_is_named_and_can_be_replaced(cluster:
 # --- 2 and 3: failures and deadlocks --------------------------------------------------------------
 
 FAILURES = {
-    "a collective": "dist.all_reduce(x.clone())",
-    "an asynchronous one": "dist.all_reduce(x.clone(), async_op=True).wait()",
-    "a backward": "loss().backward()",
+    "a collective": "dist.all_reduce(x.clone()); FINISH",
+    "an asynchronous one": "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH",
+    "a backward": "loss().backward(); FINISH",
     "a receive": "dist.recv(torch.ones(1), src=1)",
     "a new group": "dist.new_group(list(range(world_size)))",
 }
@@ -355,6 +363,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("code", FAILURES.values(), ids=FAILURES)
 def test_a_failing_rank_frees_the_others(cluster: Cluster, code: str) -> None:
+    code = cluster.backend.program(code)
     with pytest.raises(RunError) as caught:
         cluster.session.execute(f"if rank == 1: raise ValueError('boom')\n{code}", label="In[8]")
     error = caught.value
@@ -371,7 +380,10 @@ def test_a_failing_rank_frees_the_others(cluster: Cluster, code: str) -> None:
 
 def test_a_wait_that_nobody_can_end_ends_by_itself(cluster: Cluster) -> None:
     with pytest.raises(errors.CollectiveHangError) as caught:
-        cluster.session.execute("if rank != 1:\n    dist.all_reduce(x.clone())", label="In[9]")
+        cluster.session.execute(
+            cluster.backend.program("if rank != 1:\n    dist.all_reduce(x.clone()); FINISH"),
+            label="In[9]",
+        )
     assert "at In[9] line 2 for rank 1, which finished its part" in str(caught.value)
     cluster.check()
 
@@ -379,10 +391,12 @@ def test_a_wait_that_nobody_can_end_ends_by_itself(cluster: Cluster) -> None:
 def test_ranks_that_wait_for_each_other_are_freed(cluster: Cluster) -> None:
     with pytest.raises(errors.CollectiveMismatchError, match="each waits for the other"):
         cluster.session.execute(
-            "g = dist.new_group(list(range(world_size)))\n"
-            "first, second = (None, g) if rank == 0 else (g, None)\n"
-            "dist.all_reduce(x.clone(), group=first)\n"
-            "dist.all_reduce(x.clone(), group=second)"
+            cluster.backend.program(
+                "g = dist.new_group(list(range(world_size)))\n"
+                "first, second = (None, g) if rank == 0 else (g, None)\n"
+                "dist.all_reduce(x.clone(), group=first)\n"
+                "dist.all_reduce(x.clone(), group=second); FINISH"
+            )
         )
     cluster.check()
 
@@ -398,7 +412,7 @@ def test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is(
     with Press(cluster.session, go.touch, lambda: until(is_told)):
         cluster.session.execute(
             f"while rank == 1 and not os.path.exists({str(go)!r}): time.sleep(0.02)\n"
-            "dist.all_reduce(x.clone())",
+            + cluster.backend.program("dist.all_reduce(x.clone()); FINISH"),
             label="In[5]",
         )
     cluster.check()
@@ -450,7 +464,7 @@ def test_diagnose_says_what_each_rank_does(cluster: Cluster) -> None:
     assert "idle" in repr(session.diagnose())
     run = in_background(session, "dist.barrier() if rank == 0 else time.sleep(60)")
     text = repr(session.diagnose())
-    assert "rank 0 waits in barrier #" in text
+    assert f"rank 0 {cluster.backend.waits()} barrier #" in text
     assert "running In[6] line 1" in text
     assert "<table>" in session.diagnose()._repr_html_()
     assert "time.sleep(60)" in repr(session.diagnose(stacks=True))
@@ -484,6 +498,7 @@ def test_diagnose_knows_a_rank_that_holds_the_interpreter(cluster: Cluster) -> N
     cluster.check()
 
 
+@only("gloo", "that a rank waits for its device is its own word")
 def test_a_rank_that_waits_holds_nothing_even_if_it_answers_late(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,7 +533,7 @@ def test_a_dead_rank_is_named_and_replaced(cluster: Cluster, code: str, how: str
     with pytest.raises(RunError) as caught:
         session.execute(
             f"if rank == 1:\n    print('last words', flush=True)\n    {code}\n"
-            "dist.all_reduce(x.clone())"
+            + cluster.backend.program("dist.all_reduce(x.clone()); FINISH")
         )
     assert isinstance(caught.value.first, errors.EngineDiedError)
     shown = "\n".join(caught.value._render_traceback_())
@@ -615,7 +630,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 import torch.distributed._functional_collectives as functional
 pair = dist.new_group([0, 1])
-mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
 sharded = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0), Shard(1)])
 
 def use():

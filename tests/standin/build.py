@@ -16,10 +16,17 @@ import torch
 
 SOURCES = Path(__file__).parent
 UNITS = ("device.cpp", "group.cpp")
-FLAGS = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", "-DTORCH_EXTENSION_NAME=_standin")
+FLAGS = (
+    "-O1",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-w",
+    "-DTORCH_EXTENSION_NAME=_standin",
+)
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 OLDEST_TORCH = (2, 13)
-"""What the sources are written against: c10d's Backend and torch's interfaces for devices change."""
+"""What the sources are written against; c10d's and the devices' interfaces change."""
 
 
 class CannotBuildError(Exception):
@@ -28,14 +35,20 @@ class CannotBuildError(Exception):
 
 def why_not() -> str | None:
     """What is missing for the stand-in, or None."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
-        return f"the stand-in needs torch 2.13 or newer, this is {torch.__version__}"
+    if reason := too_old():
+        return reason
     if not library().exists():
         if shutil.which("g++") is None:
             return "the stand-in needs g++"
         if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
             return "the stand-in needs the headers of Python"
+    return None
+
+
+def too_old() -> str | None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        return f"the stand-in needs torch 2.13 or newer, this is {torch.__version__}"
     return None
 
 

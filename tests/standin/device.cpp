@@ -124,6 +124,26 @@ void check(DeviceIndex device) {
 
 // ---- Waiting ----
 
+namespace {
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
+// Python ends a thread that asks for its lock when it is too late, which C++ takes for a crash. torch
+// itself lets go of the lock around some of its calls, so this is for all threads but the main one.
+void park_at_the_end() {
+  while (gettid() != getpid() && (ending || is_finalizing())) {
+    pause();
+  }
+}
+
+} // namespace
+
 WithoutGil::WithoutGil() {
   if (Py_IsInitialized() && PyGILState_Check()) {
     state_ = PyEval_SaveThread();
@@ -132,6 +152,7 @@ WithoutGil::WithoutGil() {
 
 WithoutGil::~WithoutGil() {
   if (state_) {
+    park_at_the_end();
     PyEval_RestoreThread(state_);
   }
 }
@@ -168,7 +189,9 @@ void wait(Moment& moment) {
   }
   WithoutGil released;
   while (!moment.wait_for(kSlice) && !ending) {
+    park_at_the_end();
   }
+  park_at_the_end();
 }
 
 // ---- Streams ----
@@ -326,27 +349,70 @@ int64_t memory_of_a_device() {
   return text && *text ? std::atoll(text) : int64_t{16} << 30;
 }
 
-// Freed when its own stream, and every other that has used it, has come as far as the host had
-// when it let go.
+// Memory that a stream has let go of is reused by that stream alone, at once, as its later work
+// comes after its earlier. Other streams that were said to use it have to be done with it first.
 struct Block {
-  Block(void* data, int64_t bytes, DeviceIndex device, StreamId stream)
-      : data(data), bytes(bytes), device(device), stream(stream) {}
+  Block(void* data, size_t size, DeviceIndex device, StreamId stream)
+      : data(data), size(size), device(device), stream(stream) {}
 
-  void* data;
-  int64_t bytes;
-  DeviceIndex device;
-  StreamId stream;
-  std::atomic<int> uses{1};
+  void* const data;
+  const size_t size;
+  const DeviceIndex device;
+  const StreamId stream;
+  int64_t bytes = 0; // as asked for
+  std::atomic<int> uses{0};
   std::mutex mutex;
   std::vector<StreamId> others;
-
-  void release() {
-    if (--uses == 0) {
-      std::free(data);
-      delete this;
-    }
-  }
 };
+
+class Cache {
+ public:
+  Block* take(size_t bytes, DeviceIndex device, StreamId stream) {
+    const size_t unit = bytes < (1 << 20) ? 512 : 1 << 20;
+    const auto size = (bytes + unit - 1) / unit * unit;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto& free = free_[{device, stream}];
+      const auto found = free.lower_bound(size);
+      if (found != free.end() && found->first <= 2 * size) {
+        auto* block = found->second;
+        free.erase(found);
+        return block;
+      }
+    }
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 512, size) == 0, "no memory on the host for the stand-in");
+    reserved[device] += static_cast<int64_t>(size);
+    return new Block(data, size, device, stream);
+  }
+
+  void give(Block* block) {
+    block->others.clear();
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_[{block->device, block->stream}].emplace(block->size, block);
+  }
+
+  // Every stream has to be idle.
+  void clear() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [stream, blocks] : free_) {
+      for (auto& [size, block] : blocks) {
+        reserved[block->device] -= static_cast<int64_t>(size);
+        std::free(block->data);
+        delete block;
+      }
+    }
+    free_.clear();
+  }
+
+  std::array<std::atomic<int64_t>, kMaxDevices> reserved{};
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<DeviceIndex, StreamId>, std::multimap<size_t, Block*>> free_;
+};
+
+auto& cache = *new Cache;
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
@@ -357,17 +423,23 @@ void free_block(void* context) {
   if (ending || forked_after_use) {
     return;
   }
-  const auto device = block->device;
-  std::vector<StreamId> streams{block->stream};
-  streams.insert(streams.end(), block->others.begin(), block->others.end());
-  block->uses = static_cast<int>(streams.size());
-  for (const auto id : streams) {
-    auto& at = queue(stream_of(device, id));
-    if (at.idle()) {
-      block->release();
-    } else {
-      at.put([block] { block->release(); });
+  std::vector<Queue*> busy;
+  for (const auto id : block->others) {
+    auto& at = queue(stream_of(block->device, id));
+    if (!at.idle()) {
+      busy.push_back(&at);
     }
+  }
+  block->uses = static_cast<int>(busy.size());
+  if (busy.empty()) {
+    cache.give(block);
+  }
+  for (auto* at : busy) {
+    at->put([block] {
+      if (--block->uses == 0) {
+        cache.give(block);
+      }
+    });
   }
 }
 
@@ -398,10 +470,9 @@ struct DeviceMemory final : c10::DeviceAllocator {
     auto highest = peak[device].load();
     while (highest < total && !peak[device].compare_exchange_weak(highest, total)) {
     }
-    void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "no memory on the host for the stand-in");
-    auto* block = new Block(data, size, device, current_streams[device]);
-    return {data, block, &free_block, Device(kType, device)};
+    auto* block = cache.take(bytes, device, current_streams[device]);
+    block->bytes = size;
+    return {block->data, block, &free_block, Device(kType, device)};
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
@@ -417,7 +488,12 @@ struct DeviceMemory final : c10::DeviceAllocator {
     return true;
   }
 
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    for (DeviceIndex device = 0; device < device_count(); ++device) {
+      synchronize_device(device);
+    }
+    cache.clear();
+  }
 
   void recordStream(const c10::DataPtr& memory, Stream stream) override {
     used_by(memory, stream);
@@ -425,11 +501,11 @@ struct DeviceMemory final : c10::DeviceAllocator {
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
-    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
-      auto& all = (*bytes)[0];
-      all.current = allocated[checked(device)];
-      all.peak = peak[device];
+    for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes}) {
+      (*bytes)[0].current = allocated[checked(device)];
+      (*bytes)[0].peak = peak[device];
     }
+    stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = cache.reserved[device];
     return stats;
   }
 

@@ -368,6 +368,10 @@ using OperationPtr = std::shared_ptr<Operation>;
 void run(const OperationPtr& operation) {
   auto& communicator = *operation->communicator;
   ++communicator.running;
+  const std::shared_ptr<void> at_the_end(nullptr, [&](void*) {
+    operation->pieces.clear();
+    --communicator.running;
+  });
   std::vector<Transfer> transfers;
   bool done = !communicator.aborted();
   if (done) {
@@ -385,8 +389,6 @@ void run(const OperationPtr& operation) {
   } else {
     operation->fail(communicator.abort_message());
   }
-  operation->pieces.clear();
-  --communicator.running;
 }
 
 class Work : public c10d::Work {
@@ -441,6 +443,10 @@ class Work : public c10d::Work {
     } else if (operation_->type == OpType::BARRIER && !isCompleted()) {
       standin::synchronize(current_stream(device_.index()));
     }
+    if (const auto error = operation_->error()) {
+      abort();
+      std::rethrow_exception(error);
+    }
     return true;
   }
 
@@ -487,10 +493,6 @@ class Work : public c10d::Work {
           ", Timeout(ms)=",
           timeout.count(),
           ") timed out in blocking wait."));
-    }
-    if (const auto error = operation_->error()) {
-      abort();
-      std::rethrow_exception(error);
     }
   }
 
@@ -761,6 +763,7 @@ class ProcessGroupStandin : public c10d::Backend {
 
   void eagerConnectSingleDevice(at::Device) override {
     communicator("0", getRank(), getSize());
+    eager_ = true;
   }
 
   // ---- coalescing ----
@@ -777,7 +780,8 @@ class ProcessGroupStandin : public c10d::Backend {
       return nullptr;
     }
     const auto tensors = std::exchange(coalesced_tensors_, {});
-    return launch(operation, tensors[0].device(), tensors, tensors, coalesced_async_);
+    auto work = launch(operation, tensors[0].device(), tensors, {}, coalesced_async_);
+    return coalesced_async_ ? work : nullptr;
   }
 
   // ---- collectives ----
@@ -1012,8 +1016,12 @@ class ProcessGroupStandin : public c10d::Backend {
     }
     std::vector<at::Tensor> tensors{
         at::zeros({1}, at::TensorOptions().device(device).dtype(at::kFloat))};
-    return collective(
+    auto work = collective(
         OpType::BARRIER, tensors, tensors, all_reduced(tensors[0], ReduceOp::SUM), opts.asyncOp);
+    if (!opts.asyncOp) {
+      standin::synchronize(current_stream(device.index())); // the host waits in the call
+    }
+    return work;
   }
 
  private:
@@ -1200,12 +1208,13 @@ class ProcessGroupStandin : public c10d::Backend {
     auto tensors = inputs;
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
     if (coalesced_) {
-      return coalesce(joined, std::move(pieces), tensors, outputs, async);
+      return coalesce(type, joined, std::move(pieces), tensors, outputs, async);
     }
     auto operation = std::make_shared<Operation>(type);
     operation->communicator = joined;
     operation->pieces = std::move(pieces);
-    return launch(operation, outputs.at(0).device(), tensors, outputs, async);
+    auto work = launch(operation, outputs.at(0).device(), tensors, outputs, async);
+    return async ? work : nullptr; // what is on the current stream needs no waiting for
   }
 
   c10::intrusive_ptr<c10d::Work> point_to_point(
@@ -1219,10 +1228,9 @@ class ProcessGroupStandin : public c10d::Backend {
     CommunicatorPtr joined;
     int target = peer;
     std::string key = "0";
-    if (coalesced_) {
+    if (coalesced_ || eager_) {
       joined = communicator(key, getRank(), getSize());
     } else {
-      // NCCL's, too, has a communicator of two for what is no batch.
       const auto low = std::min(peer, getRank());
       const auto high = std::max(peer, getRank());
       key = c10::str(low, ":", high);
@@ -1236,7 +1244,7 @@ class ProcessGroupStandin : public c10d::Backend {
     };
     std::vector<Piece> pieces{piece};
     if (coalesced_) {
-      return coalesce(joined, std::move(pieces), tensors, tensors, true);
+      return coalesce(type, joined, std::move(pieces), tensors, tensors, true);
     }
     auto operation = std::make_shared<Operation>(type);
     operation->communicator = joined;
@@ -1245,6 +1253,7 @@ class ProcessGroupStandin : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Work> coalesce(
+      OpType type,
       const CommunicatorPtr& joined,
       std::vector<Piece> pieces,
       const std::vector<at::Tensor>& tensors,
@@ -1256,6 +1265,9 @@ class ProcessGroupStandin : public c10d::Backend {
       coalesced_->pieces.push_back(std::move(piece));
     }
     coalesced_tensors_.insert(coalesced_tensors_.end(), tensors.begin(), tensors.end());
+    if (!async || c10d::isP2POp(type)) {
+      return nullptr;
+    }
     return c10::make_intrusive<Work>(
         getRank(), coalesced_, tensors.at(0).device(), number_, outputs);
   }
@@ -1299,6 +1311,7 @@ class ProcessGroupStandin : public c10d::Backend {
   std::atomic<int> splits_{0};
   std::mutex mutex_;
   bool aborted_ = false;
+  bool eager_ = false;
   std::map<std::string, CommunicatorPtr> communicators_;
   std::map<std::pair<std::string, c10::DeviceIndex>, Stream> streams_;
   OperationPtr coalesced_;
@@ -1312,11 +1325,14 @@ void bind_group(py::module_& m) {
   py::module_::import("torch.distributed");
   using Group = ProcessGroupStandin;
   auto group = py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(
-      m, "ProcessGroupStandin", py::module_local());
+      m, "ProcessGroupStandin");
   py::class_<Group::Options, c10::intrusive_ptr<Group::Options>, c10d::Backend::Options>(
-      group, "Options", py::module_local())
+      group, "Options")
       .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
-      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream);
+      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream)
+      .def("__deepcopy__", [](const Group::Options& self, const py::dict&) {
+        return c10::make_intrusive<Group::Options>(self);
+      });
   group
       .def(
           py::init<

@@ -77,23 +77,8 @@ class device:
         native.set_device(self.prev_idx)
 
 
-class Stream(torch.Stream):
-    """A stream of the pool."""
-
-    def __new__(cls, device: DeviceLike = None, priority: int = 0, **of: Any) -> Stream:
-        if "stream_id" in of:
-            return super().__new__(cls, **of)  # type: ignore[return-value]
-        at = torch.device("standin", index_of(device))
-        return super().__new__(cls, device=at, priority=priority)  # type: ignore[return-value]
-
-
-class Event(torch.Event):
-    """A point of a stream."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
-        return super().__new__(  # type: ignore[return-value]
-            cls, device="standin", enable_timing=enable_timing, blocking=blocking
-        )
+Stream = torch.Stream
+Event = torch.Event
 
 
 def current_stream(device: DeviceLike = None) -> torch.Stream:
@@ -143,8 +128,12 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
     return torch.accelerator.max_memory_allocated(index_of(device))
 
 
-memory_reserved = memory_allocated
-max_memory_reserved = max_memory_allocated
+def memory_reserved(device: DeviceLike = None) -> int:
+    return torch.accelerator.memory_reserved(index_of(device))
+
+
+def max_memory_reserved(device: DeviceLike = None) -> int:
+    return torch.accelerator.max_memory_reserved(index_of(device))
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
@@ -158,7 +147,7 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 
 
 def empty_cache() -> None:
-    pass
+    torch.accelerator.empty_cache()
 
 
 def manual_seed(seed: int) -> None:
@@ -190,7 +179,9 @@ def is_bf16_supported() -> bool:
     return True
 
 
-def _break(device: DeviceLike = None, why: str = "an illegal memory access was encountered") -> None:
+def _break(
+    device: DeviceLike = None, why: str = "an illegal memory access was encountered"
+) -> None:
     """Break the device as a kernel's illegal access breaks a GPU.
 
     Every later use of it raises, until the process ends.
@@ -200,4 +191,3 @@ def _break(device: DeviceLike = None, why: str = "an illegal memory access was e
 
 DEVICE_TYPE = 20
 """PrivateUse1 in torch's list of devices' types."""
-

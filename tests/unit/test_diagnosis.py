@@ -755,6 +755,103 @@ def test_a_message_that_is_on_its_way_is_waited_for() -> None:
     assert diagnose(reports | {0: taken}).kind is Kind.DEADLOCK
 
 
+# --- what a device does and nobody sees -----------------------------------------------------------
+
+GRAPH = "a CUDAGraph that was replayed at In[3] line 6"
+ENQUEUED = replace(SUM, is_enqueued=True)
+
+
+def at_device(
+    *ranks: int, unseen: tuple[str, ...] = (GRAPH,), operations: tuple[Operation, ...] = ()
+) -> Reports:
+    """Ranks that wait for their device, and not certainly for an operation that is seen."""
+    report = RankReport(
+        0,
+        "running",
+        place="In[3] line 7",
+        operations=tuple(replace(op, is_waiting=False) for op in operations),
+        sequences={op.group: op.sequence for op in operations},
+        is_device_wait=True,
+        unseen=unseen,
+        is_replaying=GRAPH in unseen,
+    )
+    return {rank: replace(report, rank=rank) for rank in ranks}
+
+
+def replaying(rank: int, **sequences: int) -> Reports:
+    """A rank that has ended its part, and whose device still works at a graph."""
+    (report,) = finished(rank, **sequences).values()
+    return {rank: replace(report, unseen=("a replayed graph",), is_replaying=True)}
+
+
+UNSEEN = [
+    nothing(
+        "ranks wait for a graph",
+        at_device(0, 2) | finished(1) | computing(3),
+        f"ranks 0,2 wait for their device at In[3] line 7, for something that is not seen ({GRAPH})"
+        "; rank 1 finished its part; rank 3 runs In[3] line 7.",
+    ),
+    nothing(
+        "it may be the graph, or what was issued after it",
+        at_device(0, operations=(ENQUEUED,)) | finished(1),
+        f"rank 0 waits for its device at In[3] line 7, for {SUM_TEXT} or for something that is not "
+        f"seen ({GRAPH}); rank 1 finished its part.",
+    ),
+    nothing(
+        "several things are not seen",
+        at_device(0, unseen=("symmetric memory", "torchcomms")) | on(1, "idle"),
+        "rank 0 waits for its device at In[3] line 7, for something that is not seen "
+        "(symmetric memory or torchcomms); rank 1 is idle.",
+    ),
+    nothing(
+        "nothing is known of what it waits for",
+        at_device(0, unseen=()) | computing(1),
+        "rank 0 waits for its device at In[3] line 7; rank 1 runs In[3] line 7.",
+    ),
+    wait(
+        "a rank that is missed waits for a graph",
+        at_device(1),
+        f"waits for its device at In[3] line 7, for something that is not seen ({GRAPH})",
+    ),
+    Case(
+        "a rank that is missed has ended its part, and its device has not",
+        waiting(0, op=ENQUEUED) | replaying(1, world=4),
+        Kind.WAIT,
+        f"rank 0 waits for its device in {SUM_TEXT} (for 12 s) for rank 1, which finished its part "
+        "without it, its device not: a replayed graph.",
+        (0,),
+        (1,),
+    ),
+    Case(
+        "ranks that wait for each other, one of which has replayed a graph",
+        waiting(0, op=replace(ON_A, is_enqueued=True))
+        | {1: replace(waiting(1, op=ON_B)[1], is_replaying=True)},
+        Kind.WAIT,
+        f"rank 0 waits for its device in {ON_A_TEXT} (for 9 s) for rank 1, which waits elsewhere. "
+        f"Rank 1 waits in {ON_B_TEXT} (for 9 s) for rank 0, which waits elsewhere.",
+        (0, 1),
+        (0, 1),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in UNSEEN])
+def test_of_what_is_not_seen_nothing_is_certain(case: Case) -> None:
+    verdict = diagnose(case.reports)
+    assert verdict == replace(case.verdict, untimed=verdict.untimed)
+    assert "no rank waits" not in verdict.sentence
+
+
+def test_a_graph_does_not_begin_an_operation_that_is_met_for() -> None:
+    reports = waiting(0, 2, 3) | replaying(1, world=4)
+    assert diagnose(reports).kind is Kind.DEADLOCK
+
+
+def test_a_rank_that_has_died_replays_no_graph() -> None:
+    reports = waiting(0, op=ENQUEUED) | dead(1)
+    assert diagnose(reports).kind is Kind.DEADLOCK
+
+
 # --- whatever is reported -------------------------------------------------------------------------
 
 RANKS = range(5)

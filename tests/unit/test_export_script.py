@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from distsession import ExportError, SessionOptions
 from distsession.export.history import History
 from distsession.export.script import parse_cells, script_text, write_script
+from distsession.ranks import DeviceInfo
 
 SOURCE = '''
 import math
@@ -222,6 +224,19 @@ def test_a_gpu_is_chosen_as_a_session_does(rank_info, session):
     ran(session, "x = 1")
 
     assert "cuda.is_available()" in script_text(session, "train.py")
+
+
+def test_another_accelerator_is_chosen_by_its_type(rank_info):
+    session = fake(rank_info, backend="xccl", preload=("json",))
+    device = DeviceInfo("xpu:1", "Max 1550")
+    session.infos = [replace(info, device=device) for info in session.infos]
+    ran(session, "x = 1")
+    text = script_text(session, "train.py")
+
+    assert 'device = torch.device("xpu", local_rank)' in text
+    assert "torch.get_device_module(device).set_device(device)" in text
+    assert "import json\n" in text
+    compile(text, "train.py", "exec")
 
 
 def test_a_batch_file_lies_beside(session, tmp_path):

@@ -174,6 +174,8 @@ def test_a_uuid_that_is_not_there_is_refused_with_those_that_are() -> None:
         named(devices=["GPU-9"])
     with pytest.raises(OptionsError, match="no slice of a GPU 'MIG-1': alpha shows none"):
         named(devices=["MIG-1"])
+    with pytest.raises(OptionsError, match="does not tell the UUIDs of its 2 GPUs"):
+        plan(gpus=2, devices=["GPU-5"])
 
 
 def test_a_beginning_of_several_uuids_is_refused_with_these() -> None:
@@ -187,11 +189,11 @@ def test_only_some_of_many_uuids_are_named() -> None:
         plan_ranks(SessionOptions(devices=("GPU-x",)), many)
 
 
-def divided(**options: object) -> RankPlan:
+def divided(nccl: tuple[int, ...] = (2, 30, 7), **options: object) -> RankPlan:
     """On a host whose first GPU has two slices, the second none, the third is whole."""
     slices = (GpuSlice("MIG-a1", 0), GpuSlice("MIG-a2", 0), GpuSlice("MIG-c1", 3))
     there = replace(
-        host(4), gpu_uuids=(*UUIDS, "GPU-ff"), divided=(0, 1, 3), slices=slices, nccl=(2, 30, 7)
+        host(4), gpu_uuids=(*UUIDS, "GPU-ff"), divided=(0, 1, 3), slices=slices, nccl=nccl
     )
     return plan_ranks(SessionOptions(**options), there)  # type: ignore[arg-type]
 
@@ -216,6 +218,13 @@ def test_by_default_each_slice_and_each_whole_gpu_has_a_rank() -> None:
         OptionsError, match=r"5 ranks need a GPU or a slice of one each, .* shows 4"
     ):
         divided(ranks=5)
+
+
+def test_of_each_gpu_an_older_nccl_has_one_slice_by_default() -> None:
+    assert divided(nccl=(2, 29)).visible == ("MIG-a1", "GPU-77cc33", "MIG-c1")
+    assert divided(nccl=(2, 29), backend="cuda:gloo").world_size == 4
+    with pytest.raises(OptionsError, match="ranks 0-1 are on GPU 0: NCCL takes several"):
+        divided(nccl=(2, 29), ranks=2)
 
 
 @pytest.mark.parametrize("name", [0, "GPU-5f2a"])

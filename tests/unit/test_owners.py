@@ -168,6 +168,38 @@ def test_who_takes_it_fences_the_one_before(make: Callable[..., Agent]) -> None:
     found[0].close()
 
 
+@pytest.mark.parametrize("is_owned", [False, True])
+def test_who_attaches_and_does_not_wait_leaves_it_to_nobody(
+    make: Callable[..., Agent], is_owned: bool
+) -> None:
+    agent = make()
+    if not is_owned:
+        agent.owners.leave()
+        agent.link = None
+    client = Client(attach_path(agent.folder, 0), family="AF_UNIX")
+    client.send(AttachRequest(22, "1.0", take=True))
+
+    def attached(epoch: int) -> Attached:
+        client.close()  # the machine is busy, and this takes longer than somebody waits
+        return agent.attached(epoch)
+
+    assert agent.owners.accept(agent.link, attached) == (None, 22)
+    if is_owned:
+        assert isinstance(agent.kernel.recv(), Fenced)
+        agent.link = None
+    agent.owners.leave()
+    agent.now += 61
+    assert agent.owners.problem(idle)
+
+
+def test_who_ends_it_need_not_wait(make: Callable[..., Agent]) -> None:
+    agent = make()
+    client = Client(attach_path(agent.folder, 0), family="AF_UNIX")
+    client.send(EndSession("somebody has ended it"))
+    client.close()
+    assert isinstance(agent.owners.accept(agent.link, agent.attached), EndSession)
+
+
 def test_another_version_is_refused_with_both(make: Callable[..., Agent]) -> None:
     agent = make()
     found, told = agent.connect(AttachRequest(22, "2.0", take=True))

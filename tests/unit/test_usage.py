@@ -201,6 +201,17 @@ def test_the_order_of_gpus_is_that_of_cuda(cuda: SimpleNamespace) -> None:
     assert host_info.host_info().gpu_uuids == ()
 
 
+def test_a_driver_that_tells_no_uuids_still_has_gpus(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int) -> None:
+        raise RuntimeError("no context can be made")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    known = host_info.host_info(identify=True)
+    assert (len(known.gpus), known.gpu_uuids) == (2, ())
+
+
 def test_of_divided_gpus_the_slices_are_known(cuda: SimpleNamespace) -> None:
     cuda.listed = LISTED
     known = host_info.host_info()

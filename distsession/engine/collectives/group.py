@@ -69,6 +69,7 @@ class Groups:
         one that was destroyed to another."""
         self._named: Counter[tuple[int, ...]] = Counter()
         torch_private.install_group_factory(self._make, self._meet_to_make, self._name_of)
+        recorder.unseen.install()
 
     def _make(
         self, options: Any, recipe: torch_private.Recipe = torch_private.GLOO
@@ -155,7 +156,7 @@ class Groups:
             is_again: It had one before: what only its members do has to be enough then.
         """
         if not group.recipe.is_gloo:
-            return torch_private.make_backend_group(
+            made = torch_private.make_backend_group(
                 group.recipe,
                 store,
                 group,
@@ -164,6 +165,9 @@ class Groups:
                 is_world=group.is_world,
                 may_split=not is_again,
             )
+            for kind in torch_private.backend_classes(made):
+                self.recorder.unseen.watch_backends(kind)
+            return made
         joining = self._connect_timeout if self._meeting is not None else None
         return torch_private.make_native_group(
             store,
@@ -230,6 +234,7 @@ class Groups:
             backends_store: The same part through a client without Python, for other backends than
                 gloo.
         """
+        self.abort()  # a device would go on waiting: who is told to may not have been reached yet
         self.generation = generation
         self._made.clear()
         self._named.clear()
@@ -544,6 +549,8 @@ class SwappableGroup(Collectives):
                 self._met.add(device)
             else:
                 stream.compare(at)
+                if has_sizes and recorder.check:
+                    stream.compare_sizes(at, is_async=True)
         except CollectiveMismatchError:
             stream.refuse(at)
             raise

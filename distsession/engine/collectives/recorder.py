@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from distsession.engine import cause
+from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.in_flight import InFlight
 from distsession.engine.collectives.operation_log import (
     ENDED,
@@ -33,12 +34,14 @@ from distsession.engine.collectives.operation_log import (
     IS_ASYNC,
     Entry,
     OperationLog,
+    end,
 )
 from distsession.engine.collectives.operations import (
     comparable,
     describe,
     describe_detail,
 )
+from distsession.engine.collectives.unseen import UnseenWork
 from distsession.engine.failure import is_user_code, short_name
 from distsession.engine.listeners import RequestListener
 from distsession.engine.torch_errors import Break, classify, time_limit_s
@@ -127,6 +130,10 @@ class Recorder(RequestListener):
         """Where every operation is kept for a timeline, while code of the user runs."""
         self.in_flight = InFlight()
         """What the device has been given."""
+        self.unseen = UnseenWork(
+            self.in_flight, self.region.set_unseen, self.place_of, self.region.place
+        )
+        """What it has been given that is not seen."""
         self.names: dict[int, str] = {}
         """Texts of places, by their numbers; unlike the board's, none is overwritten."""
         self._places: dict[str, int] = {}
@@ -166,6 +173,7 @@ class Recorder(RequestListener):
         self._unneeded.clear()
         self._free.clear()
         self.in_flight.clear()
+        self.unseen.reset()
         self.epoch += 1
         self.words[self.region.start + layout.SINCE] = since
         self.words[self.region.start + layout.REQUEST] = request
@@ -173,6 +181,7 @@ class Recorder(RequestListener):
 
     def begin_request(self, request: Request) -> None:
         self._show_request(request.id)
+        self.unseen.begin_request()
         self._expire_abort()
         if isinstance(request, CallRequest | PushRequest):
             for cell in request.cells:  # it may have another number by now
@@ -180,7 +189,12 @@ class Recorder(RequestListener):
 
     def end_request(self, request: Request) -> None:
         self._show_request(0)
+        self.note_completed()
+
+    def note_completed(self) -> None:
+        """From any thread: see what the device has completed of all that it was given."""
         self.in_flight.note_completed()
+        self.unseen.note_completed()
 
     def _show_request(self, number: int) -> None:
         start = self.region.start
@@ -437,7 +451,7 @@ class Recorder(RequestListener):
 
     def mark_damaged(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
-        self.words[self.region.start + layout.IS_DAMAGED] = 1
+        self.region.set_damaged(layout.OPERATION_FAILED)
 
     def abort_error(self, operation: Operation | None = None) -> BaseException:
         """What an operation of an aborted generation raises.
@@ -574,8 +588,14 @@ class Stream:
         entry = self.open.pop(at, None)
         if entry is not None:
             entry[FLAGS] |= IS_ASYNC
-        words = self._words
-        self.recorder.in_flight.add(work, words, at, posted or words[at], entry)
+        words, in_flight = self._words, self.recorder.in_flight
+        if in_flight.is_capturing and torch_private.is_stream_capturing():
+            # It was written down for a graph, and its handle may not be asked.
+            if entry is not None:
+                end(entry)
+            self.end_posted(at, [posted or words[at]])
+        else:
+            in_flight.add(work, words, at, posted or words[at], entry)
 
     def posted(self, at: int) -> Posted:
         """What has just been posted there."""
@@ -762,10 +782,11 @@ class Stream:
 
     # --- sizes that differ from rank to rank ------------------------------------------------------
 
-    def compare_sizes(self, at: int) -> None:
+    def compare_sizes(self, at: int, *, is_async: bool = False) -> None:
         """Check what all ranks send in an all_to_all against what each expects from the others.
 
-        Every rank checks all of them, so that none begins what another has refused.
+        Every rank checks all of them, so that none begins what another has refused; where they do
+        not meet, each checks those that have posted theirs by now.
 
         Raises:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
@@ -775,7 +796,7 @@ class Stream:
         for source, (sent, _) in enumerate(parts):
             for target, (_, received) in enumerate(parts):
                 if sent and received and sent[target] != received[source]:
-                    raise self._mismatch(sequence)
+                    raise self._mismatch(sequence, is_async=is_async)
 
     # --- words for people -------------------------------------------------------------------------
 

@@ -33,18 +33,27 @@ __all__ = [
     "GLOO",
     "Recipe",
     "abort_backends",
+    "backend_classes",
+    "graph_classes",
     "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
+    "is_accelerator_used",
+    "is_making_groups",
+    "is_stream_capturing",
     "leave_groups_to_torch",
     "make_backend_group",
     "make_native_group",
+    "native_backends",
     "native_groups",
+    "put_in_place",
     "refresh_data_parallel",
     "refresh_modules",
     "replace_init_process_group",
     "set_group_count",
     "set_store",
+    "symmetric_memory_functions",
+    "uses_torchcomms",
     "warn_of_fsdp2",
 ]
 
@@ -368,6 +377,86 @@ def make_backend_group(
             own = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", store))
             _close_listener(own, outer.rank())
     return group  # type: ignore[no-any-return]
+
+
+def backend_classes(group: Any) -> set[type]:
+    """The classes of the backends that a native group has, but for gloo's."""
+    found = set()
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            kind = type(group._get_backend(device))
+            if "gloo" not in kind.__name__.lower() and not issubclass(kind, dist.ProcessGroup):
+                found.add(kind)
+    return found
+
+
+def native_backends() -> list[type]:
+    """Those that come with torch and give operations to a device."""
+    names = ("ProcessGroupNCCL", "ProcessGroupXCCL", "ProcessGroupUCC")
+    found = [getattr(c10d, name, None) for name in names]
+    return [kind for kind in found if isinstance(kind, type)]
+
+
+def is_making_groups() -> bool:
+    """Whether torch is making a native group for one of ours."""
+    return _is_native
+
+
+def graph_classes() -> list[type]:
+    """The classes of graphs of devices, as far as this torch and its extensions have them."""
+    accelerator = getattr(torch, "accelerator", None)
+    device = None if accelerator is None else accelerator.current_accelerator()
+    modules = [torch.cuda, accelerator]
+    if device is not None:
+        modules.append(torch.get_device_module(device))
+    return [
+        kind
+        for module in modules
+        for name, kind in vars(module or torch.cuda).items()
+        if name.endswith("Graph") and isinstance(kind, type) and _is_graph(kind)
+    ]
+
+
+def _is_graph(kind: type) -> bool:
+    return all(hasattr(kind, name) for name in ("capture_begin", "capture_end", "replay"))
+
+
+def is_stream_capturing() -> bool:
+    """Whether the current stream is captured, where a capture is under way at all."""
+    module: Any = torch.get_device_module()
+    asks = getattr(module, "is_current_stream_capturing", None)
+    return asks is None or bool(asks())
+
+
+def symmetric_memory_functions() -> list[tuple[Any, str]]:
+    """What code calls to have symmetric memory: the class of each function, and its name."""
+    kind = getattr(torch._C._distributed_c10d, "_SymmetricMemory", None)
+    names = ("empty_strided_p2p", "rendezvous")
+    return [(kind, name) for name in names if hasattr(kind, name)]
+
+
+def put_in_place(owner: Any, name: str, function: Any) -> None:
+    """Let a class of torch's have this function, into which the compiler does not look."""
+    plain = getattr(function, "__func__", function)
+    vars(plain).pop("__wrapped__", None)  # torch's own, which may have no code of Python
+    _disable_dynamo(plain)
+    setattr(owner, name, function)
+
+
+def uses_torchcomms() -> bool:
+    """Whether torch's groups are made by torchcomms."""
+    is_enabled = getattr(c10d, "_use_torchcomms_enabled", None)
+    return is_enabled is not None and bool(is_enabled())
+
+
+def is_accelerator_used() -> bool:
+    """Whether there is a device other than the CPU that this process has used."""
+    accelerator = getattr(torch, "accelerator", None)
+    device = None if accelerator is None else accelerator.current_accelerator()
+    if device is None:
+        return False
+    is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
+    return is_initialized is None or bool(is_initialized())
 
 
 def abort_backends(groups: Sequence[Any]) -> None:

@@ -1,0 +1,165 @@
+"""The backends that a test of sessions runs on.
+
+A test that takes the fixture ``backend``, or a session of it, runs once on each. ``gloo`` does its
+work on the CPU; ``standin`` gives it to a device, as NCCL does (see ``tests.standin``). Ranks of the
+second have tensors made on their device unless a program says otherwise, so that programs are the
+same. What differs in what a test may assume says the parameter.
+
+``DISTSESSION_BACKENDS=gloo,standin,nccl`` names others. NCCL needs a GPU, which all ranks share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from distsession import Session
+
+__all__ = ["BACKENDS", "GLOO", "STANDIN", "Backend", "Place", "only", "places"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend, and what a test may assume of it.
+
+    Attributes:
+        name: As ``Session(backend=...)`` takes it.
+        device: The type of the ranks' devices.
+        preload: What its sessions import before the ranks are forked.
+        is_device: An operation is given to the device, and the call that does so returns. Its
+            outcome is waited for elsewhere, and a mismatch is seen by who comes last, when others
+            may have begun.
+        is_shared: All ranks are on the first device.
+    """
+
+    name: str
+    device: str = "cpu"
+    preload: tuple[str, ...] = ()
+    is_device: bool = False
+    is_shared: bool = False
+
+    def program(self, code: str) -> str:
+        """A program whose lines that end with ``; FINISH`` wait for what they have called."""
+        return code.replace("; FINISH", "; torch.accelerator.synchronize()" * self.is_device)
+
+    def waits(self, ranks: int = 1) -> str:
+        """How a sentence says that so many ranks wait within an operation: ``waits in``."""
+        wait, whose = ("waits", "its") if ranks == 1 else ("wait", "their")
+        return f"{wait} for {whose} device in" if self.is_device else f"{wait} in"
+
+    def options(self, ranks: int | None = None) -> dict[str, Any]:
+        """Those of a session with so many ranks."""
+        options: dict[str, Any] = {"backend": self.name}
+        if self.preload:
+            options["preload"] = self.preload
+        if self.is_shared and ranks:
+            options["devices"] = [0] * ranks
+        return options
+
+    def session(self, ranks: int, **options: Any) -> Session:
+        """Start a session on it."""
+        return Session(ranks, **self.options(ranks) | options)
+
+    def why_not(self) -> str | None:
+        """Why it cannot be had on this machine, or None."""
+        if self.name == "standin":
+            return _why_no_standin()
+        if self.name == "nccl":
+            return _why_no_nccl()
+        return None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+GLOO = Backend("gloo")
+STANDIN = Backend(
+    "standin",
+    device="standin",
+    preload=("tests.standin.register", "tests.on_device"),
+    is_device=True,
+)
+NCCL = Backend("nccl", device="cuda", preload=("tests.on_device",), is_device=True, is_shared=True)
+
+_ALL = {backend.name: backend for backend in (GLOO, STANDIN, NCCL)}
+BACKENDS = tuple(
+    _ALL[name] for name in os.environ.get("DISTSESSION_BACKENDS", "gloo,standin").split(",")
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backend, and a number of ranks."""
+
+    backend: Backend
+    ranks: int
+
+    def session(self, **options: Any) -> Session:
+        """Start a session there."""
+        return self.backend.session(self.ranks, **options)
+
+
+def places(**ranks: Iterable[int]) -> list[Any]:
+    """Parameters of a fixture: the numbers of ranks that each backend is tried with.
+
+    Args:
+        **ranks: By the name of the backend. NCCL is tried with those of the stand-in.
+    """
+    ranks.setdefault("nccl", ranks.get("standin", ()))
+    return [
+        pytest.param(Place(backend, count), id=f"{backend}, {count} ranks")
+        for backend in BACKENDS
+        for count in ranks.get(backend.name, ())
+    ]
+
+
+def only(name: str, why: str) -> pytest.MarkDecorator:
+    """Limit a test to one backend.
+
+    Args:
+        name: Which; ``"device"`` for all that give their work to a device.
+        why: Not to the others.
+    """
+    return pytest.mark.only_backend(name, why)
+
+
+def check_can_run(item: pytest.Item) -> None:
+    """Skip a test that is for another backend than that which it is given, or that cannot run."""
+    callspec = getattr(item, "callspec", None)
+    given = callspec.params.values() if callspec else ()
+    for value in given:
+        backend = value.backend if isinstance(value, Place) else value
+        if not isinstance(backend, Backend):
+            continue
+        for mark in item.iter_markers("only_backend"):
+            name, why = mark.args
+            if backend.name != name and not (name == "device" and backend.is_device):
+                pytest.skip(f"not on {backend}: {why}")
+        if reason := backend.why_not():
+            pytest.skip(reason)
+
+
+@cache
+def _why_no_standin() -> str | None:
+    from tests.standin import build
+
+    reason = build.why_not()
+    if reason and os.environ.get("DISTSESSION_STANDIN") == "required":
+        pytest.fail(f"DISTSESSION_STANDIN=required, but {reason}")
+    return reason
+
+
+@cache
+def _why_no_nccl() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if torch.cuda.nccl.version() < (2, 30):
+        return "several ranks on one GPU need NCCL 2.30"
+    return None
