@@ -29,7 +29,12 @@ import torch.distributed as dist
 from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.operations import Collectives
 from distsession.engine.collectives.recorder import Recorder, Stream
-from distsession.engine.collectives.work import AnySourceWork, IssuedWork, await_collective
+from distsession.engine.collectives.work import (
+    AnySourceWork,
+    IssuedWork,
+    Mark,
+    await_collective,
+)
 from distsession.errors import CollectiveError, CollectiveMismatchError
 from distsession.protocol.board import key_of
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT
@@ -466,7 +471,7 @@ class SwappableGroup(Collectives):
         if stream is None or self._generation != self._groups.generation:
             stream = self._own_stream()
         if self._enqueues_all is not False and (device := self._enqueued_on(tensor)):
-            return self._enqueue(call, stream, key, device, meets=True, has_sizes=has_sizes)
+            return self._enqueue(call, stream, key, device, tensor, meets=True, has_sizes=has_sizes)
         recorder = self._recorder
         at = stream.post(key)
         if is_async:
@@ -524,6 +529,7 @@ class SwappableGroup(Collectives):
         stream: Stream,
         key: tuple[Any, ...],
         device: str,
+        tensor: torch.Tensor | None,
         *,
         meets: bool,
         has_sizes: bool = False,
@@ -535,6 +541,7 @@ class SwappableGroup(Collectives):
             stream: Where it is posted.
             key: What it is.
             device: The device's type.
+            tensor: One that it is about; None for a barrier, which may wait within the call.
             meets: All members have to come, so they can meet before.
             has_sizes: Each may send others something else.
         """
@@ -558,21 +565,24 @@ class SwappableGroup(Collectives):
             stream.fail(at)
             raise
         coalesced = self._coalesced
+        # The communicator of two ranks is made at their first message: each waits for that.
+        may_wait = tensor is None or not (meets or coalesced is not None)
         try:
-            if not meets and coalesced is None:
-                # The communicator of two ranks is made at their first message: each waits for that.
+            if may_wait:
                 recorder.block(at)
             work = call(self.inner)
         except BaseException as error:
             stream.withdraw(at)
             raise recorder.explain(error) from None
         finally:
-            if not meets and coalesced is None:
+            if may_wait:
                 recorder.block(0)
         if coalesced is not None:
             coalesced.append((stream, at, stream.sequence_word(at)))
         elif work is not None:
             stream.enqueued(at, work)
+        elif tensor is not None and (mark := Mark.behind(tensor.device)):
+            stream.enqueued(at, mark)
         else:
             stream.end(at)
         return work
@@ -598,9 +608,10 @@ class SwappableGroup(Collectives):
         finally:
             recorder.block(0)
         self._met.add(device.type)
+        seen = work if work is not None or not together else Mark.behind(device)
         for stream, at, posted in together:
-            if work is not None:
-                stream.enqueued(at, work, posted)
+            if seen is not None:
+                stream.enqueued(at, seen, posted)
             else:
                 stream.end(at)
         return work
@@ -617,7 +628,7 @@ class SwappableGroup(Collectives):
             raise CollectiveError(self._unusable)
         stream = self._pair_stream(*ends, tag)
         if self._enqueues_all is not False and (device := self._enqueued_on(tensor)):
-            return self._enqueue(call, stream, key, device, meets=False)
+            return self._enqueue(call, stream, key, device, tensor, meets=False)
         return self._issue(call, stream, stream.post(key), key, is_message=True)
 
     def _any_source(self, tensors: Any, tag: int) -> Any:

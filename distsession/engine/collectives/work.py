@@ -23,7 +23,7 @@ from distsession.engine.torch_errors import is_wait_over
 from distsession.errors import CollectiveError
 from distsession.protocol.operation_names import AnySource
 
-__all__ = ["AnySourceWork", "IssuedWork", "await_collective"]
+__all__ = ["AnySourceWork", "IssuedWork", "Mark", "await_collective"]
 
 WAIT_STEP = timedelta(seconds=0.3)
 """How long a wait within torch lasts before it is seen whether the group has been given up: gloo
@@ -125,6 +125,32 @@ class IssuedWork(dist.Work):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+class Mark:
+    """Stands for the handle of an operation that a backend gives none of, since nobody waits.
+
+    NCCL does so for what is not asynchronous: it is given to the current stream, in which whatever
+    comes next waits for it anyhow.
+    """
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.Event):
+        self._event = event
+
+    @classmethod
+    def behind(cls, device: torch.device) -> Mark | None:
+        """A mark behind what the device's current stream was given; None where it has no events."""
+        try:
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+        except (NotImplementedError, AttributeError):
+            return None
+        return cls(event)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
 
 
 def await_collective(work: Any, recorder: Recorder) -> bool:
