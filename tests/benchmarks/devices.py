@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distsession import RunInterrupt, Session
 from tests.benchmarks.bench import Bench
-from tests.benchmarks.figures import OURS, Arm, Figure, Row, Target, take_turns
+from tests.benchmarks.figures import OURS, Figure, Row, Target
 from tests.benchmarks.processes import end_tree, program, run_program, snapshot
 from tests.benchmarks.programs.hangs import Fault
 from tests.gpu import target as targets
@@ -147,12 +147,13 @@ class _Apart:
     def begin(self) -> None:
         self._answers()
 
-    def measure(self) -> Sequence[float]:
+    def measure(self) -> list[float]:
+        """Microseconds of a step on rank 0: on the clock, and of processor time."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        return [float(self._answers()[0])]
+        return [float(part) for part in self._answers()[0].split()]
 
     def _answers(self) -> list[str]:
         answers = []
@@ -179,17 +180,18 @@ def _step(bench: Bench, target: targets.Target) -> Iterator[Row]:
                 "from tests.benchmarks.programs.device_steps import Training\n"
                 "training = Training(device)"
             )
-            arms = [
-                Arm(APART, apart.measure),
-                Arm(OURS, lambda: [session.evaluate(f"training.time({count})")[0]]),
-            ]
-            take_turns(arms, max(3 * bench.repeats, 9))
+            rounds = []
+            for _ in range(max(3 * bench.repeats, 9)):
+                rounds.append((apart.measure(), session.evaluate(f"training.time({count})")[0]))
     finally:
         apart.close()
         bench.sweep(OURS, before)
-    name = f"a step of DistributedDataParallel on {target.backend}, N={RANKS}"
-    yield arms[0].row(name, UNIT)
-    yield arms[1].row(name, UNIT, arms[0], target=Target(1.01))
+    for number, what in enumerate(("wall time", "processor time of rank 0")):
+        name = f"{what} of a step of DistributedDataParallel on {target.backend}, N={RANKS}"
+        theirs, mine = ([times[number] for times in arm] for arm in zip(*rounds, strict=True))
+        ratio = Figure(tuple(a / b for a, b in zip(mine, theirs, strict=True)))
+        yield Row(name, APART, Figure(tuple(theirs)), UNIT)
+        yield Row(name, OURS, Figure(tuple(mine)), UNIT, ratio, APART, Target(1.01))
 
 
 # --- Stop -----------------------------------------------------------------------------------------
