@@ -17,6 +17,7 @@ import pytest
 
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.cluster.process_state import has_ended, process_state
+from tests.backends import Backend
 from tests.integration.conftest import Recorder
 from tests.until import LIMIT_S, Press, until, until_settled
 
@@ -50,6 +51,13 @@ def death(session: Session, code: str, kill: int = 0) -> errors.EngineDiedError:
     error = caught.value.by_rank[1]
     assert isinstance(error, errors.EngineDiedError)
     return error
+
+
+@pytest.fixture(scope="module")
+def _shared(backend: Backend) -> Iterator[tuple[Session, Recorder]]:
+    recorder = Recorder()
+    with backend.session(2, output=recorder) as session:
+        yield session, recorder
 
 
 @pytest.fixture

@@ -15,13 +15,14 @@ from distsession import OptionsError, RunError, Session, SessionStateError
 from distsession.engine.collectives.operation_log import OPERATIONS
 from distsession.timeline.timeline import Timeline
 from distsession.timeline.waits import Step
+from tests.backends import Backend, only
 
 LATE = 1.0
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Session]:
-    with Session(3, threads=1) as session:
+def three(backend: Backend) -> Iterator[Session]:
+    with backend.session(3, threads=1) as session:
         session.execute("import time, os, signal\ndist.all_reduce(torch.ones(1))")
         yield session
 
