@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from distsession import RunError, RunInterrupt, Session, errors
+from distsession import RunError, RunInterrupt, errors
 from tests.backends import BACKENDS, GLOO, Backend
 from tests.conftest import held_by_others, shared_memory
 from tests.integration.conftest import Recorder
