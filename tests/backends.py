@@ -3,7 +3,7 @@
 A test that takes the fixture ``backend``, or a session of it, runs once on each. ``gloo`` does its
 work on the CPU; ``standin`` gives it to a device, as NCCL does (see ``tests.standin``). Ranks of
 the second have tensors made on their device unless a program says otherwise, so that programs are
-the same. What differs in what a test may assume says the parameter.
+the same. The parameter says what differs in what a test may assume.
 
 ``DISTSESSION_BACKENDS=gloo,standin,nccl`` names others. NCCL needs a GPU, which all ranks share.
 """

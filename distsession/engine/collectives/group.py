@@ -547,8 +547,9 @@ class SwappableGroup(Collectives):
         """
         at = stream.post(key)
         recorder = self._recorder
+        is_first = meets and device not in self._met
         try:
-            if meets and (self._groups.strict or device not in self._met):
+            if is_first or (meets and self._groups.strict):
                 if recorder.check:
                     stream.meet(at, self._seconds)
                     if has_sizes:
@@ -565,8 +566,9 @@ class SwappableGroup(Collectives):
             stream.fail(at)
             raise
         coalesced = self._coalesced
-        # The communicator of two ranks is made at their first message: each waits for that.
-        may_wait = tensor is None or not (meets or coalesced is not None)
+        # A communicator is made at its first operation, that of two ranks at their first message:
+        # each member waits for that, and another may have died since it came.
+        may_wait = is_first or tensor is None or not (meets or coalesced is not None)
         try:
             if may_wait:
                 recorder.block(at)
