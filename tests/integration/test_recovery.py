@@ -681,6 +681,7 @@ def test_sharded_parameters_live_on_after_a_rebuild(cluster: Cluster) -> None:
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 cannot begin a pass anew"
 )
+@unmended("what a pass that was given up leaves changes the steps after it")
 def test_sharded_parameters_live_on_after_a_pass_that_was_given_up(cluster: Cluster) -> None:
     session = cluster.session
     session.execute(
