@@ -573,6 +573,8 @@ class SwappableGroup(Collectives):
             if may_wait:
                 recorder.block(at)
             work = call(self.inner)
+            if may_wait and recorder.abort is not None:  # which has freed it, without a word
+                raise recorder.abort_error()
         except BaseException as error:
             stream.withdraw(at)
             raise recorder.explain(error) from None

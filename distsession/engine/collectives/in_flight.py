@@ -176,7 +176,7 @@ class InFlight:
 _WAITS = frozenset(
     {"item", "tolist", "cpu", "numpy", "to", "wait", "float", "int", "bool", "nonzero"}
     | {"is_nonzero", "equal", "allclose", "copy_", "result", "barrier", "print", "repr", "str"}
-    | {"replay", "if"}
+    | {"replay", "if", "compare"}
 )
 """Functions and methods that need the outcome of what a device computes, or room in its queue."""
 _CERTAIN_WAITS = frozenset({"item", "cpu", "tolist", "float", "int", "bool", "is_nonzero", "if"})
@@ -226,7 +226,10 @@ def instruction(frame: FrameType | None) -> int:
 
 @lru_cache(256)
 def _called(code: CodeType, instruction: int) -> str:
-    """The name of what an instruction calls; ``"if"`` for a condition, empty for anything else."""
+    """The name of what an instruction calls; ``"if"`` for a condition, empty for anything else.
+
+    ``"compare"`` is for functions of Python that ask whether a tensor is true.
+    """
     name = dis.opname[code.co_code[instruction]] if instruction >= 0 else ""
     # ``if loss > 3:``. At the end of a loop Python lets go of its lock, which is no wait.
     if name.startswith(("POP_JUMP", "TO_BOOL", "UNARY_NOT")) and "BACKWARD" not in name:
@@ -241,6 +244,8 @@ def _called(code: CodeType, instruction: int) -> str:
     if not isinstance(called, ast.Call):
         return ""
     function = called.func
+    if isinstance(function, ast.Name) and function.id in ("max", "min", "sorted", "any", "all"):
+        return "compare"
     return function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
 
 
