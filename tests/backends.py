@@ -1,9 +1,9 @@
 """The backends that a test of sessions runs on.
 
 A test that takes the fixture ``backend``, or a session of it, runs once on each. ``gloo`` does its
-work on the CPU; ``standin`` gives it to a device, as NCCL does (see ``tests.standin``). Ranks of the
-second have tensors made on their device unless a program says otherwise, so that programs are the
-same. What differs in what a test may assume says the parameter.
+work on the CPU; ``standin`` gives it to a device, as NCCL does (see ``tests.standin``). Ranks of
+the second have tensors made on their device unless a program says otherwise, so that programs are
+the same. What differs in what a test may assume says the parameter.
 
 ``DISTSESSION_BACKENDS=gloo,standin,nccl`` names others. NCCL needs a GPU, which all ranks share.
 """

@@ -31,6 +31,7 @@ class OperationRecord(NamedTuple):
         is_future: C++ waits for it, as in a backward, and does not say from when on.
         failed: It was not done.
         is_from_any: It receives from whichever rank sends.
+        is_enqueued: A device was given it, and nobody says who waited for that.
     """
 
     name: str
@@ -47,6 +48,7 @@ class OperationRecord(NamedTuple):
     is_future: bool = False
     failed: bool = False
     is_from_any: bool = False
+    is_enqueued: bool = False
 
 
 class TransferRecord(NamedTuple):

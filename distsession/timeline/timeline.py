@@ -14,8 +14,12 @@ from distsession.timeline import chrome_trace, svg
 from distsession.timeline.svg import seconds_text, size_text
 from distsession.timeline.waits import Merged, Share, Step, Wait, shares, waits
 
-__all__ = ["Timeline"]
+__all__ = ["BEHIND_DEVICE", "Timeline"]
 
+BEHIND_DEVICE = (
+    "That is what the ranks' own lines waited for; how long a device waited within an operation "
+    "is not seen here (the profiler of torch shows it)."
+)
 LONG_WAIT_S = 0.001
 """Seconds from which it is told that somebody waited."""
 LONG_WAIT_SHARE = 0.01
@@ -100,8 +104,14 @@ class Timeline:
         if not long_waits:
             longest = max((max(wait.seconds.values()) for wait in self.waits), default=0.0)
             at_most = f": {seconds_text(longest)} at most" if longest else ""
-            return [f"No rank waited long for another{at_most}."]
+            sentence = f"No rank waited long for another{at_most}."
+            return [f"{sentence} {BEHIND_DEVICE}" if self._has_enqueued else sentence]
         return [self._wait_text(wait) for wait in long_waits[:MAX_SENTENCES]]
+
+    @property
+    def _has_enqueued(self) -> bool:
+        steps = self.merged.steps.values()
+        return any(step.record.is_enqueued for of_rank in steps for step in of_rank)
 
     def _is_long(self, wait: Wait) -> bool:
         total = (self.merged.ended - self.merged.began) / 1e9

@@ -97,9 +97,6 @@ MISMATCHES = {
 }
 
 
-SPLITS = "after the first operation, sizes that differ from rank to rank are not compared"
-
-
 def refused(session: Session, backend: Backend, error: RunError) -> set[int]:
     """The ranks that refused to begin; of a device, those that came last. The others were freed."""
     of_them = {
@@ -120,14 +117,11 @@ def refused(session: Session, backend: Backend, error: RunError) -> set[int]:
 def test_a_mismatch_raises_and_changes_nothing_where_it_does(
     session: Session,
     backend: Backend,
-    request: pytest.FixtureRequest,
     code: str,
     one: str,
     other: str,
 ) -> None:
     """On every rank; of a device, on every one that has not begun it already."""
-    if backend.is_device and "splits" in code:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=SPLITS))
     session.execute("kept = torch.ones(1)")
     with pytest.raises(RunError) as caught:
         session.execute(code, label="In[4]")

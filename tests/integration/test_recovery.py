@@ -270,7 +270,7 @@ def test_a_stop_just_as_a_rank_begins_frees_it(
     is_sent = lambda: len(session.channel.pending()) == 2  # noqa: E731
     text = cluster.stop("dist.barrier()", press=press_stop, when=lambda: until(is_sent))
     assert "what it waited for goes on" not in text
-    assert f"Rank 0 {cluster.backend.waits()} barrier" in text
+    assert "Rank 0 waits in barrier" in text
     go.touch()
     before.result(LIMIT_S)
     cluster.check()
@@ -464,7 +464,7 @@ def test_diagnose_says_what_each_rank_does(cluster: Cluster) -> None:
     assert "idle" in repr(session.diagnose())
     run = in_background(session, "dist.barrier() if rank == 0 else time.sleep(60)")
     text = repr(session.diagnose())
-    assert f"rank 0 {cluster.backend.waits()} barrier #" in text
+    assert "rank 0 waits in barrier #" in text
     assert "running In[6] line 1" in text
     assert "<table>" in session.diagnose()._repr_html_()
     assert "time.sleep(60)" in repr(session.diagnose(stacks=True))

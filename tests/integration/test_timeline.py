@@ -13,14 +13,12 @@ import pytest
 
 from distsession import OptionsError, RunError, Session, SessionStateError
 from distsession.engine.collectives.operation_log import OPERATIONS
-from distsession.timeline.timeline import Timeline
+from distsession.timeline.timeline import BEHIND_DEVICE, Timeline
 from distsession.timeline.waits import Step
-from tests.backends import Backend, only, unmended
+from tests.backends import Backend, only
 
 LATE = 1.0
-WAITS = unmended(
-    "how long a rank has waited for its device is not known, and not said to be unknown"
-)
+WAITS = only("gloo", "how long a device waits within an operation is not seen")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +65,17 @@ def test_the_others_waited_for_the_rank_that_came_late(three: Session) -> None:
     (late,) = steps(timeline, 1, "all_reduce")
     assert (late.wait, late.late) == (0, ())
     assert repr(timeline).startswith(timeline.sentence)
+
+
+@only("device", "a rank waits itself")
+def test_what_a_device_waits_for_is_said_to_be_unknown(three: Session) -> None:
+    three.execute(
+        f"t = torch.ones(256)\ntime.sleep({LATE} * (rank == 1))\ndist.all_reduce(t)\nt.tolist()"
+    )
+    timeline = three.timeline()
+    check(timeline)
+    assert BEHIND_DEVICE in timeline.sentence
+    assert [len(steps(timeline, rank, "all_reduce")) for rank in three.ranks] == [1, 1, 1]
 
 
 @WAITS

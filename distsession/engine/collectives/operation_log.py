@@ -19,6 +19,7 @@ __all__ = [
     "FAILED",
     "FLAGS",
     "IS_ASYNC",
+    "IS_ENQUEUED",
     "IS_FUTURE",
     "OPERATIONS",
     "Entry",
@@ -32,7 +33,7 @@ OPERATIONS = 20_000
 
 # An operation, while it happens: a list, since an object would cost three times as much.
 STREAM, SEQUENCE, KEY, PLACE, BEGAN, ENDED, BLOCKED, FLAGS = range(8)
-IS_ASYNC, IS_FUTURE, FAILED = 1, 2, 4
+IS_ASYNC, IS_FUTURE, FAILED, IS_ENQUEUED = 1, 2, 4, 8
 
 Entry = list[Any]
 
@@ -92,5 +93,6 @@ class OperationLog:
             is_async=bool(flags & IS_ASYNC),
             is_future=bool(flags & IS_FUTURE),
             failed=bool(flags & FAILED),
+            is_enqueued=bool(flags & IS_ENQUEUED),
             is_from_any=any(isinstance(part, AnySource) for part in key[1:2]),
         )

@@ -32,6 +32,7 @@ from distsession.engine.collectives.operation_log import (
     FAILED,
     FLAGS,
     IS_ASYNC,
+    IS_ENQUEUED,
     Entry,
     OperationLog,
     end,
@@ -370,7 +371,7 @@ class Recorder(RequestListener):
             frame = frame.f_back
         if frame is None and threading.get_ident() != self._main:
             # A thread of torch's, such as autograd's for a device: the main thread waits for it.
-            return self.place_of(sys._current_frames().get(self._main))
+            return self.place_of(sys._current_frames().get(self._main or 0))
         return 0
 
     def place_of(self, frame: FrameType | None, lineno: int = 0) -> int:
@@ -590,7 +591,7 @@ class Stream:
         """
         entry = self.open.pop(at, None)
         if entry is not None:
-            entry[FLAGS] |= IS_ASYNC
+            entry[FLAGS] |= IS_ASYNC | IS_ENQUEUED
         words, in_flight = self._words, self.recorder.in_flight
         if in_flight.is_capturing and torch_private.is_stream_capturing():
             # It was written down for a graph, and its handle may not be asked.
