@@ -27,6 +27,8 @@ from distsession.protocol.unseen import Unseen
 
 __all__ = ["UnseenWork"]
 
+_REPLAY = int(Unseen.REPLAY)  # enum's own operators would take as long as all the rest
+
 
 class UnseenWork:
     """What one rank has begun that is not seen.
@@ -57,6 +59,8 @@ class UnseenWork:
         """What was replayed last, and where."""
         self._standing: dict[Unseen, tuple[str, int]] = {}
         """What may give the device something at any time, and where it began."""
+        self._flags = 0
+        """The kinds of that."""
         self._count = 0
         self._watched: set[type] = set()
 
@@ -142,6 +146,7 @@ class UnseenWork:
     def _note(self, kind: Unseen, text: str, frame: FrameType | None) -> None:
         if kind not in self._standing:
             self._standing[kind] = text, 0 if frame is None else self._place_of(frame)
+            self._flags |= int(kind)
             self._publish()
 
     def _begin_replay(self, text: str, frame: FrameType | None) -> None:
@@ -196,10 +201,7 @@ class UnseenWork:
         self._publish()
 
     def _publish(self) -> None:
-        flags = Unseen.REPLAY if self.is_replaying else Unseen(0)
-        for kind in self._standing:
-            flags |= kind
-        self._show(flags, self._count)
+        self._show(self._flags | (_REPLAY if self.is_replaying else 0), self._count)
 
     # --- in words ---------------------------------------------------------------------------------
 
