@@ -46,7 +46,10 @@ _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
 """Folders of Python's own modules, of installed packages (where torch lies), and of ours."""
-_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_INSTALLED = (
+    *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
+    f"{os.sep}torchinductor_",  # what torch.compile has written, for each user
+)
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _CONTEXT = 2
 _MAX_FRAMES = 60

@@ -2,6 +2,7 @@
 
 ``python -m tests.integration.chaos --faults 1000`` (``make soak``) runs it for long. With
 ``--between 500 --faults 40`` the session ages: so many calls and cells come before each fault.
+``--backend standin`` does the same where operations are given to a device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 import psutil
 
-from distsession import RunError, RunInterrupt, Session, errors
+from distsession import RunError, RunInterrupt, errors
+from tests.backends import BACKENDS, GLOO, Backend
 from tests.conftest import held_by_others, shared_memory
 from tests.integration.conftest import Recorder
 
@@ -52,13 +54,13 @@ for _ in range(3):
 NAMES = ["model", "optim", "x", "backward", "state"]
 
 COLLECTIVES = (
-    "dist.all_reduce(x.clone())",
-    "dist.broadcast(x.clone(), src=0)",
+    "dist.all_reduce(x.clone()); FINISH",
+    "dist.broadcast(x.clone(), src=0); FINISH",
     "dist.barrier()",
-    "dist.all_gather([torch.zeros(4) for _ in range(world_size)], x)",
-    "dist.all_reduce(x.clone(), async_op=True).wait()",
+    "dist.all_gather([torch.zeros(4) for _ in range(world_size)], x); FINISH",
+    "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH",
     "dist.all_gather_object([None] * world_size, rank)",
-    "backward()",
+    "backward(); FINISH",
 )
 MISMATCHES = (
     "dist.all_reduce(torch.ones(4 + odd))",
@@ -80,7 +82,9 @@ del other
 """
 MEMORY_GROWTH = 64 << 20
 """Bytes by which a process may be larger than when all that it needs had been loaded."""
-BUSY = ("while True: pass", "time.sleep(60)", "while True: dist.all_reduce(x.clone())")
+DEVICE_STREAMS = 32
+"""A device's streams are used again when there are so many; the stand-in's have a thread each."""
+BUSY = ("while True: pass", "time.sleep(60)", "while True: dist.all_reduce(x.clone()); FINISH")
 
 
 @dataclass(frozen=True)
@@ -108,15 +112,17 @@ class Chaos:
 
     Args:
         seed: Decides which faults come, and where.
+        backend: What the session runs on.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, backend: Backend = GLOO):
         self.seed = seed
+        self.backend = backend
         self.random = random.Random(seed)
         self.calls = 0
         self._sizes = itertools.cycle(range(1, SHAPES + 1))
         self.done: list[str] = []
-        self.session = Session(RANKS, output=Recorder(), threads=1, hang_grace=0.3)
+        self.session = backend.session(RANKS, output=Recorder(), threads=1, hang_grace=0.3)
         self.session.execute(SETUP)
         self.state = self.session.evaluate("state()")[0]
         self.faults: dict[str, Callable[[], None]] = {
@@ -129,6 +135,7 @@ class Chaos:
 
     def run(self, code: str, *expected: type[BaseException]) -> None:
         """Run a cell in a thread, so that one that never ends is noticed."""
+        code = self.backend.program(code)
         pool = concurrent.futures.ThreadPoolExecutor(1)
         future = pool.submit(self.session.execute, code, label="In[1]")
         pool.shutdown(wait=False)
@@ -284,7 +291,12 @@ class Chaos:
         while True:
             now = self.held()
             most = tuple(max(counts) for counts in zip(*before.ranks, strict=True))
-            grown = [counts for counts in now.ranks if counts[0] > most[0] or counts[1] > most[1]]
+            streams = DEVICE_STREAMS if self.backend.is_device else 0
+            grown = [
+                counts
+                for counts in now.ranks
+                if counts[0] > most[0] or counts[1] > most[1] + streams
+            ]
             new = now.shared_memory - before.shared_memory
             same = now.processes <= before.processes and not new - held_by_others(new)
             kernel_same = all(n <= b for n, b in zip(now.kernel, before.kernel, strict=True))
@@ -338,9 +350,11 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--between", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--backend", choices=[backend.name for backend in BACKENDS], default="gloo")
     arguments = parser.parse_args()
+    backend = next(each for each in BACKENDS if each.name == arguments.backend)
     os.environ["PYTEST_RUN_OF"] = str(os.getpid())  # tells what it starts from what others start
-    chaos = Chaos(arguments.seed)
+    chaos = Chaos(arguments.seed, backend)
     began = time.monotonic()
     try:
         chaos.go(

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from distsession import RunError, Session
+from distsession import CollectiveMismatchError, RunError, Session
+from tests.backends import GLOO, STANDIN, Backend
 
-BACKENDS = [
-    "eager",
-    pytest.param(
-        "inductor",
-        marks=pytest.mark.skipif(
-            not any(map(shutil.which, ("g++", "clang++", "c++"))),
-            reason="inductor needs a C++ compiler for the CPU",
-        ),
-    ),
+from .conftest import Recorder
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="inductor needs a C++ compiler for the CPU",
+)
+COMPILERS = [
+    pytest.param(GLOO, "eager", id="gloo, eager"),
+    pytest.param(GLOO, "inductor", id="gloo, inductor", marks=needs_compiler),
+    pytest.param(STANDIN, "aot_eager", id="standin, aot_eager"),  # inductor knows no such device
 ]
 
 PROGRAMS = """
@@ -56,7 +58,7 @@ def sharded(compiled):
 def train(make, compiled):
     module = make(compiled)
     optimizer = torch.optim.SGD(module.parameters(), lr=.1)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(device).manual_seed(rank)
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -115,32 +117,82 @@ MODELS = (
 FUNCTIONS = ("messages", "collectives", "functional", "grouped", "printing")
 
 
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[dict[Backend, tuple[Session, Recorder]]]:
+    """Those that have been started, by their backend."""
+    started: dict[Backend, tuple[Session, Recorder]] = {}
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [session.close() for session, _ in started.values()])
+        yield started
+
+
 @pytest.fixture
-def ready(session: Session) -> Session:
-    if not all(session.evaluate("'compiler' in globals()").values()):
-        session.execute(PROGRAMS)
-    return session
+def backend() -> Backend:
+    return GLOO
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture
+def ready(backend: Backend, sessions: dict[Backend, tuple[Session, Recorder]]) -> Session:
+    if backend not in sessions:
+        output = Recorder()
+        sessions[backend] = backend.session(2, output=output), output
+        sessions[backend][0].execute(PROGRAMS, label="In[1]")
+    return sessions[backend][0]
+
+
+@pytest.fixture
+def output(
+    ready: Session, backend: Backend, sessions: dict[Backend, tuple[Session, Recorder]]
+) -> Recorder:
+    sessions[backend][1].clear()
+    return sessions[backend][1]
+
+
+@pytest.mark.parametrize(("backend", "compiler"), COMPILERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_compiled_model_trains_as_one_that_is_not(
-    ready: Session, model: str, backend: str
+    ready: Session, model: str, compiler: str
 ) -> None:
     plain = ready.evaluate(f"train({model}, plain)")
-    compiled = ready.evaluate(f"train({model}, compiler({backend!r}))")
+    compiled = ready.evaluate(f"train({model}, compiler({compiler!r}))")
     for rank in ready.ranks:
         assert compiled[rank] == pytest.approx(plain[rank], rel=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "compiler"), COMPILERS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_compiled_function_communicates(ready: Session, function: str, backend: str) -> None:
+def test_a_compiled_function_communicates(ready: Session, function: str, compiler: str) -> None:
     plain = dict(ready.evaluate(f"results({function}, plain)"))
-    assert dict(ready.evaluate(f"results({function}, compiler({backend!r}))")) == plain
+    before = begun(ready)
+    assert dict(ready.evaluate(f"results({function}, compiler({compiler!r}))")) == plain
+    if function in ("collectives", "functional"):
+        assert begun(ready) > before  # it was seen
 
 
-def test_what_dynamo_logs_while_it_meets_a_print_is_written(ready: Session, output: Any) -> None:
+def begun(session: Session) -> int:
+    """How many operations of all ranks rank 0 has begun."""
+    return session.recovery.reports(ask=False)[0].sequences.get("world", 0)
+
+
+@pytest.mark.parametrize(("backend", "compiler"), COMPILERS)
+@pytest.mark.parametrize("function", ["functional", "collectives"])
+def test_a_mismatch_in_compiled_code_names_the_function(
+    ready: Session, backend: Backend, function: str, compiler: str
+) -> None:
+    line = 1 + PROGRAMS[: PROGRAMS.index(f"def {function}(")].count("\n")
+    with pytest.raises(RunError) as caught:
+        ready.execute(
+            f"print([t.tolist() for t in compiler({compiler!r})({function})(torch.ones(3 + rank))])"
+        )
+    assert isinstance(caught.value.first, CollectiveMismatchError)
+    assert re.search(r"rank 0 called all_reduce with float32 \[3\]", str(caught.value))
+    assert re.search(rf"at In\[1\] line {line}\b", str(caught.value))
+    assert ready.evaluate(f"results({function}, plain)")
+
+
+def test_what_dynamo_logs_while_it_meets_a_print_is_written(
+    ready: Session, output: Recorder
+) -> None:
     ready.execute("torch._logging.set_logs(dynamo=10)")
     try:
         ready.execute("results(printing, compiler('eager'))")

@@ -15,13 +15,17 @@ from distsession import OptionsError, RunError, Session, SessionStateError
 from distsession.engine.collectives.operation_log import OPERATIONS
 from distsession.timeline.timeline import Timeline
 from distsession.timeline.waits import Step
+from tests.backends import Backend, only, unmended
 
 LATE = 1.0
+WAITS = unmended(
+    "how long a rank has waited for its device is not known, and not said to be unknown"
+)
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Session]:
-    with Session(3, threads=1) as session:
+def three(backend: Backend) -> Iterator[Session]:
+    with backend.session(3, threads=1) as session:
         session.execute("import time, os, signal\ndist.all_reduce(torch.ones(1))")
         yield session
 
@@ -42,6 +46,7 @@ def check(timeline: Timeline) -> None:
     assert timeline.sentence in timeline._repr_html_()
 
 
+@WAITS
 def test_the_others_waited_for_the_rank_that_came_late(three: Session) -> None:
     three.execute(
         f"t = torch.ones(256)\n\ntime.sleep({LATE} * (rank == 1))\n\ndist.all_reduce(t)",
@@ -64,6 +69,7 @@ def test_the_others_waited_for_the_rank_that_came_late(three: Session) -> None:
     assert repr(timeline).startswith(timeline.sentence)
 
 
+@WAITS
 def test_only_members_of_a_group_wait_for_each_other(three: Session) -> None:
     three.execute("pair = dist.new_group([0, 2])")
     three.execute(
@@ -76,6 +82,7 @@ def test_only_members_of_a_group_wait_for_each_other(three: Session) -> None:
     assert not steps(timeline, 1, "barrier")
 
 
+@WAITS
 def test_a_receiver_waits_for_its_sender(three: Session) -> None:
     three.execute(
         f"t = torch.ones(1000)\n"
@@ -91,6 +98,7 @@ def test_a_receiver_waits_for_its_sender(three: Session) -> None:
     assert step.record.size == 4000
 
 
+@only("gloo", "NCCL receives from nobody in particular")
 def test_a_receiver_from_anybody_waits_for_who_sends(three: Session) -> None:
     three.execute(
         f"t = torch.ones(10)\n"
@@ -120,6 +128,7 @@ def test_what_is_issued_early_is_waited_for_late(three: Session) -> None:
     assert timeline.shares[0].wait == 0
 
 
+@WAITS
 def test_a_backward_waits_for_the_slowest_rank(three: Session) -> None:
     three.execute(
         "from torch.nn.parallel import DistributedDataParallel\n"
@@ -138,6 +147,7 @@ def test_a_backward_waits_for_the_slowest_rank(three: Session) -> None:
     assert all(step.record.ended for step in timeline.records)
 
 
+@WAITS
 def test_a_cell_that_fails_has_a_timeline(three: Session) -> None:
     with pytest.raises(RunError):
         three.execute(
@@ -201,12 +211,16 @@ def test_a_long_cell_keeps_its_last_operations(three: Session) -> None:
     assert len(timeline._repr_html_()) < 1_000_000
 
 
-def test_a_saved_trace_is_what_perfetto_takes(three: Session, tmp_path: Path) -> None:
+@WAITS
+def test_a_saved_trace_is_what_perfetto_takes(
+    three: Session, backend: Backend, tmp_path: Path
+) -> None:
     three.execute(f"time.sleep({LATE} * (rank == 1))\ndist.all_reduce(torch.ones(4))")
     path = three.timeline().save(tmp_path / "trace.json")
     events = json.loads(path.read_text())["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert named == {r: f"rank {r} (cpu)" for r in range(3)}
+    devices = [f"{backend.device}:{r}" if backend.is_device else "cpu" for r in range(3)]
+    assert named == {r: f"rank {r} ({device})" for r, device in enumerate(devices)}
     for event in events:
         assert {"ph", "name", "pid", "tid", "ts"} <= event.keys()
         assert event["ph"] in "XMsf"
@@ -228,6 +242,7 @@ def _spans(events: list[dict[str, Any]], rank: int, name: str) -> list[dict[str,
     return [e for e in events if e["pid"] == rank and e["name"] == name and e["ph"] == "X"]
 
 
+@only("gloo", "when a device has ended something is seen later, when it is asked")
 def test_a_profile_is_on_the_same_clock(three: Session, tmp_path: Path) -> None:
     three.execute(
         "with torch.profiler.record_function('marked'):\n"

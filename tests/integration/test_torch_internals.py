@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from distsession import RunError, Session
-from distsession.engine.collectives import torch_changes
+from distsession.engine.collectives import torch_changes, torch_private
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +171,14 @@ def test_code_can_be_hidden_from_the_compiler_without_importing_dynamo() -> None
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+def test_what_is_not_seen_can_be_noted_where_it_begins() -> None:
+    found = torch_private.graph_classes()
+    assert torch.cuda.CUDAGraph in found
+    if hasattr(getattr(torch, "accelerator", None), "Graph"):
+        assert torch.accelerator.Graph in found
+    names = [name for _, name in torch_private.symmetric_memory_functions()]
+    assert names == ["empty_strided_p2p", "rendezvous"]
+    assert not torch_private.uses_torchcomms()
+    assert not torch_private.is_accelerator_used()

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
+import time
 from torch.standin import Graph
 
 x, y = torch.ones(3, device=device), torch.ones(3, device=device)
@@ -87,7 +88,7 @@ def check(session: Session) -> None:
     assert session.evaluate("x.tolist()") == {rank: [2.0] * 3 for rank in session.ranks}
 
 
-WAITS = "waits for its device at In[1] line 10, for something that is not seen (a Graph that was "
+WAITS = "waits for its device at In[1] line 11, for something that is not seen (a Graph that was "
 REPLAYED = f"{WAITS}replayed at In[2] line 1)"
 
 
@@ -116,12 +117,10 @@ def test_what_was_issued_behind_a_graph_is_not_certainly_waited_for(session: Ses
     check(session)
 
 
-STUCK = "Graph(lambda: dist.group.WORLD.inner.recv([y], 0, 0).wait()).replay()"
-
-
 def test_a_rank_whose_device_works_at_a_graph_has_not_finished(session: Session) -> None:
     group = "if True: pair = dist.new_group([0, 1]); dist.all_reduce(x, group=pair); x.tolist()"
-    code = f"{group}\nif rank == 1: {STUCK}\nelse: dist.all_reduce(x, group=pair); waits()"
+    rank_0 = "dist.all_reduce(x, group=pair); waits()"
+    code = f"{group}\nif rank == 1: Graph(issued).replay()\nelse: {rank_0}"
     with running(session, code):
         is_said(
             session,
@@ -135,7 +134,8 @@ def test_a_rank_whose_device_works_at_a_graph_has_not_finished(session: Session)
 def test_a_rank_whose_device_is_done_with_its_graph_has_finished(session: Session) -> None:
     with pytest.raises(CollectiveHangError, match="rank 1, which finished its part"):
         session.execute(
-            "if rank == 1: Graph(lambda: y.add_(1)).replay()\nelse: dist.all_reduce(x); waits()"
+            "if rank == 1: Graph(lambda: y.add_(1)).replay()\n"
+            "else: dist.all_reduce(x); waits(); time.sleep(60)"
         )
     check(session)
 
@@ -144,7 +144,7 @@ def test_a_graph_that_is_complete_is_no_excuse(session: Session) -> None:
     with pytest.raises(CollectiveHangError, match="rank 0 waits for its device in all_reduce #"):
         session.execute(
             "Graph(lambda: y.add_(1)).replay()\ny.tolist()\n"
-            "if rank == 0: dist.all_reduce(x); waits()"
+            "if rank == 0: dist.all_reduce(x); waits(); time.sleep(60)"
         )
     check(session)
 
@@ -168,7 +168,9 @@ def test_operations_of_a_capture_are_compared_and_not_under_way(session: Session
     session.execute("pair = dist.new_group([0, 1])\ndist.all_reduce(x, group=pair)\nx.tolist()")
     with pytest.raises(RunError, match=r"float32 \[[34]\], "):
         session.execute(
-            "z = torch.ones(3 + rank, device=device)\ngraph = Graph(issued)\ngraph.capture_begin()\n"
+            "z = torch.ones(3 + rank, device=device)\n"
+            "graph = Graph(issued)\n"
+            "graph.capture_begin()\n"
             "try: dist.all_reduce(z, group=pair, async_op=True)\n"
             "finally: graph.capture_end()"
         )
@@ -193,7 +195,7 @@ def test_a_backend_that_code_makes_directly_is_named(session: Session) -> None:
     with running(session, DIRECT.strip()):
         is_said(
             session,
-            "rank 0 waits for its device at In[1] line 10, for something that is not seen "
+            "rank 0 waits for its device at In[1] line 11, for something that is not seen "
             "(a ProcessGroupStandin that was made directly at In[2] line 5)",
         )
     session.restart()  # it stays for as long as its process lives

@@ -368,6 +368,9 @@ class Recorder(RequestListener):
             if number:
                 return number << _LINE_BITS | (frame.f_lineno or 0)
             frame = frame.f_back
+        if frame is None and threading.get_ident() != self._main:
+            # A thread of torch's, such as autograd's for a device: the main thread waits for it.
+            return self.place_of(sys._current_frames().get(self._main))
         return 0
 
     def place_of(self, frame: FrameType | None, lineno: int = 0) -> int:
