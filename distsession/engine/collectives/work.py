@@ -144,7 +144,7 @@ class Mark:
         """A mark behind what the device's current stream was given; None where it has no events."""
         try:
             event = torch.Event(device)
-            event.record(torch.accelerator.current_stream(device))
+            event.record()
         except (NotImplementedError, AttributeError):
             return None
         return cls(event)
