@@ -579,6 +579,8 @@ class Rank:
             self._recorder.note_completed()
             # Before it is freed, or it might have gone on with what was not computed, to its end.
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
+            if is_cut_off:
+                self._recorder.region.set_damaged(layout.CUT_OFF)
             if is_cut_off and message.reason is not AbortReason.STOP:
                 self._interrupter.raise_in_user_code(self._recorder.abort_error)
             if self._groups is None:

@@ -384,11 +384,22 @@ def _most(by_operation: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
     return [*found[: MOST_WAITS - 1], (OTHERS, rest)]
 
 
-def reconnected_text(problem: str) -> str:
-    """How the process group is after a run for which it had to be given up."""
+def reconnected_text(problem: str, cut_off: Sequence[int] = ()) -> str:
+    """How the process group is after a run for which it had to be given up.
+
+    Args:
+        problem: Why it is not connected.
+        cut_off: Ranks whose devices have gone on behind an operation that was given up.
+    """
+    behind = (
+        f" What {ranks_text(cut_off)} had given to the device behind it was computed from values "
+        "that had not come: set again what that may have changed."
+        if cut_off
+        else ""
+    )
     if problem:
-        return f" {sentence(f'The process group is not connected: {problem}')}"
-    return " The process group is connected anew, and all variables are kept."
+        return f" {sentence(f'The process group is not connected: {problem}')}{behind}"
+    return f" The process group is connected anew, and all variables are kept.{behind}"
 
 
 def hang_error(

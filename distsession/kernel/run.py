@@ -107,6 +107,8 @@ class Run:
         self._stopped_at = 0.0
         self._problem: str | None = None
         """What prevents the group from being connected anew; None where that was not tried yet."""
+        self._cut_off: list[int] = []
+        """Ranks whose devices have gone on behind what was given up."""
 
     def finish(self) -> RankResults[Any]:
         """Wait for all ranks; their values, or one error."""
@@ -255,8 +257,11 @@ class Run:
         return _lines(pending.stopped, self._reconnected_text())
 
     def _reconnected_text(self) -> str:
+        board = self._recovery.launcher.board
+        if self._problem is None and board is not None:
+            self._cut_off = [region.rank for region in board.regions if region.is_cut_off]
         problem = self._reconnect()
-        return reconnected_text(problem) if problem or self._goes_on else ""
+        return reconnected_text(problem, self._cut_off) if problem or self._goes_on else ""
 
     def _reconnect(self) -> str:
         """Connect the group anew, once, if that is needed; gives what prevents it."""

@@ -57,7 +57,7 @@ STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRIT
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 INCARNATIONS, WITHOUT_GROUP = 11, 12
 LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files
-OPERATION_FAILED, DEVICE_LOST = 1, 2  # bits of IS_DAMAGED
+OPERATION_FAILED, DEVICE_LOST, CUT_OFF = 1, 2, 4  # bits of IS_DAMAGED
 # Of the first rank's header, written by the kernel; one word of each for every owner's epoch, so
 # that a former owner who goes on after a stop by SIGSTOP changes nothing of the present one's.
 COMMITTED, ACKNOWLEDGED = 16, 24
@@ -406,6 +406,11 @@ class Region:
     def is_damaged(self) -> bool:
         """Whether an operation has failed within the group, which is of no use then."""
         return self._words[self.start + IS_DAMAGED] & OPERATION_FAILED != 0
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether its device has gone on behind an operation that was given up."""
+        return self._words[self.start + IS_DAMAGED] & CUT_OFF != 0
 
     @property
     def is_device_lost(self) -> bool:
