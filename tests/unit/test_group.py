@@ -43,6 +43,15 @@ class Done:
         return True
 
 
+class Given(Done):
+    """An operation that a device was given."""
+
+    is_over = False
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+
 class Inner:
     """What torch's own group would do: it notes what is asked of it, and has done it at once."""
 
@@ -50,11 +59,18 @@ class Inner:
         self.store = store
         self.calls: list[tuple[Any, ...]] = []
         self.on_call: Callable[[], None] = lambda: None
+        self.make_work: Callable[[], Any] = Done
 
-    def _call(self, *what: Any) -> Done:
+    def _call(self, *what: Any) -> Any:
         self.calls.append(what)
         self.on_call()
-        return Done()
+        return self.make_work()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.calls.append(("start",))
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._call("end")
 
     def allreduce(self, tensors: Any, opts: Any) -> Done:
         return self._call("allreduce")
@@ -87,12 +103,17 @@ class Process:
         self.make, self.meet, self.name_of = _installed[-1]
 
     def hold(
-        self, members: Sequence[int] = range(RANKS), name: str = "0", limit_s: float = LONG_S
+        self,
+        members: Sequence[int] = range(RANKS),
+        name: str = "0",
+        limit_s: float = LONG_S,
+        backend: str = "gloo",
     ) -> SwappableGroup:
         """A group that is connected to something that does nothing."""
         is_world, limit = len(members) == RANKS, timedelta(seconds=limit_s)
         position = list(members).index(self.rank)
-        group = SwappableGroup(self.groups, name, members, position, limit, is_world)
+        recipe = torch_private.Recipe(backend)
+        group = SwappableGroup(self.groups, name, members, position, limit, is_world, recipe)
         group.inner = Inner()
         return group
 
@@ -252,6 +273,94 @@ def test_a_root_that_is_no_member_is_refused_before_anything_is_recorded(rank: P
         with pytest.raises(ValueError, match=rf"no rank {root} in this process group of 2 ranks"):
             group.broadcast([torch.ones(1)], opts)
     assert rank.region.sequences() == {}
+
+
+# --- what is given to a device --------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_devices(ranks: list[Process]) -> list[SwappableGroup]:
+    """The default group of each rank, of a backend that waits on a device."""
+    groups = [process.hold(backend="nccl") for process in ranks]
+    for group in groups:
+        group.inner.make_work = Given
+        group._met.add("cpu")  # its communicator has been made
+    return groups
+
+
+def test_members_meet_before_the_first_operation_of_a_communicator_and_not_later(
+    ranks: list[Process], beside: Callable[..., Future[Any]]
+) -> None:
+    groups = [process.hold(backend="nccl") for process in ranks]
+    first = beside(all_reduce, groups[0])
+    until(lambda: any(operation.in_thread for operation in under_way(ranks[0])))
+    assert groups[0].inner.calls == []
+    others = [beside(all_reduce, group) for group in groups[1:]]
+    for done in (first, *others):
+        done.result(LONG_S)
+    all_reduce(groups[0])  # nobody else has come
+    assert len(groups[0].inner.calls) == 2
+
+
+def test_what_a_device_was_given_is_enqueued_until_it_is_complete(
+    ranks: list[Process], on_devices: list[SwappableGroup]
+) -> None:
+    work = all_reduce(on_devices[0])
+    assert isinstance(work, Given)  # torch's own handle
+    [operation] = under_way(ranks[0])
+    assert (operation.is_enqueued, operation.is_waiting) == (True, False)
+    work.is_over = True
+    ranks[0].recorder.note_completed()
+    assert under_way(ranks[0]) == []
+
+
+def test_of_a_mismatch_on_devices_the_later_rank_hears_and_its_device_does_not(
+    ranks: list[Process], on_devices: list[SwappableGroup]
+) -> None:
+    all_reduce(on_devices[1], 5)
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 .*float32 \[4\]") as caught:
+        all_reduce(on_devices[0], 4)
+    assert "elsewhere its tensors may have changed" in str(caught.value.remedy)
+    assert (on_devices[0].inner.calls, on_devices[1].inner.calls) == ([], [("allreduce",)])
+    assert ranks[0].region.refused() == (("world", 1),)
+
+
+def test_with_check_strict_members_meet_before_each_operation(
+    ranks: list[Process], on_devices: list[SwappableGroup], beside: Callable[..., Future[Any]]
+) -> None:
+    for process in ranks:
+        process.groups.strict = True
+    first = beside(all_reduce, on_devices[0], 4)
+    until(lambda: any(operation.in_thread for operation in under_way(ranks[0])))
+    others = [beside(all_reduce, group, 5) for group in on_devices[1:]]
+    for done in (first, *others):
+        with pytest.raises(CollectiveMismatchError):
+            done.result(LONG_S)
+    assert all(group.inner.calls == [] for group in on_devices)
+
+
+def test_what_is_put_together_is_enqueued_at_the_end_of_that(
+    ranks: list[Process], on_devices: list[SwappableGroup]
+) -> None:
+    group = on_devices[0]
+    group._start_coalescing(torch.device("cpu"))
+    group.send([torch.ones(2)], 1, 0)
+    group.recv([torch.ones(2)], 3, 0)
+    assert [operation.is_enqueued for operation in under_way(ranks[0])] == [False, False]
+    work = group._end_coalescing(torch.device("cpu"))
+    assert [operation.is_enqueued for operation in under_way(ranks[0])] == [True, True]
+    work.is_over = True
+    ranks[0].recorder.note_completed()
+    assert under_way(ranks[0]) == []
+
+
+def test_a_mixed_group_does_each_operation_as_its_tensors_device_does(rank: Process) -> None:
+    group = rank.hold([0], "3", backend="cpu:gloo,cuda:nccl")
+    group.inner.make_work = Given
+    all_reduce(group)
+    assert under_way(rank) == []  # it was waited for
+    assert group._enqueued_on(torch.ones(1)) == ""
+    assert group._enqueued_on(None) == "cuda"  # a barrier
 
 
 # --- messages -------------------------------------------------------------------------------------
