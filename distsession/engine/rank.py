@@ -432,6 +432,9 @@ class Rank:
                     raise KeyboardInterrupt
                 with self._handlers.user_code() if is_run(request) else NO_CODE:
                     value, shown = self._dispatcher.perform(request, payload)
+                if self._recorder.region.is_cut_off and self._recorder.abort is not None:
+                    # However it came out of the wait: it was computed from what had not come.
+                    raise self._recorder.abort_error()
                 self._forks.end_child()
                 del payload
                 duration = time.perf_counter() - began
