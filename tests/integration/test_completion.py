@@ -71,7 +71,7 @@ def test_flags_of_the_magics_are_offered(notebook: Notebook) -> None:
     [
         ("%session start 2 --backend ", ["gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl"]),
         ("session = %session start 2 --backend=gl", ["gloo"]),
-        ("%session start 2 --check ", ["shared", "detail", "off"]),
+        ("%session start 2 --check ", ["shared", "strict", "detail", "off"]),
         ("%session start 2 --launcher in", ["inline"]),
         ("%session auto o", ["on", "off"]),
         ("%%distributed --push here_o", ["here_only"]),

@@ -144,7 +144,10 @@ class Mark:
         """A mark behind what the device's current stream was given; None where it has no events."""
         try:
             event = torch.Event(device)
-            event.record()
+            if device.index in (None, torch.accelerator.current_device_index()):
+                event.record()
+            else:  # as in a thread of the user's, which begins with the first device
+                event.record(torch.accelerator.current_stream(device))
         except (NotImplementedError, AttributeError):
             return None
         return cls(event)
