@@ -20,7 +20,7 @@ import pytest
 
 from distsession import Session
 
-__all__ = ["BACKENDS", "GLOO", "STANDIN", "Backend", "Place", "only", "places", "unmended"]
+__all__ = ["BACKENDS", "GLOO", "STANDIN", "Backend", "Place", "only", "places"]
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,6 @@ def only(name: str, why: str) -> pytest.MarkDecorator:
     return pytest.mark.only_backend(name, why)
 
 
-def unmended(why: str) -> pytest.MarkDecorator:
-    """Say of a test that it fails on backends that give their work to a device, for now.
-
-    Args:
-        why: What does not hold there.
-    """
-    return pytest.mark.unmended(why)
-
-
 def check_can_run(item: pytest.Item) -> None:
     """Skip a test that is for another backend than that which it is given, or that cannot run."""
     callspec = getattr(item, "callspec", None)
@@ -151,9 +142,6 @@ def check_can_run(item: pytest.Item) -> None:
                 pytest.skip(f"not on {backend}: {why}")
         if reason := backend.why_not():
             pytest.skip(reason)
-        for mark in item.iter_markers("unmended"):
-            if backend.is_device:
-                item.add_marker(pytest.mark.xfail(strict=True, reason=mark.args[0]))
 
 
 @cache
