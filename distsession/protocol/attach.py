@@ -18,6 +18,8 @@ __all__ = [
     "AttachRefused",
     "AttachRequest",
     "Attached",
+    "BoardReply",
+    "BoardRequest",
     "EndSession",
     "Ended",
     "Fenced",
@@ -69,6 +71,17 @@ class EndSession:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BoardRequest:
+    """Somebody wants to know what stands on the board of another host; nobody becomes its owner.
+
+    Attributes:
+        whole: All of it, and not only what has changed since the last request.
+    """
+
+    whole: bool
+
+
 # --- from an agent --------------------------------------------------------------------------------
 
 
@@ -91,6 +104,19 @@ class Attached:
     ranks: dict[int, tuple[int, int]]
     events: tuple[Any, ...]
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoardReply:
+    """What has changed on the board of another host.
+
+    Attributes:
+        frames: See ``board_mirror.pack``.
+        clock_ns: What the monotonic clock says there.
+    """
+
+    frames: list[bytes]
+    clock_ns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,11 @@ reads the one that it expects also reads what belongs to it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,7 @@ __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 HEADER = 40
 STREAMS = 4096
 RING = 64
-SLOT = 6
+SLOT = 8
 MAX_RANKS = 1024
 MEMBER_WORDS = MAX_RANKS // 64
 NAME_WORDS = 24
@@ -50,13 +52,15 @@ LONGEST_TEXT = 8192
 LINE_WORDS = 64
 """For the line that the main thread was last seen at, as text that ends with a zero."""
 REGION = HEADER + STREAMS * STREAM + TEXT_WORDS + LINE_WORDS
-"""Words of one rank's region, 16 MB; only what is used of it takes memory."""
+"""Words of one rank's region, 18 MB; only what is used of it takes memory."""
 
 # Words of a header.
 STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 INCARNATIONS, WITHOUT_GROUP = 11, 12
 LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files
+CLOCK_BEHIND = 15
+"""In nanoseconds; written by the kernel, in what it has of the boards of other hosts."""
 OPERATION_FAILED, DEVICE_LOST, CUT_OFF = 1, 2, 4  # bits of IS_DAMAGED
 # Of the first rank's header, written by the kernel; one word of each for every owner's epoch, so
 # that a former owner who goes on after a stop by SIGSTOP changes nothing of the present one's.
@@ -64,22 +68,37 @@ COMMITTED, ACKNOWLEDGED = 16, 24
 EPOCHS = 8
 # What the device was given that is not seen: its kinds, and how often something was begun.
 UNSEEN, UNSEEN_COUNT = 32, 33
+# Of its process: which one, by itself; and what the system says of it and, in a node's first
+# region, of the agent, by the relay of the node: for a kernel on another host.
+PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(34, 38)
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
 NAME = MEMBERS + MEMBER_WORDS
 # Words of a slot.
 SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
+DEVICE_STREAM = 6  # of what is ENQUEUED: the number of the device's stream that it runs in, or 0
+CHAIN = 7
+"""Stands for all operations up to this one, where members of the group are on several hosts."""
 # States of an operation: what a device was given is ENQUEUED, until it is seen to be complete.
 ISSUED, WAITING, ENQUEUED, DONE, REFUSED = 1, 2, 3, 4, 5  # what is over is not below DONE
 
+WORD_MASK = (1 << 64) - 1
 SEQUENCE_BITS = 40
 """Of a slot's sequence word; the incarnation of its stream has the rest."""
 SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
+CHAIN_FACTOR, CHAIN_MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+PID_BITS, STARTED_BITS, LETTER_BITS = 22, 32, 8
+"""Of the words that stand for a process: its pid, when it was started, and its state."""
 LINE_BITS = 24
 """Of the word that stands for a place in the code; the text's number has the rest."""
 LINE_MASK = (1 << LINE_BITS) - 1
 
 OVERWRITTEN = "an operation that is no longer on record"
+
+
+def chained(chain: int, fingerprint: int) -> int:
+    """What stands for some operations and one more."""
+    return (chain * CHAIN_FACTOR + fingerprint) & CHAIN_MASK
 
 
 class Slot(NamedTuple):
@@ -169,6 +188,10 @@ class Board:
     def acknowledged(self, epoch: int) -> int:
         return self.words[ACKNOWLEDGED + epoch % EPOCHS]
 
+    def kernel_words(self) -> list[tuple[int, int]]:
+        """All of these, and where they are."""
+        return [(at, self.words[at]) for at in range(COMMITTED, ACKNOWLEDGED + EPOCHS)]
+
     def close(self) -> None:
         self.words.release()
         self._map.close()
@@ -243,7 +266,7 @@ class Region:
         words[at + COUNT] = 0
         bits = sum(1 << rank for rank in set(members))
         for word in range(MEMBER_WORDS):
-            words[at + MEMBERS + word] = bits >> (64 * word) & (1 << 64) - 1
+            words[at + MEMBERS + word] = bits >> (64 * word) & WORD_MASK
         data = _shortened(name, NAME_WORDS * 8)
         self._board.bytes[(at + NAME) * 8 : (at + NAME) * 8 + len(data)] = data
         words[at + NAME_BYTES] = len(data)
@@ -257,10 +280,16 @@ class Region:
         data = text.encode("utf-8", "replace")[: LINE_WORDS * 8 - 1] + b"\0"
         self._board.bytes[self._line : self._line + len(data)] = data
 
-    def clear_input_request(self) -> None:
-        """Its rank has died, so it is in no debugger and waits for no input; the kernel says so."""
-        for word in (IN_DEBUGGER, ASKS):
-            self._words[self.start + word] = 0
+    def clear_input_request(self) -> list[tuple[int, int]]:
+        """Its rank has died, so it is in no debugger and waits for no input; the kernel says so.
+
+        Returns:
+            Where it has written, and what.
+        """
+        written = [(self.start + word, 0) for word in (IN_DEBUGGER, ASKS)]
+        for at, word in written:
+            self._words[at] = word
+        return written
 
     def set_log_begins(self, request: int, sizes: tuple[int, int]) -> None:
         """How long its log files were as a request began, which puts out what follows."""
@@ -282,7 +311,54 @@ class Region:
         self._words[self.start + UNSEEN] = flags
         self._words[self.start + UNSEEN_COUNT] = count
 
+    def set_process(self, pid: int, started: int) -> None:
+        """Which process writes here.
+
+        Args:
+            pid: Its own.
+            started: When it was started, in the system's ticks; pids are given again.
+        """
+        started &= (1 << STARTED_BITS) - 1
+        self._words[self.start + PROCESS] = started << PID_BITS | pid
+
+    def set_process_state(self, process: tuple[int, int], letter: str) -> None:
+        """By the relay: what the system says of the process that wrote :meth:`set_process`."""
+        pid, started = process
+        word = (started << PID_BITS | pid) << LETTER_BITS | ord(letter)
+        self._words[self.start + PROCESS_STATE] = word
+
+    def set_processor_time(self, ticks: int) -> None:
+        """By the relay: how much time its main thread has used."""
+        self._words[self.start + PROCESSOR_TIME] = ticks
+
+    def set_agent_state(self, pid: int, letter: str) -> None:
+        """By the relay, in the first region of its node: what the system says of the agent."""
+        self._words[self.start + AGENT_STATE] = pid << LETTER_BITS | ord(letter)
+
     # --- reading ----------------------------------------------------------------------------------
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """The process that writes here: its pid and its start, in ``STARTED_BITS``; or zeros."""
+        word = self._words[self.start + PROCESS]
+        return word & (1 << PID_BITS) - 1, word >> PID_BITS
+
+    def process_state(self, pid: int) -> str:
+        """A process's letter of /proc, as the relay has it; empty where that is of another one."""
+        word = self._words[self.start + PROCESS_STATE]
+        is_its = word >> LETTER_BITS == self._words[self.start + PROCESS] and self.process[0] == pid
+        return _letter(word) if is_its else ""
+
+    @property
+    def processor_time(self) -> int:
+        """Clock ticks that its main thread has used in a run, as the relay has it."""
+        return self._words[self.start + PROCESSOR_TIME]
+
+    @property
+    def agent_state(self) -> tuple[int, str]:
+        """The pid and the letter of its node's agent, as the relay has it; of the first region."""
+        word = self._words[self.start + AGENT_STATE]
+        return word >> LETTER_BITS, _letter(word)
 
     @property
     def unseen(self) -> Unseen:
@@ -326,6 +402,10 @@ class Region:
         """Of the stream that begins at this word; 0 if it is not, or no longer, that of the key."""
         number = self._words[at + INCARNATION]
         return number if self._words[at + KEY] == key else 0
+
+    def base(self, at: int) -> int:
+        """What the incarnation of the stream there adds to the sequence words of its slots."""
+        return self._words[at + INCARNATION] << SEQUENCE_BITS
 
     def slot(self, at: int) -> Slot:
         """What is written in the slot that begins at this word."""
@@ -380,7 +460,20 @@ class Region:
     def seconds(self) -> float:
         """Since when it runs, or is idle."""
         since = self._words[self.start + SINCE]
-        return max(0.0, (time.monotonic_ns() - since) / 1e9) if since else 0.0
+        return max(0.0, (self._now() - since) / 1e9) if since else 0.0
+
+    @property
+    def clock_behind_ns(self) -> int:
+        """How much less the clock of its host says than that of this one."""
+        word = self._words[self.start + CLOCK_BEHIND]
+        return word - (1 << 64) if word >> 63 else word
+
+    @clock_behind_ns.setter
+    def clock_behind_ns(self, behind: int) -> None:
+        self._words[self.start + CLOCK_BEHIND] = behind & WORD_MASK
+
+    def _now(self) -> int:
+        return time.monotonic_ns() - self.clock_behind_ns
 
     @property
     def transfer(self) -> tuple[int, int]:
@@ -417,7 +510,8 @@ class Region:
         """Whether every use of its device fails from now on, until its process ends."""
         return self._words[self.start + IS_DAMAGED] & DEVICE_LOST != 0
 
-    def _streams(self) -> Iterator[tuple[int, Head]]:
+    def streams(self) -> Iterator[tuple[int, Head]]:
+        """Where each stream begins, and whose it is."""
         for number in range(min(STREAMS, self._words[self.start + STREAM_COUNT])):
             at = self._first + number * STREAM
             head = self._head(at)
@@ -436,9 +530,8 @@ class Region:
             return known[1]
         begin = (at + NAME) * 8
         name = self._board.bytes[begin : begin + min(words[at + NAME_BYTES], NAME_WORDS * 8)]
-        bits = words[at + MEMBERS : at + MEMBERS + MEMBER_WORDS].tolist()
-        members = tuple(r for r in range(MAX_RANKS) if bits[r // 64] >> (r % 64) & 1)
-        head = Head(name.decode("utf-8", "replace"), members)
+        bits = self._board.bytes[(at + MEMBERS) * 8 : (at + MEMBERS + MEMBER_WORDS) * 8]
+        head = Head(name.decode("utf-8", "replace"), _members(bits))
         if self.incarnation(at, key) != incarnation:
             return None
         self._heads[at] = incarnation, head
@@ -448,7 +541,7 @@ class Region:
         """For each stream, how many operations have been begun."""
         found = [
             (self._words[at + INCARNATION], head.name, self._words[at + COUNT])
-            for at, head in self._streams()
+            for at, head in self.streams()
         ]
         # A group that was made again may bear the name of one that is gone: the later one counts.
         return {name: count for _, name, count in sorted(found)}
@@ -457,7 +550,7 @@ class Region:
         """The same, each with the members of its group."""
         found = [
             (self._words[at + INCARNATION], head.name, self._words[at + COUNT], head.members)
-            for at, head in self._streams()
+            for at, head in self.streams()
         ]
         return {name: (count, members) for _, name, count, members in sorted(found)}
 
@@ -467,7 +560,7 @@ class Region:
         They stay to be seen, so that the peers refuse them as well; nobody may count on them.
         """
         found = []
-        for at, head in self._streams():
+        for at, head in self.streams():
             states = self._words[at + STREAM_HEAD + STATE : at + STREAM : SLOT].tolist()
             if REFUSED in states:
                 incarnation = self._words[at + INCARNATION]
@@ -481,10 +574,10 @@ class Region:
 
     def operations(self) -> tuple[Operation, ...]:
         """What has been begun and not ended, the one that the main thread is blocked in last."""
-        words, now = self._words, time.monotonic_ns()
+        words, now = self._words, self._now()
         blocked = words[self.start + BLOCKED_IN]
         found: list[tuple[bool, int, Operation]] = []
-        for at, head in self._streams():
+        for at, head in self.streams():
             incarnation = words[at + INCARNATION]
             slots = words[at + STREAM_HEAD : at + STREAM].tolist()
             for offset in range(0, len(slots), SLOT):
@@ -508,10 +601,23 @@ class Region:
                     seconds=max(0.0, (now - slot.began) / 1e9),
                     is_waiting=blocked == word,
                     in_thread=blocked != word and slots[offset + STATE] == WAITING,
-                    is_enqueued=slots[offset + STATE] == ENQUEUED,
+                    is_enqueued=(is_enqueued := slots[offset + STATE] == ENQUEUED),
+                    device_stream=slots[offset + DEVICE_STREAM] if is_enqueued else 0,
                 )
                 found.append((operation.is_waiting, slot.began, operation))
         return tuple(operation for _, _, operation in sorted(found, key=lambda f: f[:2]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _members(bits: bytes) -> tuple[int, ...]:
+    """The ranks that these bits stand for; one tuple for the heads of all members."""
+    number = int.from_bytes(bits, sys.byteorder)
+    return tuple(rank for rank in range(number.bit_length()) if number >> rank & 1)
+
+
+def _letter(word: int) -> str:
+    number = word & (1 << LETTER_BITS) - 1
+    return chr(number) if number else ""
 
 
 def _shortened(name: str, limit: int) -> bytes:

@@ -38,7 +38,8 @@ def merged(parts: Iterable[Mismatch]) -> Mismatch:
     is_async = any(part.is_async for part in (first, *others))
     posted = {post.rank: post for part in (first, *others) for post in part.calls}
     together = tuple(posted[rank] for rank in sorted(posted))
-    return Mismatch(first.group, first.sequence, together, is_async)
+    is_begun = any(part.is_begun for part in (first, *others))
+    return Mismatch(first.group, first.sequence, together, is_async, is_begun)
 
 
 # --- a mismatch -----------------------------------------------------------------------------------
@@ -52,6 +53,14 @@ def mismatch_text(mismatch: Mismatch) -> str:
     if text := _sizes_text(mismatch):
         return text
     sides = _sides(mismatch.calls)
+    if len(sides) == 1 and mismatch.is_begun:
+        (side,) = sides
+        last = f"{side.name}{_within(mismatch.group, side.name)}"
+        at = f" at {side.place}" if side.place else ""
+        return (
+            f"{ranks_text(side.ranks)} called different operations before {last}{at}, which are no "
+            "longer on record"
+        )
     places = {side.place for side in sides}
     names = {side.name for side in sides}
     common = next(iter(places)) if len(places) == 1 else ""
@@ -88,6 +97,11 @@ def mismatch_remedy(mismatch: Mismatch) -> str:
     begun = "It was not begun, and no tensor of it was changed"
     if mismatch.is_async:
         begun = "It was not begun where that was seen; elsewhere its tensors may have changed"
+    if mismatch.is_begun:
+        begun = (
+            "Ranks of different nodes are compared when they have begun it, so its tensors may "
+            "have changed"
+        )
     return f"This is {what} {of}. {begun}. Make the calls agree."
 
 

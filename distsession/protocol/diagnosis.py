@@ -7,7 +7,8 @@ A missing rank that computes, is halted or has been given nothing yet can still 
 one that is blocked in an operation that can itself complete. One that has died or has ended its
 part cannot, unless its device still works at a replayed graph, which may hold what is waited for.
 A rank that waits for its device, and not certainly for an operation that is seen, counts as one
-that computes. A rank that waits for a key of the store misses all others, any of which may set it:
+that computes. An operation that a device was given behind another one, in the same stream, has not
+begun there. A rank that waits for a key of the store misses all others, any of which may set it:
 nobody can only if all have died or ended their part and nothing more can be asked of them. What
 follows from these rules is certain, so a verdict of deadlock is too.
 """
@@ -15,12 +16,21 @@ follows from these rules is certain, so a verdict of deadlock is too.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from distsession.protocol.cause import sentence
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
-from distsession.protocol.operation_names import WORLD, AnySource, Pair, group_title
+from distsession.protocol.operation_names import (
+    WORLD,
+    AnySource,
+    Pair,
+    SplitSizes,
+    group_title,
+    root_of,
+)
 from distsession.protocol.rank_state import AbortReason, Ending, Outcome, RankState
 from distsession.ranks import format_ranks
 
@@ -66,6 +76,8 @@ class Verdict:
         reason: Why the process group is to be given up for it.
         lines: The sentence in lines: who waits, and for whom.
         untimed: The sentence without how long ranks have waited, where it says that.
+        is_crossed: Devices have operations of two groups in different orders, in streams that may
+            well go on past each other.
     """
 
     kind: Kind
@@ -76,6 +88,7 @@ class Verdict:
     reason: AbortReason = AbortReason.HANG
     lines: tuple[str, ...] = field(default=(), compare=False)
     untimed: str = field(default="", compare=False)
+    is_crossed: bool = False
 
 
 def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
@@ -105,8 +118,9 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         untimed = " ".join(_lines(found.waits(found.late)))
         late = _sorted(found.late)
         return Verdict(Kind.WAIT, " ".join(lines), late, missing, lines=lines, untimed=untimed)
-    lines = _lines(found.nothing())
-    return Verdict(Kind.NOTHING, " ".join(lines), lines=lines)
+    crossed = found.crossed()
+    lines = _lines(crossed, found.nothing())
+    return Verdict(Kind.NOTHING, " ".join(lines), lines=lines, is_crossed=bool(crossed))
 
 
 def describe_operation(operation: Operation) -> str:
@@ -138,6 +152,14 @@ NO_SENDER = "no rank is left that could send something"
 # --- who misses whom ------------------------------------------------------------------------------
 
 
+class _Known(NamedTuple):
+    """Of an operation: who has not begun it, and whose device comes to it only behind another."""
+
+    members: tuple[int, ...]
+    absent: frozenset[int]
+    behind: frozenset[int]
+
+
 class _Findings:
     """What follows from the reports.
 
@@ -158,6 +180,7 @@ class _Findings:
             and report.operations
             and report.operations[-1].is_waiting
         }
+        self._known: dict[tuple[str, int], list[_Known]] = {}
         self.missing = {rank: self._missing(rank) for rank in self.blocked}
         self.stuck = self._stuck()
         self.late = {rank for rank in self.blocked if self.missing[rank]} - self.stuck
@@ -166,13 +189,43 @@ class _Findings:
         operation = self.blocked[rank]
         if _is_store_wait(operation):
             return frozenset(self.reports.keys() - {rank})
-        members = set(operation.members) & self.reports.keys()
         if is_from_any(operation):
-            senders = members - {rank}
+            senders = set(operation.members) & self.reports.keys() - {rank}
             if any(_has_sent(self.reports[s], self.reports[rank], operation) for s in senders):
                 return frozenset()
             return frozenset(senders)
-        return frozenset(m for m in members if not _takes_part(self.reports[m], operation))
+        known = self._know(operation)
+        if not operation.is_enqueued or not known.behind:
+            return known.absent
+        return known.absent | (known.behind & _needed(operation, rank))
+
+    def _know(self, operation: Operation) -> _Known:
+        """What is the same for all that wait in an operation: with many ranks there are many."""
+        all_known = self._known.setdefault((operation.group, operation.sequence), [])
+        for known in all_known:
+            if known.members == operation.members:
+                return known
+        members = frozenset(operation.members) & self.reports.keys()
+        known = _Known(
+            operation.members,
+            frozenset(m for m in members if not _takes_part(self.reports[m], operation)),
+            frozenset(m for m in members if self._is_behind(m, operation)),
+        )
+        all_known.append(known)
+        return known
+
+    def _is_behind(self, rank: int, operation: Operation) -> bool:
+        """Whether a rank's device comes to an operation only after what the rank waits in."""
+        before = self.blocked.get(rank)
+        if before is None or not before.device_stream:
+            return False
+        key = (operation.group, operation.sequence)
+        return key != (before.group, before.sequence) and any(
+            (op.group, op.sequence) == key
+            and op.device_stream == before.device_stream
+            and op.seconds < before.seconds
+            for op in self.reports[rank].operations
+        )
 
     def _stuck(self) -> set[int]:
         """Start with all blocked ranks, and set free each one whose missing ranks can all come."""
@@ -246,6 +299,28 @@ class _Findings:
     def why_circle(self) -> str:
         is_any = any(is_from_any(self.blocked[rank]) for rank in self.stuck)
         return NO_SENDER if is_any else IN_DIFFERENT_ORDERS
+
+    def crossed(self) -> list[str]:
+        """Where two devices have the oldest operations of two groups in different orders.
+
+        All ranks have issued them, so none is missing. They may run beside each other, or have run
+        by the next look; but a GPU has room for so many at a time, and CUDA promises no order.
+        """
+        seen: dict[tuple[tuple[str, int], tuple[str, int]], tuple[int, Operation]] = {}
+        for rank, report in sorted(self.reports.items()):
+            oldest: dict[str, Operation] = {}
+            given = [op for op in report.operations if op.is_enqueued and not _is_pair(op.group)]
+            for op in sorted(given, key=lambda op: -op.seconds):
+                oldest.setdefault(op.group, op)
+            for first, second in itertools.combinations(oldest.values(), 2):
+                keys = (first.group, first.sequence), (second.group, second.sequence)
+                other = seen.get((keys[1], keys[0]))
+                if other is not None:
+                    has = f"rank {other[0]} has given its device {describe_operation(other[1])}"
+                    before = f"before {describe_operation(first)}, rank {rank} the other way round"
+                    return [f"{has}\n{before}: the devices may be waiting for each other"]
+                seen.setdefault(keys, (rank, first))
+        return []
 
     def nothing(self) -> list[str]:
         """What the ranks do when none waits for a missing one."""
@@ -358,6 +433,31 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     if inside:
         return report.state != RankState.DEAD and not RankState(report.state).is_halted
     return key not in report.refused and report.sequences.get(key[0], 0) >= key[1]
+
+
+def _needed(operation: Operation, rank: int) -> frozenset[int]:
+    """The ranks without whose part a rank's own part of a collective cannot come to its end."""
+    others = frozenset(operation.members) - {rank}
+    if operation.name in _OF_ALL:
+        return others
+    sizes = SplitSizes.from_description(operation.detail)
+    if sizes is not None:
+        received = zip(operation.members, sizes.receive, strict=False)
+        return frozenset(member for member, size in received if size) - {rank}
+    root = root_of(operation.detail)
+    if root is None:
+        return frozenset()
+    if operation.name in _FROM_ROOT:
+        return frozenset({root} - {rank})
+    return others if operation.name in _TO_ROOT and rank == root else frozenset()
+
+
+_OF_ALL = frozenset(
+    {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_coalesced", "barrier"}
+    | {"all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
+)
+_FROM_ROOT = frozenset({"broadcast", "scatter"})
+_TO_ROOT = frozenset({"reduce", "gather"})
 
 
 def is_from_any(operation: Operation) -> bool:

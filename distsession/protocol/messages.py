@@ -48,6 +48,8 @@ __all__ = [
     "GpuRequest",
     "InputReply",
     "InputRequest",
+    "LogPiece",
+    "LogRequest",
     "MalformedMessage",
     "Mismatch",
     "Operation",
@@ -68,6 +70,7 @@ __all__ = [
     "Reply",
     "Request",
     "Resume",
+    "ReturnRequest",
     "ShardsRequest",
     "Shared",
     "StackReply",
@@ -141,7 +144,8 @@ class Shared(_Message):
     """A payload that is not with its message, but in memory of which a descriptor was sent.
 
     Attributes:
-        sender: Whose link it was sent on, or the receiver's where the kernel sends.
+        sender: Whose link it was sent on, or the receiver's where the kernel sends; empty where
+            several ranks of another node are sent the same.
         number: Which of the descriptors of that link.
         sizes: Bytes of each frame.
     """
@@ -222,10 +226,20 @@ class PullRequest(_Message):
 
     Attributes:
         names: Names, also of parts, such as ``"model.weight"`` or ``"losses[0]"``.
+        lend: For another rank of this host: what is large on a device may stay there, and is held
+            until a ``ReturnRequest``.
     """
 
     id: int
     names: tuple[str, ...]
+    lend: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnRequest(_Message):
+    """What was lent with a pull has been copied. Answer: whether it was the same all the while."""
+
+    id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +351,7 @@ Request = (
     | CellRequest
     | ReconnectRequest
     | PullRequest
+    | ReturnRequest
     | PushRequest
     | CommitRequest
     | ShardsRequest
@@ -435,12 +450,14 @@ class Mismatch(_Message):
         sequence: Which operation of the group it is, from 1.
         calls: What each rank that had come called.
         is_async: The ranks did not wait for each other before it, so some may have begun it.
+        is_begun: It was seen only when it had begun, as the ranks are on different hosts.
     """
 
     group: str
     sequence: int
     calls: tuple[Called, ...]
     is_async: bool = False
+    is_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,6 +703,8 @@ class Operation(_Message):
         is_waiting: The main thread is blocked in it; otherwise it was issued asynchronously.
         in_thread: Another thread is blocked in it.
         is_enqueued: A device was given it, and has not been seen to complete it.
+        device_stream: The number of the device's stream in which it runs, after whatever the rank
+            has given to that stream before; 0 where that is not known.
     """
 
     name: str
@@ -698,6 +717,7 @@ class Operation(_Message):
     is_waiting: bool = True
     in_thread: bool = False
     is_enqueued: bool = False
+    device_stream: int = 0
 
 
 STORE_WAIT = "store_wait"
@@ -760,6 +780,9 @@ class Abort(_Message):
         generation: Which group; a later one is left alone. -1 gives up none.
         interrupt: A request in which KeyboardInterrupt is to be raised too; 0 for none.
         refuse: Requests that are answered with an error, unrun, if they have not begun.
+        stuck: Ranks that wait for what cannot come. If it seems to, it is of a rank that was freed.
+        mismatch: What does not match, if ranks of different hosts have begun something that does
+            not.
     """
 
     reason: AbortReason
@@ -767,6 +790,8 @@ class Abort(_Message):
     generation: int
     interrupt: int = 0
     refuse: tuple[int, ...] = ()
+    stuck: tuple[int, ...] = ()
+    mismatch: Mismatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -832,7 +857,11 @@ class InputReply(_Message):
 
 @dataclass(frozen=True, slots=True)
 class ControllerInfo(_Message):
-    """Connection facts of ipyparallel's controller for an engine. Never in an environment."""
+    """Connection facts of ipyparallel's controller for an engine. Never in an environment.
+
+    Attributes:
+        profile_dir: Where ipyparallel keeps files; empty on another host, which makes its own.
+    """
 
     connection: dict[str, Any]
     profile_dir: str
@@ -847,11 +876,13 @@ class PrepareAgent(_Message):
 
     Attributes:
         identify: Say the UUIDs of the GPUs, too.
+        has_ranks: It is to fork ranks; else it needs neither torch nor the modules.
     """
 
     preload: tuple[str, ...]
     sys_path: tuple[str, ...]
     identify: bool = False
+    has_ranks: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -861,15 +892,22 @@ class StartRanks(_Message):
     Attributes:
         ranks: Ranks to start, all of the agent's node; on the first node there may be none, if only
             the store is needed.
-        devices: torch device of every local rank of the node.
+        devices: torch device of every rank of the node, also of those that are not to be started.
         visible: What each of them has for ``CUDA_VISIBLE_DEVICES``; empty: as in ``environ``.
         is_shared: Several ranks are on one GPU.
         check: How collectives are compared (see ``SessionOptions.check``).
-        board: The descriptor of the shared memory of ``board``, inherited from the kernel.
-        environ: The kernel's environment; the rank's own variables are laid over it.
+        board: The descriptor of the shared memory of ``board``, inherited from the kernel; -1 on
+            another host, whose agent makes its own.
+        is_board_shared: All nodes have that one, since they are on one host; else each has its own.
+        environ: The kernel's environment; the rank's own variables are laid over it. On another
+            host it is laid over that of the agent itself, and is only a part.
         is_whole: All ranks of the world are new, so there are no groups to agree on.
-        node: Of which node the agent is.
-        nodes: How many there are, all with as many ranks.
+        node: Of which node the agent is. All but 0 have a relay.
+        node_rank: What users call that node.
+        interface: Of the network, for gloo and NCCL; empty where all ranks are on one host.
+        nodes: How many there are. Each has a block of ranks, in their order.
+        first_rank: Of the node's block.
+        host: What the node is called; empty: as its machine.
         store_port: Of torch's TCP store; 0 on the first node, whose agent has it.
         epoch: Of the owner, to whose sockets the ranks connect.
         keep: Seconds for which the ranks stay when their kernel has gone; 0: they end with it.
@@ -895,8 +933,11 @@ class StartRanks(_Message):
     sys_path: tuple[str, ...]
     environ: dict[str, str] = field(repr=False)
     is_whole: bool = True
+    is_board_shared: bool = True
     node: int = 0
     nodes: int = 1
+    first_rank: int = 0
+    host: str = ""
     store_port: int = 0
     epoch: int = 1
     keep: float = 0.0
@@ -906,6 +947,13 @@ class StartRanks(_Message):
     groups: str = "session"
     visible: tuple[str, ...] = ()
     is_shared: bool = False
+    node_rank: int = 0
+    interface: str = ""
+
+    @property
+    def here(self) -> range:
+        """All ranks of the node."""
+        return range(self.first_rank, self.first_rank + len(self.devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -959,6 +1007,44 @@ class UsageReply(_Message):
     number: int
     uses: tuple[RankUsage, ...]
     node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogRequest(_Message):
+    """Send ``LogPiece``: a part of a log file that only the agent's host has.
+
+    Attributes:
+        generation: In which the rank was forked.
+        stream: ``"out"`` or ``"err"``.
+        begin: Where the part begins, in bytes.
+        count: How many bytes of it are wanted at most; none asks for the size.
+        node: Whose agent is asked.
+    """
+
+    number: int
+    rank: int
+    generation: int
+    stream: str
+    begin: int
+    count: int
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogPiece(_Message):
+    """A part of a log file.
+
+    Attributes:
+        size: Bytes of the file; 0 if it is gone.
+        begin: Where the data begins, behind what was given back to the disk.
+        data: Empty where nothing is left from there on.
+    """
+
+    number: int
+    node: int
+    size: int
+    begin: int
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)

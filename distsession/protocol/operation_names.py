@@ -19,6 +19,7 @@ __all__ = [
     "details_of",
     "group_title",
     "join_details",
+    "root_of",
 ]
 
 WORLD = "world"
@@ -94,6 +95,12 @@ def details_of(description: str) -> list[str]:
     return _BETWEEN_DETAILS.split(description)
 
 
+def root_of(description: str) -> int | None:
+    """The root that is a part of a description; None where there is none."""
+    found = _ROOT.search(description)
+    return None if found is None else int(found[1])
+
+
 class AnySource(NamedTuple):
     """Of a receive that takes what comes first, whoever sends it."""
 
@@ -132,6 +139,7 @@ class SplitSizes(NamedTuple):
 
 _BETWEEN_DETAILS = re.compile(r", (?![^\[]*\])")
 """A comma that is not within a shape."""
+_ROOT = re.compile(r"\broot (\d+)$")
 _PAIR = re.compile(r"(.*) (\d+|any)->(\d+)(?: tag (\d+))?")
 _ANY_SOURCE = re.compile(r"any source(?:, tag (\d+))?")
 _SPLIT_SIZES = re.compile(r"send ([\d,]*) receive ([\d,]*)$")

@@ -17,10 +17,11 @@ import cloudpickle
 
 from distsession.errors import SerializationError
 from distsession.protocol.cells import is_notebook_file
-from distsession.protocol.tensor_memory import in_memory
+from distsession.protocol.tensor_memory import RemoteBytes, in_memory
 
 __all__ = [
     "Frames",
+    "Lend",
     "Reducer",
     "dump_call",
     "dump_value",
@@ -35,6 +36,9 @@ HEAD_BYTES = 1 << 20
 Frames = list[Any]
 """The frames of one payload: bytes-like objects."""
 
+Lend = Callable[[RemoteBytes], bytes | None]
+"""Gives what stands for a frame that its receiver copies by itself; None if it is to be sent."""
+
 
 class Reducer(Protocol):
     """How objects of one payload are pickled that cloudpickle would copy."""
@@ -42,10 +46,10 @@ class Reducer(Protocol):
     def __call__(self, obj: Any) -> Any:
         """What ``__reduce_ex__`` would give; NotImplemented leaves the object to cloudpickle."""
 
-    def finish(self, buffers: Sequence[pickle.PickleBuffer]) -> list[Any]:
+    def finish(self, buffers: Sequence[pickle.PickleBuffer], lend: Lend | None = None) -> list[Any]:
         """The memory of all buffers of the payload, once everything has been pickled.
 
-        Some of it may be ``RemoteBytes``.
+        Some of it may be ``RemoteBytes``, or lent.
         """
 
 
@@ -77,11 +81,16 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _dump(obj: Any, files: set[str] | None = None, may_be_remote: bool = False) -> Frames:
+def _dump(
+    obj: Any,
+    files: set[str] | None = None,
+    may_be_remote: bool = False,
+    lend: Lend | None = None,
+) -> Frames:
     chunks, buffers = _Chunks(), list[Any]()
     reducer = _reducer()
     _Pickler(chunks, buffers, reducer, files).dump(obj)
-    memory = [b.raw() for b in buffers] if reducer is None else reducer.finish(buffers)
+    memory = [b.raw() for b in buffers] if reducer is None else reducer.finish(buffers, lend)
     if not may_be_remote:
         memory = [in_memory(frame) for frame in memory]
     return [chunks[0] if len(chunks) == 1 else b"".join(chunks), *memory]
@@ -123,6 +132,7 @@ def dump_value(
     path: str = "",
     files: set[str] | None = None,
     may_be_remote: bool = False,
+    lend: Lend | None = None,
 ) -> Frames:
     """Pickle one value.
 
@@ -133,12 +143,13 @@ def dump_value(
             as ``cfg.hooks[2]``.
         files: Gets what the notebook's functions within have for a file.
         may_be_remote: Frames may be ``RemoteBytes``, for who writes them to shared memory.
+        lend: Is asked of those, for a receiver that copies them by itself.
 
     Raises:
         SerializationError: The value cannot be pickled; the message names the part at fault.
     """
     try:
-        return _dump(value, files, may_be_remote)
+        return _dump(value, files, may_be_remote, lend)
     except Exception as error:
         raise SerializationError(_explain(value, what, error, path)) from None
 

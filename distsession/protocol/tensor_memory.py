@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["RemoteBytes", "bytes_of", "in_memory", "size_of"]
+__all__ = ["BorrowError", "RemoteBytes", "bytes_of", "in_memory", "size_of"]
 
 
 class RemoteBytes(ABC):
@@ -25,6 +25,10 @@ class RemoteBytes(ABC):
     @abstractmethod
     def read(self) -> memoryview:
         """All of them, in new memory."""
+
+
+class BorrowError(RuntimeError):
+    """What another process has lent cannot be copied here."""
 
 
 def size_of(frame: Any) -> int:

@@ -35,4 +35,6 @@ _TEXTS = {
 
 def texts(flags: int) -> tuple[str, ...]:
     """What these are called where no more is known."""
+    if not flags:  # nearly always, and asked for every rank many times a second
+        return ()
     return tuple(_TEXTS[kind] for kind in Unseen if kind & flags)

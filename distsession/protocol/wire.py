@@ -6,7 +6,8 @@ belongs and where in it, so messages can be sent between the chunks of a large p
 that was given up leaves nothing half sent: whoever has no use for a chunk any more reads over it.
 
 The stream is a unix socket in the session's private folder, which only its user can open. Nothing
-but :func:`listen` and :func:`connect` depends on that.
+but :func:`listen` and :func:`connect` depends on that, and nothing but :func:`link_address` says
+where messages cross, which have a connection of their own (see ``node_link``).
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ __all__ = [
     "Stored",
     "Wire",
     "connect",
+    "link_address",
     "listen",
+    "make_node_folder",
     "memory_path",
+    "node_folder",
     "socket_path",
 ]
 
@@ -59,9 +63,10 @@ _MESSAGE, _CHUNK = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class RelayHere:
-    """The first message on a stream: whose relay this is."""
+    """The first message on a stream: whose relay this is, and which process."""
 
     node: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """Give a stored payload to ranks, under a number to which their requests refer."""
+    """Give a stored payload to ranks, under a number to which their request refers."""
 
     key: int
     number: int
@@ -267,10 +272,10 @@ class Wire:
 
 
 def socket_path(folder: str, name: str, epoch: int) -> str:
-    """Where the kernel listens that owns a session.
+    """Where the kernel listens that owns a session, or a relay in its place.
 
     Args:
-        folder: The session's.
+        folder: The session's, or a node's.
         name: For what.
         epoch: Which owner: nobody who connects can reach one of those before.
     """
@@ -290,12 +295,27 @@ def connect(folder: str, node: int, epoch: int = 1) -> Wire:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(socket_path(folder, "relay", epoch))
     wire = Wire(connection)
-    wire.send(RelayHere(node))
+    wire.send(RelayHere(node, os.getpid()))
     return wire
 
 
+def link_address(folder: str, epoch: int = 1) -> str:
+    """Where the relays of a session connect to its kernel for messages, as zmq writes it."""
+    return f"ipc://{socket_path(folder, 'link', epoch)}"
+
+
+def node_folder(folder: str, node: int) -> str:
+    """Where the sockets are to which the ranks of a node connect: the kernel's, or a relay's."""
+    return os.path.join(folder, f"node{node}") if node else folder
+
+
+def make_node_folder(folder: str, node: int) -> str:
+    """Make the folder of a node's sockets, unless it is there."""
+    path = node_folder(folder, node)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    return path
+
+
 def memory_path(folder: str, node: int, epoch: int = 1) -> str:
-    """Where the ranks of a node connect that take and give payloads: the kernel's own, or a
-    relay's.
-    """
-    return socket_path(folder, f"memory{node}", epoch)
+    """Where the ranks of a node connect that take and give payloads."""
+    return socket_path(node_folder(folder, node), "memory", epoch)
