@@ -25,18 +25,24 @@ from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from distsession.engine import store_server
-from distsession.engine.log_file import log_path
+from distsession.engine.log_file import log_path, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
 from distsession.engine.process import signal_when_parent_ends, started_at
-from distsession.protocol import attach, folder_lock
-from distsession.protocol.board import Board
+from distsession.engine.process_state import delay_s
+from distsession.engine.process_watch import ProcessWatch
+from distsession.protocol import attach, board_mirror, folder_lock
+from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.board_mirror import Mirror
+from distsession.protocol.kept_record import SESSION_FILE
 from distsession.protocol.messages import (
     AgentFailed,
     AgentReady,
     AgentStarted,
     GpuReply,
     GpuRequest,
+    LogPiece,
+    LogRequest,
     PrepareAgent,
     RankExited,
     StartRanks,
@@ -46,7 +52,8 @@ from distsession.protocol.messages import (
     UsageRequest,
 )
 from distsession.protocol.shared_memory import LinkListener
-from distsession.protocol.wire import memory_path, socket_path
+from distsession.protocol.wire import make_node_folder, memory_path, socket_path
+from distsession.ranks import HostInfo
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +70,18 @@ KERNEL_END_TIMEOUT_S = 0.5
 """Seconds in which a kernel whose link has closed turns out to be gone."""
 
 EXIT_GRACE_S = 0.4
-"""Seconds that a rank has to leave by itself (run its exit functions) before it is killed."""
+"""Seconds that a rank has to leave by itself (run its exit functions) before it is killed. Those in
+which others had the processors do not count: many ranks that end together wait for one another."""
+EXIT_LIMIT_S = 3.0
+"""Seconds after which it is killed whatever it has waited for."""
+EXIT_LOOK_S = 0.05
+"""Seconds between two looks at what it has waited for."""
+
+RELAY_TIMEOUT_S = 2.0
+"""Seconds that ranks are not forked for while the relay is not ready for them."""
+
+RELAY_END_TIMEOUT_S = 2.5
+"""Seconds that a relay has to hand on what has come before another takes its place."""
 
 MAX_STORE_ENDS = 5
 STORE_ENDS_WITHIN_S = 10.0
@@ -98,16 +116,25 @@ class _Rank:
 class Agent:
     """Forks, watches and ends the ranks of one host, or of one node that this host plays."""
 
-    def __init__(self, link: Connection, node: int, kernel: Kernel):
+    def __init__(self, link: Connection, node: int, kernel: Kernel, folder: str):
         self._link: Connection | None = link
         self._node = node
         self._kernel = kernel
-        self._folder = ""
-        """The session's, once ranks are to be started."""
+        self._folder = folder
         self._ranks: dict[int, _Rank] = {}
         self._owners: Owners | None = None
         self._board: Board | None = None
+        self._mirror: Mirror | None = None
+        self._processes: ProcessWatch
         self._board_descriptor = -1
+        self._here = range(0)
+        """The ranks of this node."""
+        self._world_size = 0
+        self._has_ranks = True
+        self._is_elsewhere = False
+        """This is another host than the kernel's: this process lasts as long as what started it."""
+        self._has_own_board = False
+        """Its ranks do not have the kernel's, so the relay brings there what stands on theirs."""
         self._ends: dict[int, RankExited] = {}
         self._store_end: StoreEnded | None = None
         self._store_pid = 0
@@ -178,26 +205,25 @@ class Agent:
             case PrepareAgent():
                 return self._prepare(message)
             case StartRanks():
+                self._reap()  # a relay, or a store, may just have ended
                 if self._board_descriptor < 0:
-                    self._board_descriptor = message.board
-                    os.set_inheritable(
-                        message.board, False
-                    )  # by forks it is, by other programs not
-                # The number is that of the kernel which started this process; another has its own.
-                message = replace(message, board=self._board_descriptor)
-                self._folder = message.folder
+                    self._take_board(message)
+                message = self._place(message)
                 if message.keep and self._owners is None:
                     self._keep(message)
                 if self._node:
                     self._store_port = message.store_port
                     if not self._relay_pid:
-                        self._start_relay(message.folder, message.epoch)
+                        self._start_relay(message.epoch)
                 else:
                     if not self._store_pid:
                         self._start_store()
                     if not self._tcp_store_pid:
                         self._start_tcp_store(0)
                 self._tell(StoreReady(self._store_port))
+                # A collection in a rank then does not copy the pages of what all share; nor does a
+                # rank look through these objects for modules that hold a group.
+                gc.freeze()
                 for rank in message.ranks:
                     self._fork(message, rank)
             case StopRanks():
@@ -207,11 +233,26 @@ class Agent:
                 self._request_usage(message)
             case GpuRequest():
                 self._request_gpus(message)
+            case LogRequest():
+                self._read_log(message)
             case attach.Adopt():
                 self._adopt(message.epoch)
             case _:
                 log.warning("dropped a message that is not for an agent: %r", message)
         return True
+
+    def _place(self, message: StartRanks) -> StartRanks:
+        """What ranks are told of where they are."""
+        is_elsewhere = message.board < 0
+        # The number is that of the kernel which started this process; another has its own.
+        message = replace(message, board=self._board_descriptor, folder=self._folder)
+        if not is_elsewhere:
+            return message
+        return replace(
+            message,
+            environ={**os.environ, **message.environ},
+            cwd=message.cwd if os.path.isdir(message.cwd) else os.path.expanduser("~"),
+        )
 
     def _tell(self, message: Any) -> None:
         """Send the kernel something, if there is one."""
@@ -227,13 +268,16 @@ class Agent:
 
     def _keep(self, start: StartRanks) -> None:
         self._owners = Owners(start, self._kernel.pid)
-        self._kernel.is_optional = True
-        self._board = Board(start.board, start.world_size)
+        self._kernel.is_optional = not self._is_elsewhere
+        self._board = Board(self._board_descriptor, start.world_size)
 
     def _is_over(self) -> bool:
         """Whether nobody is there, and nobody is waited for."""
-        if self._owners is None:
+        if self._owners is None or self._is_elsewhere:
             return not self._kernel.is_alive
+        if self._link is None and not self._has_ranks and not self._has_begun:
+            log.warning("the kernel has ended as it started the session")
+            return True
         if self._link is not None and not self._kernel.is_alive:
             # A process that it has started may still hold the other end of the link.
             self._on_kernel_gone()
@@ -242,9 +286,17 @@ class Agent:
             log.warning("the session ends: %s", problem)
         return bool(problem)
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the session can be attached to; else what keeps its hosts has ended them."""
+        return os.path.exists(os.path.join(self._folder, SESSION_FILE))
+
     def _is_idle(self) -> bool:
         assert self._board is not None
-        return not any(self._board.regions[rank.rank].request for rank in self._ranks.values())
+        regions = self._board.regions
+        if self._has_ranks:
+            regions = [regions[rank.rank] for rank in self._ranks.values()]
+        return not any(region.request for region in regions)
 
     def _on_kernel_gone(self) -> None:
         assert self._owners is not None
@@ -261,9 +313,9 @@ class Agent:
         while self._link is not None and self._link.poll():
             if not self._receive():
                 return True
-        if self._link is not None and not self._kernel.is_alive:
+        if self._link is not None and not self._is_elsewhere and not self._kernel.is_alive:
             self._on_kernel_gone()
-        found = self._owners.accept(self._link, self._attached)
+        found = self._owners.accept(self._link, self._attached, self._read_board)
         if isinstance(found, attach.EndSession):
             log.warning("the session ends: %s", found.reason)
             return True
@@ -271,28 +323,43 @@ class Agent:
             self._link, pid = found
             if self._link is None:
                 self._on_kernel_gone()
-            else:
+            elif not self._is_elsewhere:
                 self._kernel.follow(pid)
         return False
 
     def _attached(self, epoch: int) -> attach.Attached:
-        from distsession.engine import host_info
-
         ends = self._ends.values()
         return attach.Attached(
             epoch=epoch,
-            host=host_info.host_info(),
+            host=self._host_info(),
             store_port=self._store_port,
             ranks={rank.rank: (rank.generation, pid) for pid, rank in self._ranks.items()},
             events=(*ends, *([self._store_end] if self._store_end else [])),
             pid=os.getpid(),
         )
 
+    def _host_info(self, *, identify: bool = False) -> HostInfo:
+        if not self._has_ranks:
+            return HostInfo(socket.gethostname(), os.getpid(), (), (), "", 0)
+        from distsession.engine import host_info  # torch, most of a second
+
+        return host_info.host_info(identify)
+
+    def _read_board(self, whole: bool) -> attach.BoardReply:
+        """What this node's ranks have written down, for somebody on the kernel's host."""
+        assert self._board is not None
+        if whole or self._mirror is None:
+            self._mirror = Mirror(self._board, self._here)
+            self._processes = ProcessWatch(self._board, self._here, os.getpid())
+        self._processes.look()
+        frames = board_mirror.pack(self._mirror.changes())
+        return attach.BoardReply(frames, time.monotonic_ns())
+
     def _adopt(self, epoch: int) -> None:
         """The sockets of another owner are there."""
         if self._node:
             self._end_relay()
-            self._start_relay(self._folder, epoch)
+            self._start_relay(epoch)
         self._set_owner(epoch)
 
     def _set_owner(self, epoch: int) -> None:
@@ -302,16 +369,26 @@ class Agent:
                     rank.owners.send(attach.SetOwner(epoch))
 
     def _end_relay(self) -> None:
-        if self._relay_pid:
-            _signal(self._relay_pid, signal.SIGKILL)
-            os.waitpid(self._relay_pid, 0)
-            self._relay_pid = 0
+        """Ranks get what has come for them by now, and no more of it."""
+        if not self._relay_pid:
+            return
+        _signal(self._relay_pid, signal.SIGTERM)
+        deadline = time.monotonic() + RELAY_END_TIMEOUT_S
+        while not os.waitpid(self._relay_pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                _signal(self._relay_pid, signal.SIGKILL)
+            time.sleep(0.002)
+        self._relay_pid = 0
 
     # --- getting ready ----------------------------------------------------------------------------
 
     def _prepare(self, message: PrepareAgent) -> bool:
         sys.path[:] = [*message.sys_path, *(p for p in sys.path if p not in message.sys_path)]
-        from distsession.engine import host_info  # torch, most of a second
+        self._has_ranks = message.has_ranks
+        if not self._has_ranks:
+            self._tell(AgentReady(self._host_info(), self._node))
+            return True
+        from distsession.engine import host_info
 
         problem = host_info.torch_problem()
         if problem:
@@ -321,6 +398,8 @@ class Agent:
         from distsession.engine.collectives import torch_private
 
         torch_private.hide_from_compiler()
+        if "numpy" in sys.modules:  # torch has imported it, and each rank will seed it
+            _import_quietly("numpy.random")
         for name in message.preload:
             try:
                 importlib.import_module(name)
@@ -337,8 +416,7 @@ class Agent:
             )
             self._tell(AgentFailed(reason=reason))
             return False
-        gc.freeze()  # a collection in a child then does not copy the pages of what all share
-        self._tell(AgentReady(host_info.host_info(message.identify), self._node))
+        self._tell(AgentReady(self._host_info(identify=message.identify), self._node))
         return True
 
     def _start_store(self) -> None:
@@ -413,6 +491,12 @@ class Agent:
         if not self._ask_usage(message, {}):
             self._tell(GpuReply(message.node, ()))
 
+    def _read_log(self, message: LogRequest) -> None:
+        """Send a part of a rank's log to a kernel that cannot open the file."""
+        path = log_path(self._folder, message.rank, message.generation, message.stream)
+        piece = read_piece(path, max(0, message.begin), max(0, message.count))
+        self._tell(LogPiece(message.number, message.node, *piece))
+
     def _ask_usage(self, message: UsageRequest | GpuRequest, pids: dict[int, int]) -> bool:
         """Hand a question on; whether there is somebody to answer it."""
         if self._usage_link is None:
@@ -449,20 +533,44 @@ class Agent:
         else:
             self._tell(message)
 
-    def _start_relay(self, folder: str, epoch: int) -> None:
-        """Fork the process that payloads to and from another node pass through."""
+    def _take_board(self, message: StartRanks) -> None:
+        """The board of this node's ranks: the kernel's own, or one of the node's."""
+        self._board_descriptor = message.board
+        self._is_elsewhere = message.board < 0
+        self._has_own_board = bool(self._node) and not message.is_board_shared
+        if message.board >= 0:
+            os.set_inheritable(message.board, False)  # by forks it is, by other programs not
+        if self._has_own_board:
+            if message.board >= 0:
+                os.close(message.board)
+            self._board_descriptor = make_file()
+            os.ftruncate(self._board_descriptor, file_size(message.world_size))
+        self._here = message.here
+        self._world_size = message.world_size
+
+    def _start_relay(self, epoch: int) -> None:
+        """Fork the process that everything to and from another node passes through."""
+        folder = self._folder
+        make_node_folder(folder, self._node)
         path = memory_path(folder, self._node, epoch)
         with contextlib.suppress(FileNotFoundError):  # of a relay that has ended
             os.unlink(path)
         links = LinkListener(path)
+        mine, ready = Pipe(duplex=False)
         agent = os.getpid()
         self._relay_pid = self._fork_child()
         if self._relay_pid == 0:
             with _exit_after():
                 from distsession.engine import relay
 
-                relay.serve(links, folder, self._node, agent, epoch)
+                board = None
+                if self._has_own_board:
+                    board = Board(self._board_descriptor, self._world_size)
+                relay.serve(links, ready, folder, self._node, agent, epoch, board, self._here)
         links.close()
+        ready.close()
+        mine.poll(RELAY_TIMEOUT_S)  # so that no rank tries to connect too early, and waits
+        mine.close()
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -518,17 +626,24 @@ class Agent:
 
     def _stop(self, pids: set[int]) -> None:
         """End some ranks: first by SIGTERM, then by SIGKILL to all that they started."""
-        for pid in pids:
-            if pid in self._ranks:
-                self._ranks[pid].stopping = True
-                _signal(pid, signal.SIGTERM)
-        deadline = time.monotonic() + EXIT_GRACE_S
-        while pids & self._ranks.keys() and time.monotonic() < deadline:
+        began, delays = time.monotonic(), {}
+        for pid in pids & self._ranks.keys():
+            self._ranks[pid].stopping = True
+            delays[pid] = delay_s(pid)
+            _signal(pid, signal.SIGTERM)
+        look_at = began + EXIT_GRACE_S
+        while leaving := self._ranks.keys() & delays.keys():
+            now = time.monotonic()
+            if now > look_at:
+                look_at = now + EXIT_LOOK_S
+                for pid in leaving:
+                    grace = EXIT_GRACE_S + delay_s(pid) - delays[pid]
+                    if now - began > min(grace, EXIT_LIMIT_S):
+                        del delays[pid]
+                        _signal_group(pid, signal.SIGKILL)
+                        _signal(pid, signal.SIGKILL)
             self._reap()
             time.sleep(0.002)
-        for pid in pids & self._ranks.keys():
-            _signal_group(pid, signal.SIGKILL)
-            _signal(pid, signal.SIGKILL)
         while pids & self._ranks.keys():
             self._reap()
             time.sleep(0.002)
@@ -561,7 +676,8 @@ class Agent:
             return
         if pid == self._relay_pid:
             self._relay_pid = 0
-            log.error("the relay of node %d ended with %d", self._node, returncode)
+            if returncode:  # else it has ended since the kernel is gone
+                log.error("the relay of node %d ended with %d", self._node, returncode)
             return
         rank = self._ranks.pop(pid, None)
         if rank is None:
@@ -713,7 +829,7 @@ def main() -> NoReturn:
             link = Client(socket_path(folder, "agent", epoch), family="AF_UNIX")
             assert isinstance(link, Connection)
             link.send(AgentStarted(node))
-            Agent(link, node, kernel).serve()
+            Agent(link, node, kernel, folder).serve()
     except OSError as error:
         log.warning("the kernel cannot be reached: %s", error)
     finally:

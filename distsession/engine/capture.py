@@ -35,6 +35,11 @@ STREAMS = ("stdout", "stderr")
 CHUNK_BYTES = 1 << 16
 PUMP_INTERVAL_S = 0.05
 """Seconds between two looks at the files while output is expected."""
+IDLE_INTERVAL_S = 0.5
+"""The same at rest: what Python prints then is told at once, what C code and other processes write
+is found so."""
+REST_AFTER_S = 1.0
+"""Seconds after which a rank that runs nothing, and puts nothing out, is at rest."""
 CHECK_EVERY_BYTES = 1 << 20
 """Bytes of Python's own prints between two looks at how far they are ahead."""
 MAX_AHEAD_BYTES = 32 << 20
@@ -138,6 +143,9 @@ class Capture(RequestListener):
         self._send_now = send
         self._acknowledged = acknowledged
         self._is_attended = True
+        self._owner_lock = threading.Lock()
+        self._detached = 0
+        """How often a kernel has gone."""
         self._resume: Callable[[], None] | None = None
         self.is_open_question: Callable[[Any], bool] = lambda message: True
         """Whether a question still waits for its answer."""
@@ -155,6 +163,9 @@ class Capture(RequestListener):
         self._write_lock = threading.Lock()
         self._pump_lock = threading.Lock()
         self._wake = threading.Event()
+        self._is_at_rest = False
+        self._last_put_out: tuple[int, ...] = ()
+        self._busy_at = time.monotonic()
         self._request = 0  # as the pump sees it
         self._begun: tuple[tuple[int, int], int] = ((0, 0), 0)
         self.has_output = False
@@ -201,6 +212,7 @@ class Capture(RequestListener):
                 self._append_text(index, bytes(rest))
                 self._warn()
             self._unchecked += len(data)
+        self._end_rest()
         if self._unchecked > CHECK_EVERY_BYTES:
             self._unchecked = 0
             self._wait_for_kernel()
@@ -254,6 +266,7 @@ class Capture(RequestListener):
         sizes = self._sizes()
         self._begun = (sizes, self._messages)
         self._marks.append(_Mark(sizes, begin=request.id))
+        self._end_rest()
         self._on_begin(request.id, sizes)
 
     def end_request(self, request: Request) -> None:
@@ -273,7 +286,10 @@ class Capture(RequestListener):
 
     def detach(self) -> None:
         """Nobody is there to be told, or not yet."""
-        self._is_attended = False
+        with self._owner_lock:
+            self._detached += 1
+            self._resume = None  # what an earlier kernel has allowed does not count any more
+            self._is_attended = False
 
     def resume(self, then: Callable[[], None]) -> None:
         """Tell another kernel all that none has acknowledged, and go on.
@@ -286,14 +302,17 @@ class Capture(RequestListener):
 
     def _send_retained(self) -> None:
         with self._pump_lock:
-            resume, self._resume = self._resume, None
-            if resume is None:
-                return
-            resume()
+            with self._owner_lock:
+                resume, self._resume = self._resume, None
+                if resume is None:
+                    return
+                resume()
+                detached = self._detached
             self._forget()
             for message in self._retained.messages(self.is_open_question):
                 self._send_now(message)
-            self._is_attended = True
+            with self._owner_lock:
+                self._is_attended = detached == self._detached
 
     def _forget(self) -> None:
         if self._acknowledged is not None:
@@ -304,7 +323,7 @@ class Capture(RequestListener):
 
     def _pump(self) -> None:
         while True:
-            self._wake.wait(PUMP_INTERVAL_S)
+            self._wake.wait(self._interval())
             self._wake.clear()
             try:
                 self._on_wake()
@@ -317,6 +336,21 @@ class Capture(RequestListener):
             except Exception:  # the rank must go on, and say so where its agent keeps the log
                 log.exception("output of rank %d could not be sent", self._rank)
                 time.sleep(1.0)
+
+    def _end_rest(self) -> None:
+        """There is something for the pump to look at more often."""
+        if self._is_at_rest:
+            self._wake.set()
+
+    def _interval(self) -> float:
+        """Seconds until the pump looks again, if nobody wakes it."""
+        put_out = (*self._sent, self._messages)
+        if self._request or put_out != self._last_put_out:
+            self._last_put_out, self._busy_at = put_out, time.monotonic()
+        # First said, then looked at: who adds something after this look wakes the pump.
+        self._is_at_rest = time.monotonic() - self._busy_at > REST_AFTER_S
+        self._is_at_rest = self._is_at_rest and not self._marks and not self._unsent()
+        return IDLE_INTERVAL_S if self._is_at_rest else PUMP_INTERVAL_S
 
     def _drain(self) -> None:
         with self._pump_lock:

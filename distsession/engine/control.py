@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from distsession.engine.failure import is_user_code
 from distsession.protocol.attach import SetOwner
 from distsession.protocol.messages import Abort, MalformedMessage, decode
 
@@ -30,14 +32,23 @@ ABORT_GRACE_S = 0.06
 now and then loses one when its connections are shut in the midst of it."""
 SWALLOWED_RETRY_S = 0.02
 """Seconds after which an interrupt that Python has swallowed is repeated."""
+CHECK_EVERY_MS = 500
+"""Between two looks at whether a time limit is over, while there is one."""
 FREED_GRACE_S = 0.1
 """Seconds that a main thread which waited in a collective has to come back by itself."""
+IMPORT_GRACE_S = 20.0
+"""Seconds that the import of a library has to come to its end before it is cut off."""
+IMPORT_POLL_S = 0.05
+"""Seconds between two looks at whether it has."""
 
 
 class Interrupter:
     """Raises KeyboardInterrupt in user code, and nowhere else.
 
-    A SIGINT that came a moment too late would otherwise hit the engine's own code and end it.
+    A SIGINT that came a moment too late would otherwise hit the engine's own code and end it. One
+    that comes while a library is imported waits for the end of that: Python forgets a package whose
+    import was cut off, but not the modules of it that were there by then, and without these as its
+    attributes it is of no use to any later import ("module 'sympy' has no attribute 'printing'").
     """
 
     def __init__(self) -> None:
@@ -45,6 +56,8 @@ class Interrupter:
         self._target = 0
         self._raised: KeyboardInterrupt | None = None
         self._error: tuple[int, Callable[[], BaseException]] = (0, KeyboardInterrupt)
+        self._held_since: float | None = None
+        """When an interrupt came first that waits for the end of an import."""
         self._main = threading.main_thread()
         signal.signal(signal.SIGINT, self.on_signal)
 
@@ -56,7 +69,7 @@ class Interrupter:
             yield
         finally:
             self._running = 0
-            self._raised = None
+            self._raised = self._held_since = None
 
     def target(self, request: int) -> None:
         """From another thread: this request is to be interrupted, once."""
@@ -67,16 +80,34 @@ class Interrupter:
         if self._target and self._running == self._target and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
 
-    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, _number: int, frame: FrameType | None) -> None:
         """The handler of SIGINT."""
         request, make_error = self._error
-        if self._running and self._running == request:
+        if not self.is_pending or self._waits_for_import(frame):
+            return
+        if self._running == request:
             self._error = (0, KeyboardInterrupt)
             raise make_error()
-        if self._running and self._running == self._target:
-            self._target = 0
-            self._raised = KeyboardInterrupt()
-            raise self._raised
+        self._target = 0
+        self._raised = KeyboardInterrupt()
+        raise self._raised
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether what runs is to be interrupted, and has not been yet."""
+        return self._running != 0 and self._running in (self._target, self._error[0])
+
+    def _waits_for_import(self, frame: FrameType | None) -> bool:
+        if not _is_importing_library(frame):
+            return False
+        if self._held_since is None:
+            self._held_since = time.monotonic()
+        return time.monotonic() < self._held_since + IMPORT_GRACE_S
+
+    def repeat_held(self) -> None:
+        """From another thread: an interrupt that waits for the end of an import comes again."""
+        if self._held_since is not None and self.is_pending and self._main.ident is not None:
+            signal.pthread_kill(self._main.ident, signal.SIGINT)
 
     def raise_in_user_code(self, make_error: Callable[[], BaseException]) -> None:
         """From another thread: raise an error in what runs, as soon as it is out of C code."""
@@ -102,6 +133,16 @@ class Interrupter:
         return True
 
 
+def _is_importing_library(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and not is_user_code(frame.f_code.co_filename):
+            spec = frame.f_globals.get("__spec__")
+            if getattr(spec, "_initializing", False):  # a script that runs is none of these
+                return True
+        frame = frame.f_back
+    return False
+
+
 class Control:
     """Receives what the kernel sends past the request queue.
 
@@ -112,6 +153,9 @@ class Control:
         is_blocked: Whether the main thread waits in a collective, which the abort will free.
         abort_backend: Called with an ``Abort`` once operations under way have had time to end.
         interrupt_children: Interrupts what a request has started, if it still runs.
+        check_limits: Called now and then, to see whether a time limit is over.
+        is_limited: Whether anything is under way that may have one; who begins it calls
+            :meth:`watch`.
         owners: The agent says by it that there is another kernel; None where there will be none.
         set_owner: Called with each ``SetOwner``.
     """
@@ -124,6 +168,8 @@ class Control:
         is_blocked: Callable[[], bool],
         abort_backend: Callable[[Abort], None],
         interrupt_children: Callable[[int], None],
+        check_limits: Callable[[], None] = lambda: None,
+        is_limited: Callable[[], bool] = lambda: False,
         owners: Connection | None = None,
         set_owner: Callable[[SetOwner], None] = lambda owner: None,
     ):
@@ -139,6 +185,11 @@ class Control:
         self._is_blocked = is_blocked
         self._abort_backend = abort_backend
         self._interrupt_children = interrupt_children
+        self._check_limits = check_limits
+        self._is_limited = is_limited
+        self._is_at_rest = False
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._woken, zmq.POLLIN)
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.malformed = 0
         self._thread = threading.Thread(target=self._serve, name="distsession-control", daemon=True)
@@ -162,9 +213,25 @@ class Control:
         else:
             self._set_owner(owner)
 
+    def watch(self) -> None:
+        """From another thread: something is under way from here on that may have a limit."""
+        if self._is_at_rest:
+            os.eventfd_write(self._woken, 1)
+
+    def _timeout_ms(self) -> int | None:
+        """How long nothing need be done unless something comes; None for ever."""
+        if self._timers:
+            return 10
+        self._is_at_rest = True  # first said, then looked at: see watch()
+        self._is_at_rest = not self._is_limited()
+        return None if self._is_at_rest else CHECK_EVERY_MS
+
     def _serve(self) -> None:
+        checked = time.monotonic()
         while True:
-            ready = dict(self._poller.poll(10 if self._timers else None))
+            ready = dict(self._poller.poll(self._timeout_ms()))
+            if self._woken in ready:
+                os.eventfd_read(self._woken)
             if self._owners is not None and self._owners.fileno() in ready:
                 self._safely(self._receive_owner)
             elif self._socket in ready:
@@ -176,6 +243,9 @@ class Control:
                     continue
                 self._safely(self._handle, message)
             now = time.monotonic()
+            if 1000 * (now - checked) >= CHECK_EVERY_MS:
+                checked = now
+                self._safely(self._check_limits)
             due = [action for at, action in self._timers if at <= now]
             self._timers = [(at, action) for at, action in self._timers if at > now]
             for action in due:
@@ -200,6 +270,7 @@ class Control:
             self._interrupter.target(message.interrupt)
         self._handle_message(message)
         self._schedule(ABORT_GRACE_S, lambda: self._abort_backend(message))
+        self._schedule(ABORT_GRACE_S + IMPORT_POLL_S, self._interrupt_after_import)
         if not message.interrupt:
             return
         if blocked:  # it will be free in a moment; a signal then would be one too many
@@ -216,6 +287,11 @@ class Control:
         """The main thread may wait for a process that it has started: that is interrupted, too."""
         self._interrupter.interrupt()
         self._interrupt_children(request)
+
+    def _interrupt_after_import(self) -> None:
+        if self._interrupter.is_pending:
+            self._interrupter.repeat_held()
+            self._schedule(IMPORT_POLL_S, self._interrupt_after_import)
 
     def _schedule(self, seconds: float, action: Callable[[], object]) -> None:
         self._timers.append((time.monotonic() + seconds, action))

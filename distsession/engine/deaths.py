@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
+from distsession.engine import frames
 from distsession.engine.failure import is_own_file, is_user_code, line_name
 from distsession.engine.listeners import RequestListener, name_of
 from distsession.protocol.board import Region
@@ -73,6 +74,8 @@ class LastLine(RequestListener):
         self._main = threading.main_thread().ident or 0
         self._runs = False
         self._exit = os._exit
+        self.place = ""
+        """The line of the present request that was seen last; empty if none was."""
 
     def share(self, region: Region) -> None:
         """Note the line on the board, too, where others see it while this process lives."""
@@ -99,6 +102,7 @@ class LastLine(RequestListener):
 
     def begin_request(self, request: Request) -> None:
         self._write(_BEGUN, name_of(request))
+        self.place = ""
         self._runs = True
 
     def end_request(self, request: Request) -> None:
@@ -109,8 +113,9 @@ class LastLine(RequestListener):
         """From another thread, now and then: note where the main thread is."""
         if not self._runs:
             return
-        place = _place_of(sys._current_frames().get(self._main))
+        place = _place_of(frames.innermost(self._main))
         if place:
+            self.place = place
             self._write(_SEEN, place)
             if not self._runs:  # the request has ended meanwhile
                 self._clear()
@@ -195,10 +200,10 @@ def read_fault(text: str) -> DeathRecord | None:
         elif threads and (match := _FRAME.fullmatch(line)):
             threads[-1].append((match[1], int(match[2]), match[3]))
     # The last one is the oldest: the main thread, which may have called what crashed elsewhere.
-    for frames in (current, *threads[-1:]):
-        place = next((line_name(f, n) for f, n, _ in frames if is_user_code(f)), "")
+    for lines in (current, *threads[-1:]):
+        place = next((line_name(f, n) for f, n, _ in lines if is_user_code(f)), "")
         if place:
-            return DeathRecord(place=place, is_certain=True, stack=_shown(frames))
+            return DeathRecord(place=place, is_certain=True, stack=_shown(lines))
     return DeathRecord(is_certain=True, stack=_shown(current))
 
 

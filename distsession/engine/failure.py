@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
 """Folders of Python's own modules, of installed packages (where torch lies), and of ours."""
+_NO_USERS = (*_LIBRARIES, "<")
 _INSTALLED = (
     *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
     f"{os.sep}torchinductor_",  # what torch.compile has written, for each user
@@ -169,10 +171,14 @@ def innermost(frames: Sequence[FrameInfo]) -> str:
 
 def is_user_code(filename: str) -> bool:
     """Whether a file is neither Python's own, an installed package's nor ours."""
-    if filename.startswith((*_LIBRARIES, "<")):
-        return filename in _notebook_cells
+    return not _is_of_library(filename) or filename in _notebook_cells
+
+
+@lru_cache(4096)
+def _is_of_library(filename: str) -> bool:
+    """Whether a file is of a library, by its name. Frames are looked at twenty times a second."""
     # Packages may lie in several folders: beside torch, the user's own, those of a parent venv.
-    return not any(folder in filename for folder in _INSTALLED)
+    return filename.startswith(_NO_USERS) or any(folder in filename for folder in _INSTALLED)
 
 
 def short_name(filename: str) -> str:

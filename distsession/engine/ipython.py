@@ -29,6 +29,7 @@ from ipykernel.iostream import OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from ipyparallel.engine import app as engine_app
 from ipyparallel.engine.kernel import IPythonParallelKernel
+from IPython.core import completerlib, oinspect  # noqa: F401  else each shell does so, on each rank
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionInfo
 from traitlets import Any as AnyTrait

@@ -33,7 +33,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.serialize import Frames
 from distsession.protocol.shared_memory import Link, Segment
-from distsession.protocol.wire import memory_path, socket_path
+from distsession.protocol.wire import memory_path, node_folder, socket_path
 
 __all__ = ["KernelLink", "Received"]
 
@@ -107,9 +107,9 @@ class KernelLink:
         self._answers: dict[int, _Answer] = {}
         self._takes_replies = self.takes_output = True
         self.epoch = start.epoch
-        self._requests = self._connect(zmq.DEALER, "requests")
+        self._connect_requests()
         self._replies = self._connect(zmq.PUSH, "replies")
-        self._memory = self._connect_memory()
+        self._memory = self._connect_memory(start.epoch)
         self._output = self._connect(zmq.PUSH, "output")
         self.control = self._connect(zmq.DEALER, "control")
 
@@ -120,18 +120,19 @@ class KernelLink:
         socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.IDENTITY, self.name.encode())
-        socket.connect(f"ipc://{socket_path(self._folder, name, self.epoch)}")
+        folder = node_folder(self._folder, self._node)
+        socket.connect(f"ipc://{socket_path(folder, name, self.epoch)}")
         return socket
 
-    def _connect_memory(self) -> Link:
-        return Link.connect(memory_path(self._folder, self._node, self.epoch), self.name)
+    def _connect_requests(self) -> None:
+        self._requests = self._connect(zmq.DEALER, "requests")
+        self.descriptor = int(self._requests.FD)
+        """Is readable when the state of the requests' socket changes."""
+
+    def _connect_memory(self, epoch: int) -> Link:
+        return Link.connect(memory_path(self._folder, self._node, epoch), self.name)
 
     # --- requests, for the main thread ------------------------------------------------------------
-
-    @property
-    def descriptor(self) -> int:
-        """Is readable when the state of the socket changes."""
-        return int(self._requests.FD)
 
     def has_request(self) -> bool:
         with self._request_lock:
@@ -208,14 +209,15 @@ class KernelLink:
 
     def _send_answer(self, reply: Reply, payload: Frames | Segment) -> None:
         with self._answer_lock:  # what is in shared memory is numbered in the order of messages
+            epoch = self.epoch  # numbers of one kernel's link mean nothing to the next
             if isinstance(payload, Segment):
                 try:
-                    self.send(reply, self._memory.send(payload))
+                    self.send(reply, self._memory.send(payload), epoch=epoch)
                     return
                 except OSError as error:
                     log.warning("a result is sent through a socket: %s", error)
                     payload = shared_memory.map_private(payload.descriptor, payload.sizes)
-            self.send(reply, payload)
+            self.send(reply, payload, epoch=epoch)
 
     def _forget_acknowledged(self) -> None:
         if self._answers:
@@ -238,10 +240,18 @@ class KernelLink:
 
     # --- other messages ---------------------------------------------------------------------------
 
-    def send(self, message: Any, payload: Frames | Shared | None = None) -> None:
-        """Send something; where no kernel is there, nothing."""
+    def send(
+        self, message: Any, payload: Frames | Shared | None = None, *, epoch: int | None = None
+    ) -> None:
+        """Send something; where no kernel is there, nothing.
+
+        Args:
+            message: What.
+            payload: What goes with it.
+            epoch: The owner that it is for; left out, the present one.
+        """
         frames = encode(message, payload or ())
-        epoch = self.epoch
+        epoch = self.epoch if epoch is None else epoch
         while True:
             with self._reply_lock:
                 if epoch != self.epoch or not self._takes_replies:
@@ -283,11 +293,11 @@ class KernelLink:
         self.detach()
         with self._request_lock:
             self._take_queued()
-            self.epoch = epoch
+            with contextlib.suppress(OSError):
+                self._memory = self._connect_memory(epoch)
+            self.epoch = epoch  # after its link: nothing on the one before is told as its own
             self._requests.close(0)
-            self._requests = self._connect(zmq.DEALER, "requests")
-        with contextlib.suppress(OSError):
-            self._memory = self._connect_memory()
+            self._connect_requests()
         with self._reply_lock:
             self._replies.close(0)
             self._replies = self._connect(zmq.PUSH, "replies")

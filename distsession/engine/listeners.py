@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from distsession.protocol.messages import CallRequest, CellRequest, Request
 
-__all__ = ["RequestListener", "is_run", "name_of"]
+__all__ = ["RequestListener", "is_run", "name_of", "told"]
 
 
 class RequestListener:
@@ -21,6 +24,12 @@ class RequestListener:
 
     def end_request(self, request: Request) -> None:
         """The answer is ready."""
+
+
+def told(listeners: Iterable[RequestListener], name: str) -> tuple[Callable[..., Any], ...]:
+    """The methods of this name, of those listeners that have one of their own."""
+    nothing = getattr(RequestListener, name)
+    return tuple(getattr(each, name) for each in listeners if getattr(type(each), name) != nothing)
 
 
 def is_run(request: Request) -> bool:

@@ -21,6 +21,8 @@ from distsession.protocol.attach import (
     Attached,
     AttachRefused,
     AttachRequest,
+    BoardReply,
+    BoardRequest,
     Ended,
     EndSession,
     Fenced,
@@ -117,12 +119,14 @@ class Owners:
         self,
         link: Connection | None,
         attached: Callable[[int], Attached],
+        read_board: Callable[[bool], BoardReply],
     ) -> tuple[Connection | None, int] | EndSession | None:
         """Take in one who has connected.
 
         Args:
             link: To the present owner; closed if another takes its place.
             attached: What the new owner of an epoch is told.
+            read_board: What somebody is told who only looks: all of it, or what is new.
 
         Returns:
             The link to another owner, which is None if it is gone already, and its pid; or that the
@@ -142,6 +146,8 @@ class Owners:
                         connection.send(AttachRefused(refusal))
                     else:
                         return self._change(wanted, connection, link, attached)
+                case BoardRequest():
+                    connection.send(read_board(wanted.whole))
                 case _:
                     log.warning("somebody has connected who does not say what for: %r", wanted)
         except (EOFError, OSError) as error:

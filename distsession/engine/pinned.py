@@ -173,19 +173,19 @@ class DeviceBytes(RemoteBytes):
     """
 
     def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor
+        self.tensor = tensor
 
     @property
     def nbytes(self) -> int:
-        return self._tensor.numel()
+        return self.tensor.numel()
 
     def pieces(self) -> Iterator[memoryview]:
-        for piece in _staging.pieces(self._tensor):
+        for piece in _staging.pieces(self.tensor):
             yield bytes_of(piece)
 
     def read(self) -> memoryview:
         whole = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-        _copy(whole, self._tensor)
+        _copy(whole, self.tensor)
         return bytes_of(whole)
 
 

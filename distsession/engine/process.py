@@ -9,11 +9,14 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 
 __all__ = [
+    "agent_environment",
     "die_with_parent",
     "forget_inherited_finalizers",
     "interrupt_children",
+    "module_command",
     "redirect_standard_streams",
     "signal_when_parent_ends",
     "started_at",
@@ -21,6 +24,35 @@ __all__ = [
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def module_command(module: str, python: str = "") -> list[str]:
+    """The command that runs ``main()`` of one of our modules in a process of its own.
+
+    The package may have been found by a ``sys.path`` that only this process has.
+
+    Args:
+        module: Its name.
+        python: Default: the one that runs here.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    code = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+    return [python or sys.executable, "-c", code]
+
+
+def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What an agent is started with, where this is the environment."""
+    return {
+        **environ,
+        # One thread only: a child forked from a process with a thread pool hangs in it.
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        # For each connection that is shut to free a rank, torch would print a C++ stack.
+        "TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        # Counting GPUs must not initialise CUDA.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
 
 
 def die_with_parent(parent: int | None = None) -> None:

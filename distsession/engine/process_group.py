@@ -44,6 +44,7 @@ class Place:
     store_port: int
     session: str
     store_path: str = ""
+    host: str = ""
 
 
 def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
@@ -51,20 +52,21 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
 
     A forked child inherits its parent's generators, so an unseeded rank gets fresh entropy.
     """
-    local_rank = rank % len(start.devices)  # all nodes have as many
+    local_rank = start.here.index(rank)
     device = torch.device(start.devices[local_rank])
     place = Place(
         rank=rank,
         local_rank=local_rank,
         world_size=start.world_size,
         local_world_size=len(start.devices),
-        node_rank=start.node,
+        node_rank=start.node_rank,
         nodes=start.nodes,
         backend=start.backend,
         timeout=start.timeout,
         device=device,
         store_port=store_port,
         store_path=store_server.socket_path(start.folder),
+        host=start.host,
         session=os.path.basename(start.folder),
     )
     os.environ.clear()
@@ -76,15 +78,17 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
             world_size=place.world_size,
             local_world_size=place.local_world_size,
             node_rank=place.node_rank,
+            nodes=place.nodes,
             address="127.0.0.1",
             port=store_port,
             threads=start.threads,
             run_id=place.session,
         )
     )
-    # All ranks are on this machine: without these, gloo and NCCL open ports on its network.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
+    # Where all ranks are on this machine: without these, gloo and NCCL open ports on its network.
+    interface = start.interface or _loopback()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     # Both would end the process when a communicator is aborted, which is how a wait is ended.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -207,7 +211,7 @@ def rank_info(place: Place, generation: int) -> RankInfo:
         local_world_size=place.local_world_size,
         node_rank=place.node_rank,
         nodes=place.nodes,
-        host=socket.gethostname(),
+        host=place.host or socket.gethostname(),
         pid=os.getpid(),
         backend=place.backend,
         device=host_info.device_info(place.device),

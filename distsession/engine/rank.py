@@ -17,14 +17,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from distsession.engine import cause, device_errors, failure, process_group, store, tensors
+from distsession.engine import (
+    cause,
+    device_errors,
+    device_ipc,
+    failure,
+    frames,
+    process_group,
+    store,
+    tensors,
+)
 from distsession.engine.capture import Capture
 from distsession.engine.collectives import abort, in_flight, torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
@@ -35,11 +45,12 @@ from distsession.engine.completion import CompletionServer
 from distsession.engine.control import CALLBACK, Control, Interrupter
 from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
+from distsession.engine.event_loop import RankLoop
 from distsession.engine.execute import NOTHING
 from distsession.engine.forks import Forks, make_private, spawn_hint
 from distsession.engine.ipython import ShellFront, make_shell, register
 from distsession.engine.kernel_link import KernelLink, Received
-from distsession.engine.listeners import RequestListener, is_run
+from distsession.engine.listeners import is_run, told
 from distsession.engine.log_file import log_path
 from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
@@ -47,6 +58,7 @@ from distsession.engine.process import (
     forget_inherited_finalizers,
     interrupt_children,
     redirect_standard_streams,
+    started_at,
 )
 from distsession.engine.rendezvous import WITHOUT_GROUP, UserGroups
 from distsession.engine.requests import RequestDispatcher
@@ -67,6 +79,7 @@ from distsession.protocol.messages import (
     EngineRegistered,
     FillRequest,
     InputReply,
+    PullRequest,
     RankAttached,
     RankFailed,
     RankReady,
@@ -74,6 +87,7 @@ from distsession.protocol.messages import (
     Reply,
     Request,
     Resume,
+    ReturnRequest,
     Shared,
     StackReply,
     StackRequest,
@@ -94,6 +108,9 @@ that follows at once is then served without the cost of entering and leaving tha
 
 NATIVE_MARK = "groups-of-torch"
 """A file in the session's folder, once its ranks have left their groups to torch."""
+
+STILL_S = 1.0
+"""Seconds at one call after which the main thread counts as held up by its device."""
 
 NO_CODE = contextlib.nullcontext()
 
@@ -150,11 +167,18 @@ class Rank:
         self._rank = rank
         self._is_alone = start.is_whole
         self._board = Board(start.board, start.world_size)
-        self._recorder = Recorder(self._board, rank, check=start.check in ("shared", "strict"))
+        self._board.regions[rank].set_process(os.getpid(), started_at(os.getpid()))
+        self._recorder = Recorder(
+            self._board,
+            rank,
+            check=start.check in ("shared", "strict"),
+            here=None if start.is_board_shared else start.here,
+        )
         self._recorder.reset()
         last_line.share(self._recorder.region)
         self._groups: Groups | None = None
         self._has_gloo = "gloo" in start.backend
+        self._folder = start.folder
         self._native_mark = os.path.join(start.folder, NATIVE_MARK)
         if os.path.exists(self._native_mark):
             self._leave_groups_to_torch()
@@ -170,11 +194,15 @@ class Rank:
         self._store = store.session_store(self._place.store_path)
         abort.bind_listener_stand_in(start.folder)
         self._store.abort_error = self._abort_error
+        if start.check == "strict" and not start.is_board_shared:
+            self._recorder.compare_far = self._compare_far
         if self._groups is not None:
             self._store.record_wait = self._groups.record_store_wait
         self._user_groups = UserGroups(self._place, self._recorder)
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
+        self._still: tuple[int, float] = 0, 0.0
+        """The call at which the main thread was when a limit was over, and since when."""
         self._aborted: Abort | None = None
         self._refused: set[int] = set()
         self._thread_error: BaseException | None = None
@@ -202,10 +230,13 @@ class Rank:
             lambda: self._recorder.is_blocked,
             self._abort_backend,
             self._interrupt_children,
+            self._check_limits,
+            lambda: self._recorder.is_limited,
             owners,
             self._set_owner,
         )
-        self._loop = asyncio.new_event_loop()
+        self._recorder.on_limited = self._control.watch
+        self._loop = RankLoop()
         asyncio.set_event_loop(self._loop)
         self._idle: asyncio.Future[None] | None = None
         self._comms = Comms(
@@ -218,7 +249,9 @@ class Rank:
         self._completion = CompletionServer(self._namespace, rank, self._send)
         self._front: ShellFront
         self._dispatcher: RequestDispatcher
-        self._listeners: tuple[RequestListener, ...] = ()
+        self._on_begin: Sequence[Callable[[Request], None]] = ()
+        self._on_code_end: Sequence[Callable[[Request, BaseException | None], None]] = ()
+        self._on_end: Sequence[Callable[[Request], None]] = ()
         self._stdin = RankStdin(rank, self._capture, self._recorder)
         self._capture.is_open_question = self._stdin.is_open
         self._debugger = Debugger(
@@ -226,6 +259,7 @@ class Rank:
         )
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
+        self._loans = device_ipc.Loans()
         self._handlers = UserHandlers(_Terminated, self._on_terminate, lambda: self._forks.is_child)
         self._forks = Forks(
             {
@@ -338,9 +372,10 @@ class Rank:
             extra={
                 ReconnectRequest: self._reconnect,
                 DebugRequest: lambda _: self._debugger.post_mortem(),
+                ReturnRequest: lambda _: self._loans.end(),
             },
         )
-        self._listeners = (
+        listeners = (
             self._capture,
             self._handlers,
             self._front,
@@ -352,6 +387,9 @@ class Rank:
             self._trace,
             self._user_groups,
         )
+        self._on_begin = told(listeners, "begin_request")
+        self._on_code_end = told(reversed(listeners), "end_code")
+        self._on_end = told(reversed(listeners), "end_request")
         threading.excepthook = self._on_thread_error
         self._stdin.install()
         self._debugger.install(self._interrupter.on_signal)
@@ -371,8 +409,11 @@ class Rank:
     def _next_request(self) -> Received:
         while True:
             self._comms.handle(self._callback)
-            if not self._link.poll_request(REQUEST_POLL_MS):
-                self._loop.run_until_complete(self._await_request())
+            if not self._link.has_request():
+                if not self._loop.is_used:
+                    self._loop.wait_outside(self._link.descriptor)
+                elif not self._link.poll_request(REQUEST_POLL_MS):
+                    self._loop.run_until_complete(self._await_request())
                 continue
             received = self._link.receive_request()
             if received is not None:
@@ -382,6 +423,7 @@ class Rank:
     def _callback(self) -> Iterator[None]:
         """A widget's callback runs within, outside of the event loop."""
         try:
+            self._loans.touch()
             with self._interrupter.user_code(CALLBACK):
                 yield
         except BaseException as error:
@@ -411,7 +453,9 @@ class Rank:
 
     def _wake_loop(self) -> None:
         """From another thread: there is something else to look at than the requests' socket."""
-        self._loop.call_soon_threadsafe(self._end_idle)
+        self._loop.wake()
+        if self._loop.is_used:
+            self._loop.call_soon_threadsafe(self._end_idle)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -420,8 +464,10 @@ class Rank:
         if request.id in self._refused:
             self._refuse(received)
             return
-        for listener in self._listeners:
-            listener.begin_request(request)
+        if not isinstance(request, ReturnRequest):
+            self._loans.touch()
+        for begin in self._on_begin:
+            begin(request)
         began = time.perf_counter()
         self._thread_error = None
         answer: serialize.Frames | Segment = []
@@ -451,16 +497,16 @@ class Rank:
         if error is None and self._thread_error is not None and is_run(request):
             error, shown, answer = self._thread_error, None, []
             reason = cause.find(error, self._recorder.abort)
-        for listener in reversed(self._listeners):
-            listener.end_code(request, error)
+        for end in self._on_code_end:
+            end(request, error)
         info = None
         if error is not None:
             info = failure.describe(error)
             answer = failure.pickled(error)
             if not (is_run(request) and self._debugger.keep_error(error)):
                 failure.forget_frames(error)  # what ends with them may take long, and is told
-        for listener in reversed(self._listeners):
-            listener.end_request(request)
+        for leave in self._on_end:
+            leave(request)
         has_output = self._capture.has_output
         reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
         self._link.answer(received, reply, answer)
@@ -518,7 +564,11 @@ class Rank:
         """A value as frames, or in shared memory if it is large."""
         began = time.monotonic_ns()
         what = f"the result of rank {self._rank}"
-        frames = serialize.dump_value(value, what=what, may_be_remote=True)
+        lend = None
+        if isinstance(request, PullRequest) and request.lend:
+            self._loans.begin()
+            lend = self._loans.lend
+        frames = serialize.dump_value(value, what=what, may_be_remote=True, lend=lend)
         size = shared_memory.nbytes(frames)
         try:
             offered = shared_memory.offer(frames, self._note_progress)
@@ -560,7 +610,17 @@ class Rank:
         with self._group_lock:
             if message.generation >= self._generation:
                 self._aborted = self._recorder.abort = message
+                self._recorder.aborted.set()
+                if self._rank in message.stuck and len(self._recorder.in_flight):
+                    self._cut_off(message)  # at once: the others come free at other moments
                 self._store.end_waits()
+
+    def _compare_far(
+        self, operation: str, count: int, value: int, says: str, timeout: float | None
+    ) -> Mapping[int, str]:
+        """Compare an operation with ranks of other hosts, by the store that all have."""
+        key = f"strict/{self._generation}/{operation}"
+        return self._store.compare(key, self._rank, count, value, says, timeout)
 
     def _abort_error(self) -> BaseException | None:
         """What a wait for a key of the store raises once the group has been given up."""
@@ -583,9 +643,7 @@ class Rank:
             # Before it is freed, or it might have gone on with what was not computed, to its end.
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
             if is_cut_off:
-                self._recorder.region.set_damaged(layout.CUT_OFF)
-            if is_cut_off and message.reason is not AbortReason.STOP:
-                self._interrupter.raise_in_user_code(self._recorder.abort_error)
+                self._cut_off(message)
             if self._groups is None:
                 abort.abort_communicators()
             else:
@@ -596,6 +654,43 @@ class Rank:
             abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
             self._recorder.unseen.reset()
+
+    def _cut_off(self, message: Abort) -> None:
+        """From the control thread: what the main thread waits for is not what it will get."""
+        region = self._recorder.region
+        if region.is_cut_off:
+            return
+        region.set_damaged(layout.CUT_OFF)
+        if message.reason is not AbortReason.STOP:
+            self._interrupter.raise_in_user_code(self._recorder.abort_error)
+
+    def _check_limits(self) -> None:
+        """From the control thread: end a wait for a device that lasts longer than it may.
+
+        A backend that works on the CPU ends its own.
+        """
+        recorder = self._recorder
+        overdue = recorder.find_overdue()
+        if overdue is None:
+            self._still = 0, 0.0
+            return
+        if not (recorder.is_blocked or self._is_held_up()):
+            return  # it has not come to where it needs that
+        message = recorder.give_up(overdue, self._generation)
+        self._abort(message)
+        self._abort_backend(message)
+
+    def _is_held_up(self) -> bool:
+        """Whether the main thread waits for the device, or stands at one call for long."""
+        if not self._recorder.region.request:
+            return False
+        if self._is_device_wait():
+            return True
+        at, now = in_flight.instruction(_innermost()), time.monotonic()
+        if not at or at != self._still[0]:
+            self._still = at, now
+            return False
+        return now - self._still[1] >= STILL_S
 
     def _interrupt_children(self, request: int) -> None:
         """From the control thread: also once the user's code is over, and what it had is let go.
@@ -640,29 +735,33 @@ class Rank:
                 log.warning("dropped a message that is not for the control thread: %r", message)
 
     def _stack(self, number: int) -> StackReply:
-        def innermost() -> FrameType | None:
-            return sys._current_frames().get(threading.main_thread().ident or 0)
-
         recorder = self._recorder
         recorder.note_completed()
         if not recorder.region.request:
             return StackReply(self._rank, number, (), "")
         unseen = recorder.unseen
-        is_device_wait = recorder.in_flight.is_waited_for(
-            innermost,
+        is_device_wait = self._is_device_wait()
+        stack = failure.stack(_innermost())
+        unseen.note_completed()
+        # A rank that compiles is not looked at, and is where it was before.
+        place, texts = failure.innermost(stack) or self._last_line.place, unseen.texts()
+        instruction = in_flight.instruction(_innermost())
+        return StackReply(self._rank, number, stack, place, is_device_wait, texts, instruction)
+
+    def _is_device_wait(self) -> bool:
+        """Whether the main thread waits for the device."""
+        unseen = self._recorder.unseen
+        return self._recorder.in_flight.is_waited_for(
+            _innermost,
             is_other_under_way=bool(unseen.texts()),
             is_device_used=unseen.is_device_used(),
         )
-        stack = failure.stack(innermost())
-        unseen.note_completed()
-        place, texts = failure.innermost(stack), unseen.texts()
-        instruction = in_flight.instruction(innermost())
-        return StackReply(self._rank, number, stack, place, is_device_wait, texts, instruction)
 
     # --- a kernel that goes, and one that comes: the control thread -------------------------------
 
     def _set_owner(self, message: attach.SetOwner) -> None:
         self._capture.detach()
+        self._loans.end()  # who has asked for it will not say that it is copied
         if not message.epoch:
             self._link.detach()
             return
@@ -699,6 +798,7 @@ class Rank:
     def _on_pump(self, last_line: LastLine) -> None:
         """Called by the thread that sends the output, whenever it wakes."""
         last_line.update()
+        self._recorder.note_wait(_innermost)
         self._link.forget_acknowledged()
 
     # --- ipyparallel ------------------------------------------------------------------------------
@@ -707,17 +807,31 @@ class Rank:
         """From the control thread: register as soon as the main thread is idle."""
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._register(info)))
 
+    @contextlib.contextmanager
+    def _client_code(self) -> Iterator[None]:
+        """What ipyparallel's clients have run runs within."""
+        self._loans.touch()
+        with self._handlers.user_code():
+            yield
+
     async def _register(self, info: ControllerInfo) -> None:
         def report(engine_id: int) -> None:
             self._send(EngineRegistered(self._rank, self._generation, engine_id))
 
+        if not info.profile_dir:
+            profile = os.path.join(self._folder, f"ipyparallel-{self._rank}")
+            os.makedirs(profile, mode=0o700, exist_ok=True)
+            info = replace(info, profile_dir=profile)
         try:
-            await register(
-                info, self._rank, self._namespace, report, around=self._handlers.user_code
-            )
+            await register(info, self._rank, self._namespace, report, around=self._client_code)
         except _Terminated:
             raise
         except Exception as error:
             log.debug("could not register with ipyparallel's controller", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
             self._send(EngineRegistered(self._rank, self._generation, -1, problem))
+
+
+def _innermost() -> FrameType | None:
+    """Where the main thread is."""
+    return frames.innermost(threading.main_thread().ident or 0)

@@ -1,9 +1,11 @@
-"""The relay: the process of a node, other than the kernel's own, through which payloads pass.
+"""The relay: the process of a node, other than the kernel's own, through which everything passes.
 
-What the kernel sends crosses the stream once, into shared memory; each rank of the node gets a
-descriptor of it. What a rank hands over stays in the rank's shared memory until the kernel asks
-for it, and goes from there to the stream. The main thread receives; a second one sends, so
-that neither direction waits for the other. The relay ends when the stream does, or with the agent.
+Messages go through the main thread (see ``message_relay``), payloads through two others. What the
+kernel sends crosses the stream once, into shared memory; each rank of the node gets a descriptor of
+it. What a rank hands over stays in the rank's shared memory until the kernel asks for it, and goes
+from there to the stream. One thread receives and one sends, so that neither direction waits for the
+other. The relay ends when the stream does, or with the agent, or when it is told to; what the
+kernel has sent by then still reaches the ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ import logging
 import queue
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
+from distsession.engine.message_relay import MessageRelay
 from distsession.engine.process import die_with_parent
 from distsession.errors import SerializationError
 from distsession.protocol import shared_memory
+from distsession.protocol.board import Board
 from distsession.protocol.messages import Shared
 from distsession.protocol.shared_memory import LinkListener, Pool, Segment
 from distsession.protocol.wire import (
@@ -54,11 +60,45 @@ class _Incoming:
     missing: int
 
 
-def serve(listener: LinkListener, folder: str, node: int, agent: int, epoch: int = 1) -> None:
-    """Be the relay of a node until the kernel or the agent is gone."""
+def serve(
+    listener: LinkListener,
+    ready: Connection,
+    folder: str,
+    node: int,
+    agent: int,
+    epoch: int,
+    board: Board | None,
+    ranks: Sequence[int],
+) -> None:
+    """Be the relay of a node until the kernel or the agent is gone.
+
+    Args:
+        listener: Where the ranks connect that take and give payloads.
+        ready: Closed once they can connect for messages, too.
+        folder: The session's.
+        node: Which.
+        agent: Its process.
+        epoch: Of the kernel that owns the session.
+        board: Of the node, if it is another one than the kernel's.
+        ranks: Of the node.
+    """
     die_with_parent(agent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Relay(connect(folder, node, epoch), listener, node).serve()
+    messages = MessageRelay(folder, node, epoch, board, ranks, agent)
+    signal.signal(signal.SIGTERM, lambda *_: messages.end())
+    signal.set_wakeup_fd(messages.wake_writer)
+    ready.close()
+    messages.greet()
+    payloads = Relay(connect(folder, node, epoch), listener, node)
+
+    def carry() -> None:
+        try:
+            payloads.serve()
+        finally:
+            messages.end()
+
+    threading.Thread(target=carry, name="distsession-relay-receive", daemon=True).start()
+    messages.serve()
 
 
 class Relay:

@@ -99,7 +99,7 @@ class RequestDispatcher:
             case PullRequest():
                 value = self._transfers.pull(request.names)
             case PushRequest():
-                self._stage(request, payload)
+                value = self._stage(request, payload)
             case CommitRequest():
                 self._transfers.commit(request.keep)
             case ShardsRequest():
@@ -158,11 +158,12 @@ class RequestDispatcher:
 
     # --- push and gather --------------------------------------------------------------------------
 
-    def _stage(self, request: PushRequest, payload: Any) -> None:
+    def _stage(self, request: PushRequest, payload: Any) -> Any:
         self._remember_cells(request)
         began, frames = time.monotonic_ns(), self._payloads.read_private(payload)
-        self._transfers.stage(frames)
+        problem = self._transfers.stage(frames)
         self._trace.moved(request, shared_memory.nbytes(frames), began)
+        return problem or NOTHING
 
     def _fill(self, request: FillRequest, payload: Any) -> Any:
         at, began = request.at.get(self._rank), time.monotonic_ns()

@@ -33,10 +33,10 @@ class Op:
     """Operations, as the first byte of a request."""
 
     SET, GET, ADD, COMPARE_SET, CHECK, WAIT, DELETE, COUNT = range(1, 9)
-    APPEND, KEYS, DELETE_OTHERS, PUSH, POP, LENGTH = range(9, 15)
+    APPEND, KEYS, DELETE_OTHERS, PUSH, POP, LENGTH, COMPARE = range(9, 16)
 
 
-OK, EMPTY = 0, 1
+OK, EMPTY, UNLIKE = 0, 1, 2
 
 
 def pack(code: int, parts: Sequence[bytes] = ()) -> bytes:
@@ -80,10 +80,27 @@ class _Client:
     to_send: bytearray = field(default_factory=bytearray)
     waits_for: tuple[int, list[bytes]] | None = None
     """A request that cannot be answered yet."""
+    missing: set[bytes] = field(default_factory=set)
+    """The keys that it still waits for."""
+    compares: tuple[bytes, bytes] | None = None
+    """What it compares with others that have not come yet, and by which name."""
 
     @property
     def is_closed(self) -> bool:
         return self.socket.fileno() < 0
+
+
+@dataclass(eq=False)
+class _Comparison:
+    """What those have brought who compare something, and who waits for the others."""
+
+    brought: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)
+    waiting: list[_Client] = field(default_factory=list)
+    answered: int = 0
+
+    @property
+    def is_alike(self) -> bool:
+        return len({value for value, _ in self.brought.values()}) <= 1
 
 
 class _Server:
@@ -93,6 +110,7 @@ class _Server:
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiting: dict[bytes, set[_Client]] = {}
+        self._comparisons: dict[bytes, _Comparison] = {}
         self._greeting = pack(OK, [os.urandom(16)])
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -136,6 +154,7 @@ class _Server:
         if client.is_closed:
             return
         self._stop_waiting(client)
+        self._stop_comparing(client)
         self._selector.unregister(client.socket)
         client.socket.close()
 
@@ -189,6 +208,9 @@ class _Server:
             case Op.GET | Op.WAIT | Op.POP:
                 self._answer_or_wait(client, code, parts)
                 return
+            case Op.COMPARE:
+                self._compare(client, *parts)
+                return
             case Op.ADD:
                 answer = [b"%d" % (int(values.get(parts[0], b"0")) + int(parts[1]))]
                 self._set(parts[0], answer[0])
@@ -229,7 +251,7 @@ class _Server:
 
     def _delete_others(self, start: bytes, present: bytes) -> None:
         """Forget all keys that begin like the present ones, but are not of them."""
-        for table in (self._values, self._queues):
+        for table in (self._values, self._queues, self._comparisons):
             for key in [k for k in table if k.startswith(start) and not k.startswith(present)]:
                 del table[key]
 
@@ -249,16 +271,61 @@ class _Server:
             table = self._values.__contains__ if code == Op.GET else self._is_here
             missing = [key for key in keys if not table(key)]
         if missing:
-            client.waits_for = code, keys
-            for key in missing:
+            client.waits_for, client.missing = (code, keys), set(missing)
+            for key in client.missing:
                 self._waiting.setdefault(key, set()).add(client)
             return False
         self._answer(client, [self._values[key] for key in keys] if code == Op.GET else ())
         return True
 
+    def _compare(
+        self, client: _Client, key: bytes, name: bytes, count: bytes, value: bytes, says: bytes
+    ) -> None:
+        """Answer all who compare their values when all have come, or one has come with another.
+
+        Args:
+            client: Who brings a value.
+            key: What is compared.
+            name: Of who brings it.
+            count: How many bring one.
+            value: Which has to be the same.
+            says: What the others are told if it is not.
+        """
+        found = self._comparisons.setdefault(key, _Comparison())
+        found.brought[name] = value, says
+        found.waiting.append(client)
+        client.compares = key, name
+        if len(found.brought) < int(count) and found.is_alike:
+            return
+        code = OK if found.is_alike else UNLIKE
+        answer = [part for name, (_, says) in found.brought.items() for part in (name, says)]
+        waiting, found.waiting = found.waiting, []
+        found.answered += len(waiting)
+        if found.answered >= int(count):
+            del self._comparisons[key]
+        for each in waiting:
+            each.compares = None
+            self._answer(each, answer if code == UNLIKE else (), code)
+
+    def _stop_comparing(self, client: _Client) -> None:
+        """Who does not wait for the others any more has not come."""
+        if client.compares is None:
+            return
+        (key, name), client.compares = client.compares, None
+        found = self._comparisons.get(key)
+        if found is not None and client in found.waiting:
+            found.waiting.remove(client)
+            del found.brought[name]
+            if not found.brought:
+                del self._comparisons[key]
+
     def _on_arrival(self, key: bytes) -> None:
         for client in list(self._waiting.get(key, ())):
             assert client.waits_for is not None
+            if len(client.missing) > 1:  # what many wait for is not looked through at each arrival
+                client.missing.discard(key)
+                self._forget_waiting(key, client)
+                continue
             code, keys = client.waits_for
             self._stop_waiting(client)
             self._answer_or_wait(client, code, keys)
@@ -266,13 +333,16 @@ class _Server:
     def _stop_waiting(self, client: _Client) -> None:
         if client.waits_for is None:
             return
-        for key in client.waits_for[1]:
-            waiting = self._waiting.get(key)
-            if waiting is not None:
-                waiting.discard(client)
-                if not waiting:
-                    del self._waiting[key]
-        client.waits_for = None
+        for key in client.missing:
+            self._forget_waiting(key, client)
+        client.waits_for, client.missing = None, set()
+
+    def _forget_waiting(self, key: bytes, client: _Client) -> None:
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            waiting.discard(client)
+            if not waiting:
+                del self._waiting[key]
 
 
 def serve(listener: socket.socket, agent: int) -> None:

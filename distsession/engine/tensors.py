@@ -20,15 +20,17 @@ from typing import Any
 
 import torch
 
-from distsession.engine import pinned
-from distsession.protocol.tensor_memory import bytes_of
+from distsession.engine import device_ipc, pinned
+from distsession.protocol.serialize import Lend
+from distsession.protocol.tensor_memory import RemoteBytes, bytes_of
 
 __all__ = ["Tensors", "over", "set_home"]
 
 _is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 """Whether a tensor is one of ``torch.func``'s; not public."""
 
-_ROW = struct.Struct("<qq")  # which number's buffer, and the offset in elements
+_ROW = struct.Struct("<qqq")
+"""Which number's buffer, the offset in elements, and the bytes that the buffer is a handle of."""
 _LARGEST = 16
 """Bytes of the largest element, complex128."""
 SMALL = 16 << 10
@@ -85,21 +87,26 @@ class Tensors:
             return _tensor, arguments, dict(obj.__dict__), None, None, _set_attributes
         return _tensor, arguments
 
-    def finish(self, buffers: Sequence[PickleBuffer]) -> list[Any]:
+    def finish(self, buffers: Sequence[PickleBuffer], lend: Lend | None = None) -> list[Any]:
         """Put memory in the place of the placeholders among a pickle's buffers."""
         if not self._sent:
             return [buffer.raw() for buffer in buffers]
         found: dict[int, Any] = {}
-        rows: list[tuple[int, int]] = [(0, 0)] * len(self._sent)
+        rows: list[tuple[int, int, int]] = [(0, 0, 0)] * len(self._sent)
         for island in self._islands():
             owner = min(island)
-            found[id(self._sent[owner].placeholder)] = self._memory(island)
+            memory, lent = self._memory(island), 0
+            if lend is not None and isinstance(memory, RemoteBytes):
+                count, handle = memory.nbytes, lend(memory)
+                if handle is not None:
+                    memory, lent = handle, count
+            found[id(self._sent[owner].placeholder)] = memory
             low = self._start(island)
             for number in island:
                 sent = self._sent[number]
-                rows[number] = owner, (sent.low - low) // sent.size
+                rows[number] = owner, (sent.low - low) // sent.size, lent
             if self._has_gaps(island):
-                rows[owner] = owner, -1
+                rows[owner] = owner, -1, lent
         table = b"".join(_ROW.pack(*row) for row in rows)
         found[id(self._table.placeholder)] = table
         return [found[id(b)] if id(b) in found else b.raw() for b in buffers]
@@ -174,16 +181,20 @@ class _Table:
     def storage(
         self, number: int, buffer: Any, is_remote: bool
     ) -> tuple[torch.UntypedStorage, int]:
-        owner, offset = _ROW.unpack_from(self._rows, number * _ROW.size)
+        owner, offset, lent = _ROW.unpack_from(self._rows, number * _ROW.size)
         if owner == number:
-            self._memory[number] = _storage(buffer, is_remote)
+            self._memory[number] = (
+                device_ipc.borrow(bytes(buffer), lent, _home).untyped_storage()
+                if lent
+                else _storage(buffer, is_remote)
+            )
         return self._memory[owner], offset
 
 
 def _storage(buffer: Any, is_remote: bool) -> torch.UntypedStorage:
     view = memoryview(buffer)
     if not view.nbytes:
-        tensor = torch.empty(0, dtype=torch.uint8)
+        tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
     elif view.nbytes <= SMALL or view.readonly:
         tensor = torch.frombuffer(bytearray(view), dtype=torch.uint8).clone()
     else:
@@ -220,5 +231,5 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 def over(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over some memory, which it keeps and can change."""
     if not memoryview(memory).nbytes:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(tuple(shape))

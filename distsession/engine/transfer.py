@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from typing import Any
 from distsession.engine.execute import rebound
 from distsession.errors import SerializationError
 from distsession.protocol import serialize
+from distsession.protocol.tensor_memory import BorrowError
 
 __all__ = ["Part", "Shards", "Transfers"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,16 +105,24 @@ class Transfers:
 
     # --- push -------------------------------------------------------------------------------------
 
-    def stage(self, payload: Sequence[Any]) -> None:
-        """Rebuild values, to be committed or discarded later."""
+    def stage(self, payload: Sequence[Any]) -> str:
+        """Rebuild values, to be committed or discarded later.
+
+        Returns:
+            Why not, where they have to come by another way; empty if they are here.
+        """
         self._staged = {}
         try:
             self._staged = serialize.load(payload)
+        except BorrowError as error:
+            log.info("what rank %d was lent has to be sent: %s", self._rank, error)
+            return str(error)
         except Exception as error:
             raise SerializationError(
                 f"what was pushed cannot be rebuilt: {type(error).__name__}: {error}. A module "
                 "that only the notebook has must be on sys.path of the ranks, too."
             ) from error
+        return ""
 
     def commit(self, keep: bool) -> None:
         """Set the names to what was staged, or discard it.

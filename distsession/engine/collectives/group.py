@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -318,6 +318,10 @@ class SwappableGroup(Collectives):
             next(iter(enqueues.values())) if len({*enqueues.values()}) == 1 else None
         )
         """The same where it is one for all of them."""
+        self._sole_device = (
+            next(iter(enqueues)) if self._enqueues_all and len(enqueues) == 1 else ""
+        )
+        """The device type to which every operation is given, if there is but one."""
         self._met: set[str] = set()
         """Device types whose communicator has been used, so that all members have made it."""
         self._coalesced: list[tuple[Stream, int, int]] | None = None
@@ -441,8 +445,9 @@ class SwappableGroup(Collectives):
             stream.refuse(at)
             raise
         except BaseException as error:
+            explained = self._recorder.explain(error)
             stream.end(at)
-            raise self._recorder.explain(error) from None
+            raise explained from None
         else:
             stream.end(at)
         finally:
@@ -470,7 +475,8 @@ class SwappableGroup(Collectives):
         stream = self._stream
         if stream is None or self._generation != self._groups.generation:
             stream = self._own_stream()
-        if self._enqueues_all is not False and (device := self._enqueued_on(tensor)):
+        device = self._sole_device
+        if device or (self._enqueues_all is not False and (device := self._enqueued_on(tensor))):
             return self._enqueue(call, stream, key, device, tensor, meets=True, has_sizes=has_sizes)
         recorder = self._recorder
         at = stream.post(key)
@@ -492,8 +498,9 @@ class SwappableGroup(Collectives):
             if work is not None:
                 await_collective(work, recorder)
         except BaseException as error:
+            explained = recorder.explain(error)  # as long as it can be seen what broke off
             stream.withdraw(at)
-            raise recorder.explain(error) from None
+            raise explained from None
         finally:
             recorder.block(0)
         stream.end(at)
@@ -554,7 +561,6 @@ class SwappableGroup(Collectives):
                     stream.meet(at, self._seconds)
                     if has_sizes:
                         stream.compare_sizes(at)
-                self._met.add(device)
             else:
                 stream.compare(at)
                 if has_sizes and recorder.check:
@@ -571,10 +577,14 @@ class SwappableGroup(Collectives):
         may_wait = is_first or tensor is None or not (meets or coalesced is not None)
         try:
             if may_wait:
-                recorder.block(at)
+                recorder.block(at, self._seconds)
             work = call(self.inner)
             if may_wait and recorder.abort is not None:  # which has freed it, without a word
                 raise recorder.abort_error()
+            if is_first and coalesced is None:
+                self._met.add(device)
+            if may_wait:
+                stream.returned(at)
         except BaseException as error:
             stream.withdraw(at)
             raise recorder.explain(error) from None
@@ -584,9 +594,9 @@ class SwappableGroup(Collectives):
         if coalesced is not None:
             coalesced.append((stream, at, stream.sequence_word(at)))
         elif work is not None:
-            stream.enqueued(at, work)
+            stream.enqueued(at, work, self._seconds)
         elif tensor is not None and (mark := Mark.behind(tensor.device)):
-            stream.enqueued(at, mark)
+            stream.enqueued(at, mark, self._seconds, 0, mark.device_stream)
         else:
             stream.end(at)
         return work
@@ -604,7 +614,7 @@ class SwappableGroup(Collectives):
         together, self._coalesced = self._coalesced or (), None
         recorder = self._recorder
         if together and device.type not in self._met:  # which makes it, and waits for all members
-            recorder.block(together[0][1])
+            recorder.block(together[0][1], self._seconds)
         try:
             work = self.inner._end_coalescing(device)
         except BaseException as error:
@@ -615,10 +625,23 @@ class SwappableGroup(Collectives):
         seen = work if work is not None or not together else Mark.behind(device)
         for stream, at, posted in together:
             if seen is not None:
-                stream.enqueued(at, seen, posted)
+                stream.enqueued(at, seen, self._seconds, posted)
             else:
                 stream.end(at)
         return work
+
+    def leave_coalescing(self, device: torch.device) -> None:
+        """End what an error has left open, or whatever comes next would be put into it.
+
+        A backend cannot take back what it was given by then: that begins, and others may never come
+        to it. So the group is connected anew after the run.
+        """
+        if self._coalesced is None:
+            return
+        if self._coalesced:
+            self._recorder.mark_damaged()
+        with suppress(Exception):  # the one that has left it is told
+            self._end_coalescing(device)
 
     def _message(
         self,
@@ -631,7 +654,8 @@ class SwappableGroup(Collectives):
         if self._unusable:
             raise CollectiveError(self._unusable)
         stream = self._pair_stream(*ends, tag)
-        if self._enqueues_all is not False and (device := self._enqueued_on(tensor)):
+        device = self._sole_device
+        if device or (self._enqueues_all is not False and (device := self._enqueued_on(tensor))):
             return self._enqueue(call, stream, key, device, tensor, meets=False)
         return self._issue(call, stream, stream.post(key), key, is_message=True)
 
@@ -679,6 +703,15 @@ class SwappableGroup(Collectives):
         return self._groups.adopt(inner, inner.group_name, members, limit, recipe)
 
     # --- what else torch asks of a group ----------------------------------------------------------
+
+    def set_limit(self, timeout: timedelta) -> None:
+        """Its operations have another limit, of which torch has told what is within."""
+        self.limit = self._limit = timeout
+        self._seconds = timeout.total_seconds()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.inner.set_timeout(timeout)
+        self.set_limit(timeout)
 
     def getBackendName(self) -> str:
         return torch_private.BACKEND
@@ -732,7 +765,6 @@ for _name in (
     "_wait_for_pending_works",
     "abort",
     "get_group_store",
-    "set_timeout",
     "shutdown",
 ):
     if hasattr(dist.ProcessGroup, _name):

@@ -17,74 +17,80 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from distsession.engine.collectives.operation_log import Entry, end
+from distsession.engine.collectives.operation_log import BLOCKED, Entry, end
 from distsession.protocol import board as layout
 
-__all__ = ["InFlight", "instruction", "is_device_wait"]
+__all__ = ["Enqueued", "InFlight", "instruction", "is_device_wait"]
 
 SECOND_LOOK_S = 0.02
 """Seconds between two looks at whether the main thread is still at the same instruction."""
 CHECKED_AT_ONCE = 2
 """How many handles are asked whenever another operation is issued."""
 
+NOTED_AT_ONCE = 64
+"""How many operations a wait is noted of; the first of them is what it is for."""
 
-class _Enqueued(NamedTuple):
-    """An operation, where it is posted."""
+_STATE, _DONE = layout.STATE, layout.DONE
 
-    work: Any
+
+class OperationStream(Protocol):
+    """Where an operation is posted."""
+
+    name: str
     words: memoryview
-    at: int
-    posted: int
-    entry: Entry | None
+
+
+Enqueued = tuple[Any, OperationStream, int, int, "Entry | None", int, float]
+"""An operation: its handle; its stream, where it is posted there, and its sequence word, since its
+room may be another's before it ends; its entry in the log, if one is kept; when it began, in
+nanoseconds; the seconds that it may take. A plain tuple, for one is made in each operation."""
 
 
 class InFlight:
     """What one rank has given to its device, oldest first."""
 
     def __init__(self) -> None:
-        self._operations: deque[_Enqueued] = deque()
+        self._operations: deque[Enqueued] = deque()
         self._lock = threading.Lock()
         """Held while handles and events are asked."""
-        self._captures = 0
+        self._oldest: Enqueued | None = None
+        """What was the oldest when it was last looked whether somebody waits."""
+        self.captures = 0
+        """How many graphs are captured just now: what is issued then is written down for one, and
+        not begun."""
 
     def __len__(self) -> int:
         return len(self._operations)
 
-    def add(self, work: Any, words: memoryview, at: int, posted: int, entry: Entry | None) -> None:
-        """An operation has been issued.
+    def add(self, operation: Enqueued) -> None:
+        """An operation has been issued; see which of the oldest are complete."""
+        operations = self._operations
+        operations.append(operation)
+        lock = self._lock
+        if len(operations) == 1 or self.captures or not lock.acquire(False):
+            return
+        try:
+            for _ in range(0 if self.captures else CHECKED_AT_ONCE):
+                if len(operations) == 1 or not _note(operations[0]):
+                    break
+                operations.popleft()
+        finally:
+            lock.release()
 
-        Args:
-            work: Its handle.
-            words: Those of its stream.
-            at: Which of them it is posted at.
-            posted: Its sequence word there: its room may be another's before it ends.
-            entry: Of the log, if one is kept.
-        """
-        words[at + layout.STATE] = layout.ENQUEUED
-        self._operations.append(_Enqueued(work, words, at, posted, entry))
-        if len(self._operations) > 1:
-            self.note_completed(CHECKED_AT_ONCE)
+    def note_completed(self) -> None:
+        """From any thread: take out those that are complete."""
+        if self._operations:
+            self.ask(self._drop_completed)
 
-    def note_completed(self, most: int = 0) -> None:
-        """From any thread: take out those that are complete.
-
-        Args:
-            most: How many may be asked; 0 for all.
-        """
-        self.ask(lambda: self._drop_completed(most))
-
-    def _drop_completed(self, most: int) -> None:
+    def _drop_completed(self) -> None:
         operations = self._operations
         left = []
-        count = min(most, len(operations)) if most else len(operations)
-        for _ in range(count):
+        for _ in range(len(operations)):
             operation = operations.popleft()
-            if not self._note(operation):
+            if not _note(operation):
                 left.append(operation)
-                if most:
-                    break
         operations.extendleft(reversed(left))
 
     def ask(self, question: Callable[[], None]) -> bool:
@@ -92,48 +98,63 @@ class InFlight:
 
         Nothing may be asked while a graph is captured: its capture would end with an error.
         """
-        if self._captures or not self._lock.acquire(blocking=False):
+        lock = self._lock
+        if self.captures or not lock.acquire(blocking=False):
             return False
         try:
-            if self._captures:
+            if self.captures:
                 return False
             question()
             return True
         finally:
-            self._lock.release()
+            lock.release()
+
+    def note_wait(self, innermost: Callable[[], FrameType | None]) -> None:
+        """From another thread, now and then: note in the log whether the main thread waits.
+
+        It waits for what is under way meanwhile. What it has gone on without was not waited for.
+        Nothing is asked as long as the device gets on.
+
+        Args:
+            innermost: Gives its innermost frame.
+        """
+        oldest = next(iter(self._operations), None)
+        if oldest is None or oldest is not self._oldest:
+            self._oldest = oldest
+            return
+        is_wait, now = is_device_wait(innermost()), time.monotonic_ns()
+        self.note_completed()
+        for operation in list(self._operations)[:NOTED_AT_ONCE]:
+            entry = operation[4]
+            if entry is not None:
+                entry[BLOCKED] = (entry[BLOCKED] or now) if is_wait else 0
+
+    def overdue(self, since: int, now: int) -> Enqueued | None:
+        """From any thread: the first that has been under way for longer than it may.
+
+        Args:
+            since: The time, in nanoseconds, before which none of it counts.
+            now: The present one.
+        """
+        is_late = lambda o: now - max(o[5], since) > o[6] * 1e9  # noqa: E731
+        if not any(map(is_late, list(self._operations))):
+            return None
+        self.note_completed()
+        return next(filter(is_late, list(self._operations)), None)
 
     # --- captures of graphs -----------------------------------------------------------------------
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether what is issued now is written down for a graph, and not begun."""
-        return self._captures > 0
 
     def begin_capture(self) -> None:
         """A graph is captured from here on; waits until nothing is being asked any more."""
         with self._lock:
-            self._captures += 1
+            self.captures += 1
 
     def end_capture(self) -> None:
         """That capture is over, well or not."""
         with self._lock:
-            self._captures = max(0, self._captures - 1)
+            self.captures = max(0, self.captures - 1)
 
     # --- waiting ----------------------------------------------------------------------------------
-
-    @staticmethod
-    def _note(operation: _Enqueued) -> bool:
-        try:
-            is_over = bool(operation.work.is_completed())
-        except RuntimeError:  # it has failed, and nothing of it is under way any more
-            is_over = True
-        if is_over:
-            words, at = operation.words, operation.at
-            if words[at] == operation.posted:
-                words[at + layout.STATE] = layout.DONE
-            if operation.entry is not None:
-                end(operation.entry)
-        return is_over
 
     def is_waited_for(
         self,
@@ -168,7 +189,24 @@ class InFlight:
 
     def clear(self) -> None:
         """The connections have been given up, and what was under way with them."""
-        self._operations.clear()
+        self._operations = deque()
+        self._lock = threading.Lock()  # whoever was interrupted just then may not have released it
+
+
+def _note(operation: Enqueued) -> bool:
+    """Whether an operation is over; then it is marked so."""
+    work, stream, at, posted, entry, _, _ = operation
+    try:
+        if not work.is_completed():
+            return False
+    except RuntimeError:  # it has failed, and nothing of it is under way any more
+        pass
+    words = stream.words
+    if words[at] == posted:
+        words[at + _STATE] = _DONE
+    if entry is not None:
+        end(entry)
+    return True
 
 
 # --- whether a thread waits for the device --------------------------------------------------------

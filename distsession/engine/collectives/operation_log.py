@@ -15,6 +15,8 @@ from distsession.protocol.operation_names import AnySource, CodeLine
 from distsession.timeline.records import OperationRecord
 
 __all__ = [
+    "BEGAN",
+    "BLOCKED",
     "ENDED",
     "FAILED",
     "FLAGS",

@@ -8,6 +8,10 @@ posted as the same operation of the same group. Two ways of comparing:
   seen by every rank before a byte has been sent, so no tensor is changed.
 - *compare*, for what is issued asynchronously, and for sends and receives, where waiting for the
   others could block a correct program: the rank that comes later sees what the earlier one posted.
+
+Ranks of one host share a board. What those of other hosts have posted is not on it, which is no
+sign that they have not: only ranks of the same host meet and compare here. Across hosts the kernel
+does, with what relays bring it, see ``protocol/comparison``.
 """
 
 from __future__ import annotations
@@ -18,16 +22,18 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from distsession.engine import cause
+from distsession.engine import cause, frames
 from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.in_flight import InFlight
 from distsession.engine.collectives.operation_log import (
+    BEGAN,
+    BLOCKED,
     ENDED,
     FAILED,
     FLAGS,
@@ -48,7 +54,7 @@ from distsession.engine.listeners import RequestListener
 from distsession.engine.torch_errors import Break, classify, time_limit_s
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.protocol import board as layout
-from distsession.protocol.board import Board, key_of
+from distsession.protocol.board import Board, chained, key_of
 from distsession.protocol.cause import (
     late_remedy,
     late_text,
@@ -78,10 +84,18 @@ SPINS_BEFORE_SLEEP = 40
 """How often a rank yields the processor to others before it sleeps between two looks."""
 FIRST_SLEEP_S = 2e-5
 LONGEST_SLEEP_S = 1e-3
+"""Where a processor has no more than ``RANKS_FOR_A_CPU`` ranks. A look takes some 30 microseconds,
+and where more of them share one, those who wait would take it from who they wait for."""
+RANKS_FOR_A_CPU = 2
+SLEEP_SHARE = 0.02
+"""Nor is a sleep longer than this share of what was waited by then: nobody loses more by it."""
 ABORT_REASON_TIMEOUT_S = 0.5
 """Seconds that a rank whose connection was closed waits to be told why."""
 OTHER_CALLS_TIMEOUT_S = 0.05
 """Seconds that a rank which has seen a mismatch waits for what the rest posts, to name them too."""
+
+SHORT_CALL_NS = 1_000_000
+"""Up to which a call that gives something to a device is taken to have waited for nobody."""
 
 MAX_NAMES = 1000
 """How many texts of places are kept before those of old cells are dropped."""
@@ -103,11 +117,19 @@ _UNKNOWN = Operation("an operation", "world", (), 0)
 _HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
 _FINGERPRINT, _SIGNATURE, _PLACE = layout.FINGERPRINT, layout.SIGNATURE, layout.PLACE
 _BEGAN, _STATE, _COUNT = layout.BEGAN, layout.STATE, layout.COUNT
+_DEVICE_STREAM = layout.DEVICE_STREAM
+_CHAIN = layout.CHAIN
 _SEQUENCE_BITS, _SEQUENCE_MASK = layout.SEQUENCE_BITS, layout.SEQUENCE_MASK
 _LINE_BITS = layout.LINE_BITS
 _HALF = layout.TEXT_WORDS // 2
 _now = time.monotonic_ns
 _ISSUED, _WAITING, _DONE = layout.ISSUED, layout.WAITING, layout.DONE
+_ENQUEUED, _ENQUEUED_FLAGS = layout.ENQUEUED, IS_ASYNC | IS_ENQUEUED
+
+
+CompareFar = Callable[[str, int, int, str, float | None], Mapping[int, str]]
+"""Takes the name of an operation, how many ranks take part, what stands for it and what it is, and
+for how many seconds to wait; gives what others have called, by their ranks, if that differs."""
 
 
 class Recorder(RequestListener):
@@ -117,16 +139,27 @@ class Recorder(RequestListener):
         board: Shared by all ranks of the host.
         rank: Whose region is written.
         check: Compare with the other ranks; otherwise only write down.
+        here: The ranks of this host. Default: all of the board.
     """
 
-    def __init__(self, board: Board, rank: int, *, check: bool = True):
+    def __init__(
+        self, board: Board, rank: int, *, check: bool = True, here: Sequence[int] | None = None
+    ):
+        self.here = frozenset(range(len(board.regions)) if here is None else here)
         self.board = board
         self.rank = rank
         self.check = check
         self.words = board.words
         self.region = board.regions[rank]
         self.abort: Abort | None = None
+        self.aborted = threading.Event()
+        """Wakes who sleeps between two looks; only :attr:`abort` says whether there is one."""
+        cpus = len(os.sched_getaffinity(0))
+        self._crowd = max(1.0, len(self.here) / (RANKS_FOR_A_CPU * cpus))
+        """How many times as long as others ranks sleep here between two looks."""
         self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self.compare_far: CompareFar | None = None
+        """Compares an operation with ranks of other hosts before it begins; None: nobody does."""
         self.log: OperationLog | None = None
         """Where every operation is kept for a timeline, while code of the user runs."""
         self.in_flight = InFlight()
@@ -140,8 +173,9 @@ class Recorder(RequestListener):
         self._places: dict[str, int] = {}
         self._streams: dict[int, Stream] = {}
         self._tagged: OrderedDict[int, Stream] = OrderedDict()
-        self._counts: dict[int, int] = {}
-        """How many operations streams had begun whose room was given to others."""
+        self._counts: dict[int, tuple[int, int]] = {}
+        """How many operations streams had begun whose room was given to others, and what stands
+        for all of them."""
         self._dropped: deque[tuple[int, Iterable[int]]] = deque()
         self._unneeded: list[Stream] = []
         """Streams of groups that are gone here; a peer may still be about to look."""
@@ -149,6 +183,14 @@ class Recorder(RequestListener):
         """Where streams were that nobody looks at any more."""
         self.epoch = 0
         """Counts the generations that this process has seen; streams of others mean nothing."""
+        self.overdue: TimedOut | None = None
+        """For what this rank has given the group up by itself, if it has."""
+        self._limit = 0.0
+        self.on_limited: Callable[[], None] = lambda: None
+        """Called when something begins that may have a time limit, after nothing had one."""
+        """Seconds that what the main thread is blocked in may take; 0 where that sees to it."""
+        self._input_at = 0
+        """When somebody was last seen to be asked for input: no limit counts until then."""
         self._is_full = False
         self._lock = threading.RLock()
         """Held to add texts and streams: a group may be used from several threads."""
@@ -176,9 +218,11 @@ class Recorder(RequestListener):
         self.in_flight.clear()
         self.unseen.reset()
         self.epoch += 1
+        self.overdue = None
         self.words[self.region.start + layout.SINCE] = since
         self.words[self.region.start + layout.REQUEST] = request
         self.abort = None
+        self.aborted.clear()
 
     def begin_request(self, request: Request) -> None:
         self._show_request(request.id)
@@ -197,6 +241,11 @@ class Recorder(RequestListener):
         self.in_flight.note_completed()
         self.unseen.note_completed()
 
+    def note_wait(self, innermost: Callable[[], FrameType | None]) -> None:
+        """From another thread, now and then: note whether the main thread waits for the device."""
+        if self.log is not None:
+            self.in_flight.note_wait(innermost)
+
     def _show_request(self, number: int) -> None:
         start = self.region.start
         self.words[start + layout.SINCE] = time.monotonic_ns()
@@ -212,10 +261,15 @@ class Recorder(RequestListener):
 
     def _expire_abort(self) -> None:
         """What the group was given up for concerned an earlier request; it is gone all the same."""
-        abort = self.abort
+        abort, self.overdue = self.abort, None
         if abort is not None and abort.reason != AbortReason.FAILED:
             text = f"the process group was given up and is not connected: {abort.text}"
-            self.abort = replace(abort, reason=AbortReason.FAILED, text=text)
+            self.abort = replace(abort, reason=AbortReason.FAILED, text=text, mismatch=None)
+
+    def pause_after(self, waited: float) -> float:
+        """How long to sleep before the next look, after so many seconds of waiting."""
+        longest = LONGEST_SLEEP_S * self._crowd
+        return max(LONGEST_SLEEP_S, min(longest, SLEEP_SHARE * waited))
 
     def is_input_awaited(self) -> bool:
         """Whether a rank's debugger is open, or waits for input: no time limit counts then."""
@@ -264,7 +318,7 @@ class Recorder(RequestListener):
                 "that come after it, are neither compared nor shown",
                 self.rank, layout.STREAMS, name,
             )  # fmt: skip
-        return Stream(self, key, name, members, at, self._counts.pop(key, 0))
+        return Stream(self, key, name, members, at, *self._counts.pop(key, (0, 0)))
 
     def drop_streams(self, epoch: int, keys: Iterable[int]) -> None:
         """A group is gone; called at any moment, in any thread.
@@ -298,7 +352,7 @@ class Recorder(RequestListener):
         for key in list(self._tagged)[: min(TAGS_CHECKED, len(self._tagged) - MAX_TAGS)]:
             stream = self._tagged[key]
             if stream.is_watched and stream.is_at_rest():
-                self._counts[key] = stream.count
+                self._counts[key] = stream.count, stream.chain
                 del self._tagged[key], self._streams[key]
                 self.words[stream.at + layout.KEY] = 0
                 self._free.append(stream.at)
@@ -371,7 +425,7 @@ class Recorder(RequestListener):
             frame = frame.f_back
         if frame is None and threading.get_ident() != self._main:
             # A thread of torch's, such as autograd's for a device: the main thread waits for it.
-            return self.place_of(sys._current_frames().get(self._main or 0))
+            return self.place_of(frames.innermost(self._main or 0))
         return 0
 
     def place_of(self, frame: FrameType | None, lineno: int = 0) -> int:
@@ -397,10 +451,18 @@ class Recorder(RequestListener):
         self.names[number] = name
         return number
 
-    def block(self, at: int) -> None:
-        """The main thread waits in this operation from here on; 0 for none."""
+    def block(self, at: int, limit: float = 0.0) -> None:
+        """The main thread waits in this operation from here on; 0 for none.
+
+        Args:
+            at: Where that is posted.
+            limit: Seconds that it may take; 0 where it ends by itself then.
+        """
         if threading.get_ident() == self._main:
+            self._limit = limit
             self.words[self._blocked] = at
+            if limit:
+                self.on_limited()
 
     def repeat_place(self, place: int) -> int:
         """A place that was found before, as a word that can be written down now."""
@@ -445,13 +507,63 @@ class Recorder(RequestListener):
             late = [
                 rank
                 for rank in operation.members
-                if begun[rank].get(operation.group, 0) < operation.sequence
+                if rank in self.here and begun[rank].get(operation.group, 0) < operation.sequence
             ]
             if late or found.operation is _UNKNOWN:
                 found = TimedOut(replace(operation, is_waiting=True), tuple(late))
             if late:
                 break
         return _late_error(replace(found, limit=limit_s), self.rank)
+
+    # --- time limits of what a device was given ---------------------------------------------------
+
+    @property
+    def is_limited(self) -> bool:
+        """From any thread: whether anything is under way that may have a time limit."""
+        return bool(self._limit or self.in_flight)
+
+    def find_overdue(self) -> TimedOut | None:
+        """From another thread: an operation that has been under way for longer than it may.
+
+        It is one that a device was given, or in whose call the main thread waits for others.
+        """
+        if self.abort is not None or not self.is_limited:
+            return None
+        if self.is_input_awaited():
+            self._input_at = time.monotonic_ns()
+            return None
+        late = self.in_flight.overdue(self._input_at, time.monotonic_ns())
+        if late is not None:
+            return self._timed_out(late[1].name, late[3] & _SEQUENCE_MASK, late[6])
+        at, limit = self.words[self._blocked], self._limit
+        if not (at and limit):
+            return None
+        began = max(self.words[at + _BEGAN], self._input_at)
+        operation = self._operation()
+        if time.monotonic_ns() - began < limit * 1e9 or operation is None:
+            return None
+        return self._timed_out(operation.group, operation.sequence, limit)
+
+    def _timed_out(self, group: str, sequence: int, limit: float) -> TimedOut:
+        """Who did not come to an operation of this rank."""
+        operations = [op for op in self.region.operations() if op.group == group]
+        exact = [op for op in operations if op.sequence == sequence]
+        # Of many that wait for their turn, the first are no longer on the board.
+        operation = (exact or operations or [replace(_UNKNOWN, group=group, sequence=sequence)])[0]
+        late = (
+            rank
+            for rank in self.here.intersection(operation.members)
+            if (region := self.board.regions[rank]).sequences().get(group, 0) < operation.sequence
+            or (group, operation.sequence) in region.refused()
+        )
+        return TimedOut(replace(operation, is_waiting=True), tuple(sorted(late)), limit)
+
+    def give_up(self, overdue: TimedOut, generation: int) -> Abort:
+        """From another thread: nothing of this generation begins any more, for that reason."""
+        self.overdue = overdue
+        self.mark_damaged()
+        text = sentence(late_text(overdue, (self.rank,), {}))
+        return Abort(AbortReason.HANG, text, generation)
 
     def mark_damaged(self) -> None:
         """An operation has failed within the group: gloo closes its connections then."""
@@ -465,13 +577,19 @@ class Recorder(RequestListener):
         """
         abort = self.abort
         assert abort is not None
+        if self.overdue is not None:
+            return _late_error(self.overdue, self.rank)
         kinds: dict[AbortReason, type[BaseException]] = {
             AbortReason.STOP: KeyboardInterrupt,
             AbortReason.MISMATCH: CollectiveMismatchError,
             AbortReason.HANG: CollectiveHangError,
         }
+        known, mismatch = operation or self._operation(), abort.mismatch
+        if mismatch is not None and any(call.rank == self.rank for call in mismatch.calls):
+            remedy = mismatch_remedy(mismatch)
+            return cause.attach(CollectiveMismatchError(abort.text, remedy=remedy), mismatch)
         error = kinds.get(abort.reason, CollectiveError)(abort.text)
-        return cause.attach(error, Aborted(operation or self._operation()))
+        return cause.attach(error, Aborted(known))
 
     def _operation(self) -> Operation | None:
         """What this rank is in: what the main thread waits in, if it does."""
@@ -490,8 +608,12 @@ class Stream:
         members: Sequence[int],
         at: int,
         count: int = 0,
+        chain: int = 0,
     ) -> None:
         self.recorder = recorder
+        self.chain = self._chain_before = chain
+        """Stands for all operations that were posted, where the members are on several hosts."""
+        self._is_split = not recorder.here.issuperset(members)
         self.name = name
         self.key = key
         self.count = count
@@ -501,12 +623,13 @@ class Stream:
         self.is_watched = at >= 0
         """Whether it has room on the board; otherwise nobody sees it."""
         self.at = max(at, 0)
-        self._words = recorder.words
+        self.words = recorder.words
         if not self.is_watched:
-            self._words = memoryview(bytearray(8 * layout.STREAM)).cast("Q")
-        self._words[self.at + _COUNT] = count
-        self._base = self._words[self.at + layout.INCARNATION] << _SEQUENCE_BITS
-        self._others = [rank for rank in members if rank != recorder.rank]
+            self.words = memoryview(bytearray(8 * layout.STREAM)).cast("Q")
+        self.words[self.at + _COUNT] = count
+        self._base = self.words[self.at + layout.INCARNATION] << _SEQUENCE_BITS
+        self._others = [r for r in members if r != recorder.rank and r in recorder.here]
+        """The members of the same host: nothing is seen of the others."""
         is_compared = self.is_watched and recorder.check
         self._peers = [[rank, -1, 0] for rank in self._others if is_compared]
         """Ranks to compare with; where the stream of each begins (-1: not found yet), its base."""
@@ -526,12 +649,15 @@ class Stream:
         place = recorder.place()
         self.count = sequence = self.count + 1
         at = self.at + _HEAD + (sequence % _RING) * _SLOT
-        words = self._words
+        words = self.words
         words[at + _FINGERPRINT] = fingerprint
         words[at + _SIGNATURE] = text
         words[at + _PLACE] = place
         words[at + _BEGAN] = began = _now()
         words[at + _STATE] = _ISSUED
+        if self._is_split:
+            self._chain_before = self.chain
+            words[at + _CHAIN] = self.chain = chained(self.chain, fingerprint)
         words[at] = self._base + sequence
         words[self.at + _COUNT] = sequence
         log = recorder.log
@@ -551,10 +677,16 @@ class Stream:
 
     def end(self, at: int) -> None:
         """That operation is over, well or not."""
-        self._words[at + _STATE] = _DONE
+        self.words[at + _STATE] = _DONE
         entry = self.open.pop(at, None)
         if entry is not None:
             entry[ENDED] = _now()
+
+    def returned(self, at: int) -> None:
+        """The call of that operation is over: the rank has waited in it, if that took any time."""
+        entry = self.open.get(at)
+        if entry is not None and _now() - entry[BEGAN] > SHORT_CALL_NS:
+            entry[BLOCKED] = entry[BEGAN]
 
     def fail(self, at: int) -> None:
         """That operation is over, without having been done."""
@@ -565,50 +697,62 @@ class Stream:
     def refuse(self, at: int) -> None:
         """That operation does not match: it is not begun, and stays for its peers to see."""
         self.fail(at)
-        self._words[at + _STATE] = layout.REFUSED
+        if self.words[at] == self._base + self.count:
+            self.words[at + _CHAIN] = self.chain = self._chain_before
+        self.words[at + _STATE] = layout.REFUSED
 
     def withdraw(self, at: int) -> None:
         """That operation failed here alone: to its peers it is one that this rank has not begun."""
         self.fail(at)
-        if self.recorder.abort is None and self._words[at] == self._base + self.count:
-            self._words[at] = 0
+        if self.recorder.abort is None and self.words[at] == self._base + self.count:
+            self.words[at] = 0
+            self.chain = self._chain_before
             self.count -= 1
-            self._words[self.at + _COUNT] = self.count
+            self.words[self.at + _COUNT] = self.count
 
     # --- operations that are waited for later, when their slots may be others' --------------------
 
     def sequence_word(self, at: int) -> int:
         """What says, while it is there, that the slot is still that operation's."""
-        return self._words[at]
+        return self.words[at]
 
-    def enqueued(self, at: int, work: Any, posted: int = 0) -> None:
+    def enqueued(
+        self, at: int, work: Any, limit: float, posted: int = 0, device_stream: int = 0
+    ) -> None:
         """A device has been given that operation.
 
         Args:
             at: Where it is posted.
             work: Its handle.
+            limit: Seconds that it may take.
             posted: Its sequence word. Default: it has just been posted.
+            device_stream: The number of the device's stream that it runs in, if it is known.
         """
+        words, in_flight = self.words, self.recorder.in_flight
+        posted = posted or words[at]
         entry = self.open.pop(at, None)
         if entry is not None:
-            entry[FLAGS] |= IS_ASYNC | IS_ENQUEUED
-        words, in_flight = self._words, self.recorder.in_flight
-        if in_flight.is_capturing and torch_private.is_stream_capturing():
+            entry[FLAGS] |= _ENQUEUED_FLAGS
+        if in_flight.captures and torch_private.is_stream_capturing():
             # It was written down for a graph, and its handle may not be asked.
             if entry is not None:
                 end(entry)
-            self.end_posted(at, [posted or words[at]])
+            self.end_posted(at, [posted])
         else:
-            in_flight.add(work, words, at, posted or words[at], entry)
+            words[at + _DEVICE_STREAM] = device_stream
+            words[at + _STATE] = _ENQUEUED
+            in_flight.add((work, self, at, posted, entry, words[at + _BEGAN], limit))
+            if len(in_flight) == 1:
+                self.recorder.on_limited()
 
     def posted(self, at: int) -> Posted:
         """What has just been posted there."""
-        return self._words[at : at + _SLOT].tolist()
+        return self.words[at : at + _SLOT].tolist()
 
     def end_posted(self, at: int, posted: Posted) -> None:
         """That operation is over; its slot is marked if it is still its own."""
-        if at and self._words[at] == posted[0]:
-            self._words[at + _STATE] = _DONE
+        if at and self.words[at] == posted[0]:
+            self.words[at + _STATE] = _DONE
 
     def wait_for(self, at: int, posted: Posted, key: tuple[Any, ...]) -> int:
         """This thread is about to wait for that operation; gives where that can be seen.
@@ -616,7 +760,7 @@ class Stream:
         An operation that has lost its slot to a later one gets the spare slot for that time, if
         it is the main thread that waits; 0 otherwise.
         """
-        words = self._words
+        words = self.words
         if words[at] == posted[0]:
             return at
         if not self.is_watched or not self.recorder.is_main_thread:
@@ -634,7 +778,7 @@ class Stream:
 
     def slots_in_use(self) -> Iterator[int]:
         """Where operations are posted that have not ended."""
-        words, base = self._words, self._base >> _SEQUENCE_BITS
+        words, base = self.words, self._base >> _SEQUENCE_BITS
         first = self.at + _HEAD
         for at in range(first, first + (_RING + 1) * _SLOT, _SLOT):
             if words[at + _STATE] < _DONE and words[at] >> _SEQUENCE_BITS == base:
@@ -652,6 +796,8 @@ class Stream:
         """
         if any(True for _ in self.slots_in_use()):
             return False
+        if not self._others:  # the other end is on another host, where nobody looks at this
+            return True
         source, target = self.members[0], self.members[-1]
         if self.recorder.rank == source:
             return self._has_passed(target) is True
@@ -685,7 +831,8 @@ class Stream:
         """
         with self.recorder.fence:
             pass
-        sequence, fingerprint = self._words[at] & _SEQUENCE_MASK, self._words[at + _FINGERPRINT]
+        words = self.words
+        sequence, fingerprint = words[at] & _SEQUENCE_MASK, words[at + _FINGERPRINT]
         if self._are_all_here(sequence, fingerprint):
             return
         for peer in self._peers:
@@ -698,18 +845,53 @@ class Stream:
             CollectiveMismatchError: A peer has posted something else.
             CollectiveHangError: The peers did not come within ``timeout`` seconds.
         """
+        self._meet_here(at, timeout)
+        if self._is_split and self.recorder.compare_far is not None and self.is_watched:
+            self._meet_far(self.recorder.compare_far, at, timeout)
+
+    def _meet_far(self, compare: CompareFar, at: int, timeout: float | None) -> None:
+        """The same, with ranks of other hosts, of which nothing is seen here."""
+        recorder = self.recorder
+        sequence, fingerprint = self.words[at] & _SEQUENCE_MASK, self.words[at + _FINGERPRINT]
+        mine = recorder.region.slot(at)
+        recorder.block(at)
+        self.words[at + _STATE] = _WAITING
+        try:
+            said = compare(
+                f"{self.key:x}/{sequence}",
+                len(self.members),
+                fingerprint,
+                f"{mine.place}\0{mine.signature}",
+                timeout,
+            )
+        except TimeoutError:
+            recorder.mark_damaged()
+            late = [rank for rank in self.members if rank not in recorder.here]
+            raise self._late(at, late, timeout) from None
+        finally:
+            recorder.block(0)
+        if said:
+            calls = []
+            for rank, text in said.items():
+                place, _, signature = text.partition("\0")
+                name, _, detail = signature.partition(" ")
+                calls.append(Called(rank, name, detail, place))
+            raise self._mismatch(sequence, calls)
+
+    def _meet_here(self, at: int, timeout: float | None) -> None:
         with self.recorder.fence:
             pass
         recorder = self.recorder
-        sequence, fingerprint = self._words[at] & _SEQUENCE_MASK, self._words[at + _FINGERPRINT]
+        sequence, fingerprint = self.words[at] & _SEQUENCE_MASK, self.words[at + _FINGERPRINT]
         if self._are_all_here(sequence, fingerprint):
             return
         waiting = [p for p in self._peers if not self._is_here(p, sequence, fingerprint)]
         if not waiting:
             return
         recorder.block(at)
-        self._words[at + _STATE] = _WAITING
-        deadline = None if timeout is None else time.monotonic() + timeout
+        self.words[at + _STATE] = _WAITING
+        began = time.monotonic()
+        deadline = None if timeout is None else began + timeout
         rounds, pause = 0, FIRST_SLEEP_S
         try:
             while waiting:
@@ -719,8 +901,11 @@ class Stream:
                 if rounds < SPINS_BEFORE_SLEEP:
                     os.sched_yield()
                 else:
-                    time.sleep(pause)
-                    pause = min(LONGEST_SLEEP_S, pause * 1.2)
+                    if pause < LONGEST_SLEEP_S:
+                        time.sleep(pause)
+                        pause *= 1.2
+                    else:
+                        recorder.aborted.wait(recorder.pause_after(time.monotonic() - began))
                     if deadline is not None and recorder.is_input_awaited():
                         deadline = time.monotonic() + (timeout or 0.0)
                     elif deadline is not None and time.monotonic() > deadline:
@@ -735,7 +920,7 @@ class Stream:
         found = self._found
         if found is None:
             return False
-        words = self._words
+        words = self.words
         slot = (sequence % _RING) * _SLOT
         for begins, base in found:
             at = begins + slot
@@ -748,7 +933,7 @@ class Stream:
     ) -> bool:
         if peer[1] < 0 and not self._find(peer):
             return False
-        words = self._words
+        words = self.words
         at = peer[1] + _HEAD + (sequence % _RING) * _SLOT
         posted, base = words[at], peer[2]
         if posted == base + sequence:
@@ -795,7 +980,7 @@ class Stream:
         Raises:
             CollectiveMismatchError: A rank sends more or less than its peer expects.
         """
-        sequence = self._words[at] & _SEQUENCE_MASK
+        sequence = self.words[at] & _SEQUENCE_MASK
         parts = [_parts(self._signature(rank, sequence)) for rank in self.members]
         for source, (sent, _) in enumerate(parts):
             for target, (_, received) in enumerate(parts):
@@ -852,7 +1037,7 @@ class Stream:
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
         call = self._call(self.recorder.rank, self.recorder.region.slot(at))
-        sequence = self._words[at] & _SEQUENCE_MASK
+        sequence = self.words[at] & _SEQUENCE_MASK
         operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
         return _late_error(TimedOut(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
 

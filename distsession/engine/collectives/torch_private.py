@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from distsession.engine import host_info
 from distsession.engine.collectives import abort, torch_changes
 from distsession.engine.collectives.torch_changes import Part
+from distsession.engine.store import Store
 
 __all__ = [
     "BACKEND",
@@ -34,6 +35,7 @@ __all__ = [
     "Recipe",
     "abort_backends",
     "backend_classes",
+    "current_stream",
     "graph_classes",
     "hide_from_compiler",
     "install_group_factory",
@@ -185,6 +187,25 @@ def install_group_factory(
     c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
     _disable_dynamo(c10d._hash_ranks_to_str)
     _batch_messages()
+    _end_coalescing()
+    _follow_limits()
+
+
+def _follow_limits() -> None:
+    """Let our groups hear of another time limit, which torch tells the backends within alone."""
+    native = getattr(c10d, "_set_pg_timeout", None)
+    if native is None:
+        return
+
+    @functools.wraps(native)
+    def set_limit(timeout: timedelta, group: Any = None) -> None:
+        native(timeout, group)
+        ours: Any = dist.group.WORLD if group is None else group
+        if hasattr(ours, "set_limit"):
+            ours.set_limit(timeout)
+
+    _disable_dynamo(set_limit)
+    c10d._set_pg_timeout = set_limit
 
 
 def _batch_messages() -> None:
@@ -210,6 +231,39 @@ def _batch_messages() -> None:
 
     _disable_dynamo(batched)
     dist.batch_isend_irecv = c10d.batch_isend_irecv = batched
+
+
+def _end_coalescing() -> None:
+    """Let a block that puts operations together end where an error leaves it.
+
+    torch leaves it open: each later operation of the group is put into it, and never done.
+    """
+    if not hasattr(c10d, "_coalescing_manager"):
+        return
+    native = c10d._coalescing_manager
+
+    @contextlib.contextmanager
+    def manager(
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        async_ops: bool = False,
+    ) -> Iterator[Any]:
+        used: Any = group or c10d._get_default_group()
+        if used in c10d._world.pg_coalesce_state:  # a block within another of the same group
+            with native(used, device, async_ops) as together:
+                yield together
+            return
+        try:
+            with native(used, device, async_ops) as together:
+                yield together
+        except BaseException:
+            c10d._world.pg_coalesce_state.pop(used, None)
+            if device is not None and hasattr(used, "leave_coalescing"):
+                used.leave_coalescing(torch.device(device))
+            raise
+
+    _disable_dynamo(manager)
+    dist._coalescing_manager = c10d._coalescing_manager = manager
 
 
 def hide_from_compiler() -> None:
@@ -421,6 +475,16 @@ def _is_graph(kind: type) -> bool:
     return all(hasattr(kind, name) for name in ("capture_begin", "capture_end", "replay"))
 
 
+def current_stream(device: torch.device) -> Any:
+    """The current stream of a device; torch's own function takes longer than all the rest."""
+    if device.index is None or _get_stream is None:
+        return torch.accelerator.current_stream(device)
+    return _get_stream(device.index)
+
+
+_get_stream: Callable[[int], Any] | None = getattr(torch._C, "_accelerator_getStream", None)
+
+
 def is_stream_capturing() -> bool:
     """Whether the current stream is captured, where a capture is under way at all."""
     module: Any = torch.get_device_module()
@@ -518,7 +582,11 @@ def make_native_group(
     group._set_default_backend(kind)
     cpu = dist.PrefixStore("cpu/", store)
     limit = min(timeout, connect_timeout or timeout)
-    with _without_lines_of_gloo():
+    root = getattr(cpu, "_underlying_non_prefix_store", None)
+    together = (
+        root.addresses_together(size) if isinstance(root, Store) else contextlib.nullcontext()
+    )
+    with _without_lines_of_gloo(), together:
         backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
     if limit != timeout:
         backend._set_default_timeout(timeout)

@@ -157,7 +157,7 @@ class UnseenWork:
 
     def _note_end(self) -> None:
         """Put an event behind what was just replayed, so that its end can be seen."""
-        if self._in_flight.is_capturing:
+        if self._in_flight.captures:
             return
         with contextlib.suppress(RuntimeError, AttributeError):  # a broken device, an old torch
             stream = torch.accelerator.current_stream()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.operation_log import (
     FAILED,
     FLAGS,
@@ -21,6 +22,7 @@ from distsession.engine.collectives.operations import describe
 from distsession.engine.collectives.recorder import Recorder, Stream
 from distsession.engine.torch_errors import is_wait_over
 from distsession.errors import CollectiveError
+from distsession.protocol import board as layout
 from distsession.protocol.operation_names import AnySource
 
 __all__ = ["AnySourceWork", "IssuedWork", "Mark", "await_collective"]
@@ -134,23 +136,25 @@ class Mark:
     comes next waits for it anyhow.
     """
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "device_stream")
 
-    def __init__(self, event: torch.Event):
+    def __init__(self, event: torch.Event, device_stream: int):
         self._event = event
+        self.device_stream = device_stream
+        """A number that stands for the stream."""
 
     @classmethod
     def behind(cls, device: torch.device) -> Mark | None:
         """A mark behind what the device's current stream was given; None where it has no events."""
         try:
             event = torch.Event(device)
-            if device.index in (None, torch.accelerator.current_device_index()):
-                event.record()
-            else:  # as in a thread of the user's, which begins with the first device
-                event.record(torch.accelerator.current_stream(device))
+            # Of that device: in a thread of the user's another one may be the current.
+            stream = torch_private.current_stream(device)
+            event.record(stream)
         except (NotImplementedError, AttributeError):
             return None
-        return cls(event)
+        number = (stream.stream_id << 8 | stream.device_index & 0xFF) + 1
+        return cls(event, number & layout.WORD_MASK)
 
     def is_completed(self) -> bool:
         return bool(self._event.query())

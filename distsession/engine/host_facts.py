@@ -1,0 +1,74 @@
+"""What an agent tells of its host.
+
+It is found in a process of its own: to import torch takes seconds, and may end a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+from typing import Any
+
+import distsession
+from distsession.engine.process import die_with_parent
+from distsession.protocol.host_facts import PACKAGES
+
+__all__ = ["installed_facts", "main", "resolve"]
+
+
+def main() -> None:
+    """Print the facts on standard output, as JSON."""
+    die_with_parent(int(sys.argv[1]))
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)  # what modules print while they are imported is not for the reader
+        json.dump({**installed_facts(), **_torch_facts()}, output)
+
+
+def installed_facts() -> dict[str, Any]:
+    """Facts of a host as fields of ``HostFacts``, without those that only torch knows."""
+    hostname = socket.gethostname()
+    return {
+        "hostname": hostname,
+        "resolves_to": resolve(hostname),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def resolve(hostname: str) -> tuple[str, ...]:
+    """The addresses of a name, as this host sees it."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(hostname, None, socket.AF_INET, socket.SOCK_STREAM)
+        return tuple(sorted({str(entry[4][0]) for entry in found}))
+    return ()
+
+
+def _version(package: str) -> str | None:
+    if package == "distsession":  # which may run from a checkout
+        return distsession.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_facts() -> dict[str, Any]:
+    try:
+        from distsession.engine.host_info import host_info, torch_problem
+    except Exception as error:  # a library of CUDA's that is missing, say
+        return {"problem": f"torch cannot be imported: {type(error).__name__}: {error}"}
+    found = host_info()
+    return {
+        "problem": torch_problem(),
+        "torch": found.torch_version,
+        "backends": [name for name, _ in found.backends],
+        "nccl": ".".join(map(str, found.nccl)),
+        "gpus": list(found.gpus),
+    }

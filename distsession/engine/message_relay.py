@@ -1,0 +1,356 @@
+"""The messages of a node's ranks, which a relay forwards to the kernel and back.
+
+The relay binds, in its node's folder, what the kernel binds for its own node, and has one
+connection to the kernel. One thread does all of it, and waits for nobody: a rank that takes nothing
+has a queue of its own, which the kernel keeps short, and output is forwarded as far as the kernel
+has room for it. Nothing is unpickled on the way, and nothing that comes ends the relay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from distsession.engine.process_watch import ProcessWatch
+from distsession.protocol import board_mirror
+from distsession.protocol import node_link as link
+from distsession.protocol.board import Board
+from distsession.protocol.board_mirror import Mirror
+from distsession.protocol.wire import link_address, node_folder, socket_path
+
+__all__ = ["MessageRelay"]
+
+log = logging.getLogger(__name__)
+
+WELCOME_TIMEOUT_S = 10.0
+"""Seconds that the kernel may take to answer a relay that has connected."""
+CONNECT_TIMEOUT_S = 10.0
+"""Seconds that a rank which is ready may take to connect, before what waits for it is dropped."""
+RETRY_MS = 1, 50
+"""The shortest and the longest pause between two attempts to send what ranks have not taken."""
+LOOK_S = 0.02, 0.1
+"""The shortest and the longest pause between two looks at the board: while ranks run something, and
+while none does."""
+ALIVE_S = 1.0
+"""Seconds after which the kernel is told that nothing has changed, so that it knows of a relay that
+is stopped or cannot be reached."""
+QUIET_MS = 50
+"""How long nothing may come any more from a kernel that is gone until all of it is there."""
+END_TIMEOUT_S = 2.0
+"""Seconds that ranks may take to make room for what has come, before the relay ends."""
+LINGER_MS = 300
+"""How long ranks may take to receive what has come for them before the relay has ended."""
+BATCH = 256
+"""Messages of one socket between two looks at the others."""
+
+
+@dataclass
+class _Waiting:
+    """Messages for a socket of a rank that does not take them.
+
+    Attributes:
+        kind: Which socket.
+        name: Of the rank.
+        messages: The oldest first.
+        since: Since when it is not connected, by ``time.monotonic()``; 0 if it is.
+    """
+
+    kind: bytes
+    name: bytes
+    messages: deque[Sequence[Any]] = field(default_factory=deque)
+    since: float = 0.0
+
+
+class MessageRelay:
+    """Forwards messages until it is told to end.
+
+    Args:
+        folder: The session's.
+        node: Whose ranks these are.
+        epoch: Of the kernel that owns the session.
+        board: Of the node.
+        ranks: Of the node.
+        agent: Its process, which the kernel cannot look at either.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        node: int,
+        epoch: int,
+        board: Board | None = None,
+        ranks: Sequence[int] = (),
+        agent: int = 0,
+    ):
+        self._board = board
+        self._mirror = None if board is None else Mirror(board, ranks)
+        self._processes = None if board is None else ProcessWatch(board, ranks, agent)
+        self._look_at, self._pause_s = 0.0, LOOK_S[0]
+        self._told_at = 0.0
+        self._node = node
+        self._place, self._epoch = node_folder(folder, node), epoch
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = {
+            link.REQUEST: self._bind(zmq.ROUTER, "requests"),
+            link.CONTROL: self._bind(zmq.ROUTER, "control"),
+        }
+        self._replies = self._bind(zmq.PULL, "replies")
+        self._output = self._bind(zmq.PULL, "output")
+        self._kernel = self._context.socket(zmq.DEALER)
+        self._kernel.setsockopt(zmq.LINGER, 0)
+        self._kernel.connect(link_address(folder, epoch))
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._poller = zmq.Poller()
+        for source in (self._wake_reader, *self._sockets.values()):
+            self._poller.register(source, zmq.POLLIN)
+        self._listens: tuple[bool, bool] | None = None
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._taken: defaultdict[bytes, int] = defaultdict(int)
+        self._to_kernel: deque[list[Any]] = deque()
+        self._credit = link.OUTPUT_WINDOW
+        self._is_ending = False
+        self.malformed = 0
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.SNDHWM, link.WINDOW)
+        if name == "output":
+            socket.setsockopt(zmq.RCVHWM, 8)
+        socket.bind(f"ipc://{socket_path(self._place, name, self._epoch)}")
+        return socket
+
+    @property
+    def wake_writer(self) -> int:
+        """What is written to this descriptor ends the relay."""
+        return self._wake_writer
+
+    def end(self) -> None:
+        """From another thread, or a signal handler: end."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_writer, b"x")
+
+    def greet(self) -> None:
+        """Wait until the kernel knows this relay.
+
+        Raises:
+            ConnectionError: It does not answer.
+        """
+        hello = link.pack_count(self._node), link.pack_count(time.monotonic_ns())
+        self._kernel.send_multipart([link.HELLO, *hello])
+        if not self._kernel.poll(int(1000 * WELCOME_TIMEOUT_S)):
+            raise ConnectionError("the kernel does not answer")
+        self._drain(self._kernel, self._receive)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Forward messages until :meth:`end`."""
+        sources: dict[object, Callable[[], None]] = {
+            self._wake_reader: self._note_end,
+            self._kernel: lambda: self._drain(self._kernel, self._receive),
+            self._replies: lambda: self._forward(self._replies, link.REPLY),
+            self._output: lambda: self._forward(self._output, link.OUTPUT),
+        }
+        for kind in self._sockets:
+            sources[self._sockets[kind]] = lambda kind=kind: self._drain(  # type: ignore[misc]
+                self._sockets[kind], self._drop
+            )
+        pause, longest = RETRY_MS
+        while not self._is_ending:
+            self._listen()
+            waits = bool(self._waiting)
+            ready = dict(self._poller.poll(self._poll_ms(pause if waits else None)))
+            self._look()
+            for source, handle in sources.items():
+                if source in ready:
+                    handle()
+            self._retry()
+            self._report_taken()
+            self._flush()
+            pause = min(2 * pause, longest) if waits else RETRY_MS[0]
+        self._finish()
+
+    def _poll_ms(self, pause_ms: int | None) -> int | None:
+        """How long to wait for something: until ranks are tried again, or the board looked at."""
+        if self._mirror is None:
+            return pause_ms
+        look_ms = max(0, round(1000 * (self._look_at - time.monotonic())))
+        return look_ms if pause_ms is None else min(look_ms, pause_ms)
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Send what has changed on the board, or that nothing has."""
+        now = time.monotonic()
+        if self._mirror is None or self._to_kernel or (now < self._look_at and not at_once):
+            return
+        if self._processes is not None:
+            self._processes.look()
+        changes = self._mirror.changes()
+        shortest, longest = LOOK_S
+        is_active = changes or self._mirror.is_running()
+        self._pause_s = shortest if is_active else min(longest, 2 * self._pause_s)
+        self._look_at = now + self._pause_s
+        if changes or now - self._told_at > ALIVE_S:
+            self._told_at = now
+            clock = link.pack_count(time.monotonic_ns())
+            self._to_kernel.append([link.BOARD, clock, *board_mirror.pack(changes)])
+
+    def _note_end(self) -> None:
+        self._is_ending = True
+
+    def _listen(self) -> None:
+        """Look only at what there is something to do with."""
+        state = not self._to_kernel, self._credit > 0
+        if state == self._listens:
+            return
+        self._listens = is_free, has_credit = state
+        both = zmq.POLLIN | zmq.POLLOUT
+        self._poller.register(self._kernel, zmq.POLLIN if is_free else both)
+        self._poller.register(self._replies, zmq.POLLIN if is_free else 0)
+        self._poller.register(self._output, zmq.POLLIN if is_free and has_credit else 0)
+
+    def _finish(self) -> None:
+        """Hand on what has come, and close everything."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while self._kernel.poll(QUIET_MS) or self._can_hand_on():
+            self._drain(self._kernel, self._receive)
+            self._retry()
+            if time.monotonic() > deadline:
+                break
+        for socket in (*self._sockets.values(), self._replies, self._output, self._kernel):
+            socket.close()
+        self._context.term()
+
+    def _can_hand_on(self) -> bool:
+        """Whether messages wait for ranks that are there."""
+        return any(not waiting.since for waiting in self._waiting.values())
+
+    def _drain(
+        self, socket: zmq.Socket[bytes], handle: Callable[[list[Any]], None], at_most: int = BATCH
+    ) -> None:
+        for _ in range(at_most):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                handle(frames)
+            except Exception as error:
+                self.malformed += 1
+                log.warning("dropped a message that cannot be forwarded: %r", error)
+
+    def _drop(self, _: list[Any]) -> None:
+        """Ranks send nothing on these sockets."""
+        self.malformed += 1
+
+    # --- to the kernel ----------------------------------------------------------------------------
+
+    def _forward(self, socket: zmq.Socket[bytes], kind: bytes) -> None:
+        """Hand on what has come by now; for all answers one look at the board is enough."""
+        if self._to_kernel:
+            return
+        limit = min(BATCH, self._credit) if kind == link.OUTPUT else BATCH
+        messages: list[list[Any]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < limit:
+                messages.append([kind, *socket.recv_multipart(zmq.NOBLOCK)])
+        if kind == link.OUTPUT:
+            self._credit -= len(messages)
+        elif messages:
+            self._look(at_once=True)
+        self._to_kernel += messages
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._to_kernel:
+            frames = self._to_kernel[0]
+            try:
+                self._kernel.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) == 2)
+            except zmq.Again:
+                return
+            self._to_kernel.popleft()
+
+    def _report_taken(self) -> None:
+        due = [key for key, count in self._taken.items() if count >= link.WINDOW // 2]
+        for key in due:
+            self._to_kernel.append([link.TAKEN, key, link.pack_count(self._taken.pop(key))])
+
+    # --- to ranks ---------------------------------------------------------------------------------
+
+    def _receive(self, frames: list[Any]) -> None:
+        kind, *rest = frames
+        if kind in self._sockets:
+            names, *message = rest
+            for name in link.split_names(names):
+                self._hand(kind, name, message)
+        elif kind == link.CREDIT:
+            (count,) = rest
+            self._credit += link.unpack_count(count)
+        elif kind == link.FORGET:
+            (name,) = rest
+            for kind in self._sockets:
+                self._waiting.pop(link.key_of(kind, name), None)
+                self._taken.pop(link.key_of(kind, name), None)
+        elif kind in (link.WORDS, link.WELCOME):
+            self._write_words(rest)
+        else:
+            raise ValueError(f"of an unknown kind: {kind[:10]!r}")
+
+    def _write_words(self, frames: list[Any]) -> None:
+        if not frames or self._board is None:
+            return
+        for at, word in board_mirror.unpack_words(frames):
+            self._board.words[at] = word
+
+    def _hand(self, kind: bytes, name: bytes, message: Sequence[Any]) -> None:
+        key = link.key_of(kind, name)
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            waiting = _Waiting(kind, name)
+            if self._try(waiting, message):
+                return
+            self._waiting[key] = waiting
+        waiting.messages.append(message)
+
+    def _try(self, waiting: _Waiting, message: Sequence[Any]) -> bool:
+        """Send to a rank; False if it takes nothing now."""
+        socket = self._sockets[waiting.kind]
+        try:
+            socket.send_multipart(
+                [waiting.name, *message], zmq.NOBLOCK, copy=link.is_small(message)
+            )
+        except zmq.Again:
+            waiting.since = 0.0
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            waiting.since = waiting.since or time.monotonic()
+            return False
+        waiting.since = 0.0
+        self._taken[link.key_of(waiting.kind, waiting.name)] += 1
+        return True
+
+    def _retry(self) -> None:
+        """Send what ranks had not taken: one may just have started, or gone on after a stop."""
+        for key, waiting in list(self._waiting.items()):
+            while waiting.messages and self._try(waiting, waiting.messages[0]):
+                waiting.messages.popleft()
+            is_late = waiting.since and time.monotonic() - waiting.since > CONNECT_TIMEOUT_S
+            if is_late and waiting.messages:
+                log.warning("%s is not connected", waiting.name)
+                self._taken[key] += len(waiting.messages)
+                waiting.messages.clear()
+            if not waiting.messages:
+                del self._waiting[key]

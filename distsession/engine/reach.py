@@ -1,0 +1,126 @@
+"""Whether other hosts can be reached: a port to try, and trying those of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from distsession.protocol.host_link import reach_proof
+
+__all__ = ["ReachListener", "own_addresses", "try_address", "try_peers"]
+
+CHALLENGE_BYTES, PROOF_BYTES = 16, 32
+TRY_TIMEOUT_S = 5.0
+"""Seconds until an address that does not answer counts as closed."""
+ANSWERS_AT_ONCE, ANSWER_TIMEOUT_S = 16, 3.0
+"""So many strangers at once hold up the others, and for so many seconds at most."""
+_SIOCGIFADDR = 0x8915
+_SIOCGIFFLAGS = 0x8913
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
+
+
+def own_addresses() -> dict[str, str]:
+    """The IPv4 address of each interface that is up; the loopback's only if there is no other."""
+    found: dict[str, str] = {}
+    loopback: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            query = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has none
+                flags = struct.unpack("16xH", fcntl.ioctl(probe, _SIOCGIFFLAGS, query)[:18])[0]
+                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, query)[20:24])
+                if flags & _IFF_UP:
+                    (loopback if flags & _IFF_LOOPBACK else found)[name] = address
+    return found or loopback
+
+
+class ReachListener:
+    """A port at which this host shows who it is, in a thread of its own.
+
+    An address alone shows nothing: that of a bridge for containers is the same on every host. So
+    whoever connects sends a challenge, and only the right host of this session has the answer.
+    """
+
+    def __init__(self, name: str, reach_key: str):
+        self._name, self._key = name, reach_key
+        self._socket = socket.create_server(("", 0), backlog=128)
+        self._pool = ThreadPoolExecutor(ANSWERS_AT_ONCE, thread_name_prefix="distsession-reach")
+        self._is_closed = False
+        threading.Thread(target=self._serve, name="distsession-reach", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # it is closed, or somebody was gone before
+                continue
+            self._pool.submit(self._answer, connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(ANSWER_TIMEOUT_S)
+            challenge = _receive(connection, CHALLENGE_BYTES)
+            connection.sendall(reach_proof(self._key, self._name, challenge))
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._socket.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def try_address(address: str, port: int, name: str, reach_key: str) -> str:
+    """Why a host cannot be reached at an address; empty if it can."""
+    try:
+        with socket.create_connection((address, port), TRY_TIMEOUT_S) as connection:
+            challenge = os.urandom(CHALLENGE_BYTES)
+            connection.sendall(challenge)
+            proof = _receive(connection, PROOF_BYTES)
+    except TimeoutError:
+        return f"no answer in {TRY_TIMEOUT_S:g} s: a firewall drops it, or it leads elsewhere"
+    except OSError as error:
+        return error.strerror or str(error)
+    if hmac.compare_digest(proof, reach_proof(reach_key, name, challenge)):
+        return ""
+    return "something else answers there"
+
+
+def try_peers(peers: Mapping[str, Mapping[str, Any]], reach_key: str) -> dict[str, dict[str, str]]:
+    """Try every address of every other host, all at once.
+
+    Args:
+        peers: For each, its ``addresses`` and its ``port``.
+        reach_key: The session's.
+    """
+    tries = [(name, address) for name, peer in peers.items() for address in peer["addresses"]]
+    found: dict[str, dict[str, str]] = {name: {} for name in peers}
+    with ThreadPoolExecutor(max(len(tries), 1)) as pool:
+        answers = pool.map(
+            lambda one: try_address(one[1], int(peers[one[0]]["port"]), one[0], reach_key), tries
+        )
+        for (name, address), why in zip(tries, answers, strict=True):
+            found[name][address] = why
+    return found
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("it was closed at once")
+        data += part
+    return data
