@@ -11,16 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Listener, wait
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from distsession.cluster.base import python_command
 from distsession.cluster.deaths import agent_text
-from distsession.engine.process import started_at
+from distsession.engine.process import agent_environment, started_at
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
 from distsession.protocol.messages import AgentStarted
 from distsession.protocol.wire import socket_path
 
-__all__ = ["Agents"]
+__all__ = ["AgentProcess", "Agents"]
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,23 @@ LOOK_S = 0.25
 """Seconds between two looks at whether it does."""
 
 
+class AgentProcess(Protocol):
+    """The process of an agent, with what is used of ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class AdoptedProcess:
-    """A process that is no child of this one, with what is used of ``subprocess.Popen``."""
+    """A process that is no child of this one."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -82,7 +97,7 @@ class Agents:
         self._board = board
         self._pids_of = pids_of
         self._is_urgent = threading.Event()
-        self._processes: dict[int, subprocess.Popen[bytes] | AdoptedProcess] = {}
+        self._processes: dict[int, AgentProcess] = {}
         self._links: dict[int, Connection] = {}
         self._lock = threading.Lock()
         self._listener = Listener(socket_path(folder, "agent", epoch), family="AF_UNIX")
@@ -103,9 +118,12 @@ class Agents:
     def start(self, node: int) -> None:
         """Start the agent of a node, also in the place of one that is gone."""
         self.end(node)
+        self._processes[node] = self._start_process(node)
+
+    def _start_process(self, node: int) -> AgentProcess:
         arguments = [self._folder, str(node), str(os.getpid()), str(self._epoch)]
         with open(self._log_path(node), "wb") as output:
-            self._processes[node] = start_process(arguments, self._board, output, environment())
+            return start_process(arguments, self._board, output, agent_environment(os.environ))
 
     def accept(self, deadline: float) -> dict[int, Connection]:
         """Wait for every agent that was started and has not connected yet.
@@ -120,9 +138,9 @@ class Agents:
             if not wait([inner], timeout=0.05):
                 for node in late:
                     if not self.runs(node):
-                        raise LaunchError(f"{agent_text(node)} ended before it was ready.")
+                        raise LaunchError(f"{self._who(node)} ended before it was ready.")
                 if time.monotonic() > deadline:
-                    raise LaunchTimeoutError(f"{agent_text(late[0])} did not come up.")
+                    raise LaunchTimeoutError(f"{self._who(late[0])} did not come up.")
                 continue
             link = self._listener.accept()
             assert isinstance(link, Connection)
@@ -142,7 +160,7 @@ class Agents:
         """
         with self._lock:
             link = self._links.get(node)
-            gone = f"{agent_text(node)} of this session is gone"
+            gone = f"{self._who(node)} of this session is gone"
             if link is None or link.closed:
                 raise SessionStateError(f"{gone}: call session.restart().")
             try:
@@ -160,6 +178,13 @@ class Agents:
         process = self._processes.get(node)
         return 0 if process is None else process.pid
 
+    def name(self, node: int) -> str:
+        """What the host of a node is called, if it is another one."""
+        return ""
+
+    def _who(self, node: int) -> str:
+        return agent_text(node, self.name(node))
+
     def log_tails(self) -> str:
         """What the agents wrote last, for a message."""
         parts = []
@@ -167,7 +192,7 @@ class Agents:
             with contextlib.suppress(OSError), open(self._log_path(node), "rb") as file:
                 tail = file.read()[-LOG_TAIL:].decode("utf-8", "replace").strip()
                 if tail:
-                    text = agent_text(node)
+                    text = self._who(node)
                     parts.append(f"\n{text[0].upper()}{text[1:]}'s last lines:\n{tail}")
         return "".join(parts)
 
@@ -216,17 +241,24 @@ class Agents:
         if self._ends(process):
             return
         if not self._is_urgent.is_set():
-            log.warning("%s is stuck, so it is killed with its ranks", agent_text(node))
-        # Its ranks die with it, but not what they have started. While it lives, their pids are
-        # theirs, for nobody else reaps them.
+            log.warning("%s is stuck, so it is killed with its ranks", self._who(node))
+        self._kill_ranks(node)
+        process.kill()
+        process.wait()
+
+    def _kill_ranks(self, node: int) -> None:
+        """Its ranks die with an agent, but not what they have started."""
+        # While it lives, their pids are theirs, for nobody else reaps them.
         for pid in self._pids_of(node):
             with contextlib.suppress(OSError):
                 if os.getpgid(pid) == pid:
                     os.killpg(pid, signal.SIGKILL)
-        process.kill()
-        process.wait()
 
-    def _ends(self, process: subprocess.Popen[bytes] | AdoptedProcess) -> bool:
+    def _activity(self, process: AgentProcess) -> tuple[str, ...]:
+        """What changes as long as a process shows signs of life."""
+        return _switches(process.pid)
+
+    def _ends(self, process: AgentProcess) -> bool:
         """Wait for an agent to end, as long as it shows signs of life.
 
         How long it takes depends on its ranks, and on what else runs on the machine.
@@ -237,27 +269,12 @@ class Agents:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=LOOK_S)
                 return True
-            now, signs = time.monotonic(), _activity(process.pid)
+            now, signs = time.monotonic(), self._activity(process)
             if signs != seen:
                 seen, seen_at = signs, now
             if now - seen_at > STUCK_S or now - began > END_S:
                 break
         return process.poll() is not None
-
-
-def environment() -> dict[str, str]:
-    """What an agent is started with."""
-    return {
-        **os.environ,
-        # One thread only: a child forked from a process with a thread pool hangs in it.
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        # For each connection that is shut to free a rank, torch would print a C++ stack.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        # Counting GPUs must not initialise CUDA.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
 
 
 def start_process(
@@ -282,7 +299,7 @@ def start_process(
     )
 
 
-def _activity(pid: int) -> tuple[str, ...]:
+def _switches(pid: int) -> tuple[str, ...]:
     """How often a process was given a processor, by /proc; it does not change while it is stuck."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         return tuple(line for line in status if "ctxt_switches" in line)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
 import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from distsession.cluster.deaths import agent_text
 from distsession.cluster.folder import AttachedFolder
 from distsession.cluster.pending import PendingRequest
-from distsession.cluster.process_state import STOPPED, process_state
+from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import SessionStateError
+from distsession.host_plan import HostPlan
 from distsession.options import RankPlan, SessionOptions
 from distsession.protocol.attach import Attached, AttachRefused, AttachRequest, attach_path
 from distsession.protocol.messages import Addressed, RankAttached, Request
@@ -26,6 +28,7 @@ from distsession.ranks import RankInfo
 __all__ = [
     "Adopted",
     "Attachment",
+    "FarHosts",
     "LauncherState",
     "LeftRequest",
     "connect",
@@ -33,6 +36,8 @@ __all__ = [
     "requests_of",
     "write_state",
 ]
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "state.pickle"
 ANSWER_TIMEOUT_S = 60.0
@@ -43,10 +48,28 @@ STOPPED_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
+class FarHosts:
+    """What a launcher knows of other hosts, by the numbers of their agents.
+
+    Attributes:
+        plan: Which, and how agents come there.
+        interfaces: By which each meets the others.
+        addresses: At which.
+        names: Theirs.
+    """
+
+    plan: HostPlan
+    interfaces: Mapping[int, str]
+    addresses: Mapping[int, str]
+    names: Mapping[int, str]
+
+
+@dataclass(frozen=True)
 class LauncherState:
     """What a launcher knows of the ranks that it has started.
 
     Attributes:
+        hosts: Where they are, if not on this one; the agent of node 0 has no ranks then.
         board: A path at which the memory that all ranks share can be opened.
         started: When the session was, by ``time.time()``.
     """
@@ -56,6 +79,17 @@ class LauncherState:
     infos: tuple[RankInfo, ...]
     board: str
     started: float
+    hosts: FarHosts | None = None
+
+    @property
+    def far(self) -> Mapping[int, str]:
+        """The agents on other hosts, with the names of these."""
+        return {} if self.hosts is None else self.hosts.names
+
+    @property
+    def nodes(self) -> range:
+        """The numbers of all agents."""
+        return range(self.plan.nodes + (self.hosts is not None))
 
 
 @dataclass(frozen=True)
@@ -74,7 +108,7 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Attachment:
-    """The agents of a session that this process owns now."""
+    """The agents of a session that this process owns now; without those of hosts that are gone."""
 
     folder: AttachedFolder
     state: LauncherState
@@ -125,22 +159,34 @@ def connect(folder: str, version: str, *, take: bool = False) -> Attachment:
         stack.callback(place.release)
         links: dict[int, Connection] = {}
         agents: dict[int, Attached] = {}
-        epoch, nodes = 0, 1
-        while len(links) < nodes:
-            node = len(links)
-            link, attached = _ask(folder, node, AttachRequest(os.getpid(), version, take, epoch))
-            stack.callback(link.close)
-            links[node], agents[node], epoch = link, attached, attached.epoch
-            if not node:
-                state = read_state(folder)
-                nodes = state.plan.nodes
+        request = AttachRequest(os.getpid(), version, take)
+        link, attached = _ask(folder, 0, agent_text(0), request)
+        stack.callback(link.close)
+        links[0], agents[0], epoch = link, attached, attached.epoch
+        state = read_state(folder)
+        request = replace(request, epoch=epoch)
+        for node in state.nodes[1:]:
+            try:
+                link, attached = _ask(
+                    folder, node, agent_text(node, state.far.get(node, "")), request
+                )
+            except _AgentGone as error:
+                if node not in state.far:
+                    raise
+                log.warning("%s", error)
+            else:
+                stack.callback(link.close)
+                links[node], agents[node] = link, attached
         stack.pop_all()
     return Attachment(place, state, epoch, links, agents)
 
 
-def _ask(folder: str, node: int, request: AttachRequest) -> tuple[Connection, Attached]:
-    who = agent_text(node)
-    link = _open(folder, node)
+class _AgentGone(SessionStateError):
+    """An agent has ended, or its host is gone."""
+
+
+def _ask(folder: str, node: int, who: str, request: AttachRequest) -> tuple[Connection, Attached]:
+    link = _open(folder, node, who)
     try:
         link.send(request)
         if problem := _wait_for_answer(link):
@@ -148,7 +194,7 @@ def _ask(folder: str, node: int, request: AttachRequest) -> tuple[Connection, At
         answer = link.recv()
     except (EOFError, OSError) as error:
         link.close()
-        raise SessionStateError(f"{who} is gone: {error}.") from None
+        raise _AgentGone(f"{who} is gone{f': {error}' if str(error) else ''}.") from None
     except BaseException:
         link.close()
         raise
@@ -186,13 +232,13 @@ _CREDENTIALS = struct.Struct("3i")
 """Of Linux: pid, uid, gid."""
 
 
-def _open(folder: str, node: int) -> Connection:
+def _open(folder: str, node: int, who: str) -> Connection:
     try:
         link: Any = Client(attach_path(folder, node), family="AF_UNIX")
     except OSError as error:
         raise SessionStateError(
-            f"{agent_text(node)} of the session in {folder} cannot be reached ({error}): it is "
-            "gone, or was not started with keep=."
+            f"{who} of the session in {folder} cannot be reached ({error}): it is gone, or was not "
+            "started with keep=."
         ) from None
     assert isinstance(link, Connection)
     return link

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +10,13 @@ from typing import Any
 from distsession.cluster.attachment import Adopted
 from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
-from distsession.errors import EngineDiedError
+from distsession.engine.process import module_command
+from distsession.errors import EngineDiedError, OptionsError
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     CompletionReply,
+    LogPiece,
+    Mismatch,
     Request,
     StackReply,
     UsageReply,
@@ -38,13 +39,8 @@ their turn; or memory that all of them share."""
 
 
 def python_command(module: str) -> list[str]:
-    """The command that runs ``main()`` of one of our modules in a process of its own.
-
-    The package may have been found by a ``sys.path`` that only this kernel has.
-    """
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    code = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
-    return [sys.executable, "-c", code]
+    """The command that runs ``main()`` of one of our modules in a process of its own."""
+    return module_command(module)
 
 
 class Channel(ABC):
@@ -104,6 +100,8 @@ class Launcher(ABC):
     """Sentences on what the ranks run on, for the user, once they are started."""
     board: Board | None = None
     """What the ranks are doing; None where there is no such memory."""
+    shares_board = True
+    """All ranks have that memory; else those of each node share one, and relays tell of it here."""
 
     @abstractmethod
     def start(self) -> tuple[RankInfo, ...]:
@@ -116,6 +114,30 @@ class Launcher(ABC):
     @abstractmethod
     def close(self) -> None:
         """End everything. Harmless when repeated."""
+
+    def host_name(self, node: int) -> str:
+        """What a node is called, where the name of its machine does not tell it; else nothing."""
+        return ""
+
+    @property
+    def job(self) -> str:
+        """The id of the job that the ranks are in; empty without one."""
+        return ""
+
+    def host_address(self, node: int) -> str:
+        """Where other hosts reach a node; empty where all nodes are on this machine."""
+        return ""
+
+    def move_host(self, node: int, name: str) -> None:
+        """Have another host take the place of one, whose ranks are lost; by the next restart.
+
+        Raises:
+            OptionsError: There are no other hosts, or the launcher chooses them.
+        """
+        raise OptionsError(
+            "another host can take the place of one where hosts= names them: launcher='ssh', or "
+            "'command'."
+        )
 
     # --- a session that is kept -------------------------------------------------------------------
 
@@ -138,15 +160,35 @@ class Launcher(ABC):
         """Let go of the ranks, which go on; they end where they cannot without this process."""
         self.close()
 
+    def adopt_late(self, request: int, ranks: Sequence[int]) -> PendingRequest | None:
+        """Wait for a request of a former owner that no rank has told of, if one may that has not
+        connected yet.
+        """
+        return None
+
+    def resume_late(self) -> None:  # noqa: B027
+        """Let ranks go on that connect late, after :meth:`adopt_late` for what they may have."""
+
     # --- the process group; nothing to do where there is only this process ------------------------
 
     is_broken = False
     """The process group has been given up and is not yet connected anew."""
 
     def abort(  # noqa: B027
-        self, reason: AbortReason, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+        self,
+        reason: AbortReason,
+        text: str,
+        *,
+        interrupt: int = 0,
+        refuse: Sequence[int] = (),
+        stuck: Sequence[int] = (),
+        mismatch: Mismatch | None = None,
     ) -> None:
         """Free all ranks from collectives; see :class:`~distsession.protocol.messages.Abort`."""
+
+    def find_mismatch(self) -> Mismatch | None:
+        """An operation that ranks of different nodes have begun, and that does not match."""
+        return None
 
     def refuse(self, requests: Sequence[int]) -> None:  # noqa: B027
         """Have requests that have not begun answered with an error."""
@@ -172,7 +214,22 @@ class Launcher(ABC):
         return False
 
     def log_path(self, rank: int, stream: str) -> Path | None:
-        """Where everything is that a rank wrote to ``"stdout"`` or ``"stderr"``."""
+        """Where everything is that a rank wrote to ``"stdout"`` or ``"stderr"``, if it is here."""
+        return None
+
+    def log_place(self, rank: int, stream: str) -> str:
+        """The same for people, with the host if it is another one; empty where there is no log."""
+        return str(self.log_path(rank, stream) or "")
+
+    def read_log(self, rank: int, stream: str, begin: int, count: int) -> LogPiece | None:
+        """A part of a log that is on another host; None where nobody answers in time.
+
+        Args:
+            rank: Whose.
+            stream: ``"stdout"`` or ``"stderr"``.
+            begin: Where it begins, in bytes.
+            count: Bytes that are wanted at most.
+        """
         return None
 
     def waits_for(self) -> str:
@@ -182,6 +239,24 @@ class Launcher(ABC):
     def problems(self) -> str:
         """What does not work though the ranks do; empty where all is well."""
         return ""
+
+    # --- processes, of which this machine's system may know nothing -------------------------------
+
+    def is_here(self, node: int) -> bool:
+        """Whether a node's processes are on this machine, so its pids can be used."""
+        return True
+
+    def process_state(self, rank: int) -> str:
+        """The letter of /proc for the process of a rank; empty where that is not known."""
+        return ""
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank has ended, and its agent has not waited for it yet."""
+        return False
+
+    def processor_time(self, rank: int) -> int:
+        """Clock ticks that the main thread of a rank has used; of another host's, in runs."""
+        return 0
 
     def unreported(self, rank: int) -> str:
         """Of a rank that has ended: why nobody says how."""
@@ -213,6 +288,10 @@ class Launcher(ABC):
     @abstractmethod
     def is_alive(self) -> bool:
         """Whether the processes that hold the session together still run."""
+
+    def must_start_anew(self, ranks: Sequence[int]) -> bool:
+        """Whether only a new start of everything brings these ranks back."""
+        return not self.is_alive
 
     @abstractmethod
     def dead_ranks(self) -> dict[int, EngineDiedError]:

@@ -1,6 +1,7 @@
-"""Our own road to the ranks: zmq, one hop, over unix sockets in a folder of the session.
+"""Our own road to the ranks: zmq, over unix sockets in a folder of the session.
 
-Requests leave from whichever thread makes them, straight on the socket; one thread receives
+To ranks of the kernel's own node that is one hop; to those of another, a second one through its
+relay. Requests leave from whichever thread makes them, straight on the socket; one thread receives
 everything. The folder can be opened by its user alone, which is the authentication of all of it.
 """
 
@@ -24,10 +25,13 @@ import zmq
 from distsession.cluster.base import Channel, Payload
 from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.monitor import NodeGone
-from distsession.cluster.payloads import Payloads
+from distsession.cluster.node_links import NodeLinks
+from distsession.cluster.payloads import Part, Payloads
+from distsession.cluster.peer_words import PeerWords
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
+from distsession.cluster.relay import Upload
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
-from distsession.protocol import serialize
+from distsession.protocol import board_mirror, node_link, serialize
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Addressed,
@@ -37,6 +41,7 @@ from distsession.protocol.messages import (
     InputRequest,
     MalformedMessage,
     OutputEnd,
+    Reason,
     Reply,
     Request,
     Shared,
@@ -46,11 +51,15 @@ from distsession.protocol.messages import (
     encode,
 )
 from distsession.protocol.shared_memory import Progress, Segment
-from distsession.protocol.wire import socket_path
+from distsession.protocol.wire import link_address, socket_path
 
 __all__ = ["SocketChannel"]
 
 log = logging.getLogger(__name__)
+
+SHARE_MS = 20
+"""How long nothing may come until it is looked whether output can be taken in again, and whether
+ranks of other nodes have something to know of those of this one."""
 
 CONNECT_TIMEOUT = 10.0
 """Seconds that a rank which is ready may take to connect its request socket."""
@@ -93,12 +102,24 @@ class SocketChannel(Channel):
         self._replies = self._bind(zmq.PULL, "replies")
         self._output = self._bind(zmq.PULL, "output")
         self._control = self._bind(zmq.ROUTER, "control")
+        self.links = NodeLinks(
+            self._context,
+            link_address(folder, epoch),
+            self._wake,
+            self._on_node,
+            self._on_board,
+        )
+        self._peer_words: PeerWords | None = None
+        self._changed_ranks: set[int] = set()
         self._lock = threading.Lock()
         self._last = 0
         self._pending: dict[int, PendingRequest] = {}
         self._dead: dict[int, EngineDiedError] = {}
         self._identities: dict[int, bytes] = {}
-        self._busy: dict[int, set[int]] = {}
+        self._nodes: dict[int, int] = {}
+        self._ranks: dict[int, dict[int, None]] = {}
+        """Of each node. What comes of one must not cost more where there are many."""
+        self._busy: dict[int, dict[int, None]] = {}
         self._answers: dict[int, dict[int, Any]] = {}
         self._asked = 0
         self._answered = threading.Condition()
@@ -110,6 +131,10 @@ class SocketChannel(Channel):
         self._closed = False
         self._linger_ms = 0
         self.malformed = 0
+        self.shares_board = True
+        """The ranks of all nodes have one board; else each node has its own."""
+        self.complete: Callable[[Reason], Reason] = lambda reason: reason
+        """Adds to why an operation broke off what its rank could not see."""
         self.has_ended: Callable[[int], bool] = lambda rank: False
         """Whether the process of a rank is known to be gone."""
         self._thread = threading.Thread(
@@ -145,6 +170,9 @@ class SocketChannel(Channel):
     def _call_soon(self, work: Callable[[], None]) -> None:
         """Have something done by the thread that receives everything."""
         self._calls.append(work)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._closed:
             os.write(self._wake_writer, b"x")
 
@@ -155,9 +183,17 @@ class SocketChannel(Channel):
         with self._lock:
             name = f"{generation}.{rank}"
             self.payloads.place(rank, name, node)
-            self._identities[rank] = name.encode()
+            self._forget_identity(rank)
+            if self._nodes.get(rank, node) != node:
+                self._ranks[self._nodes[rank]].pop(rank)
+            self._identities[rank], self._nodes[rank] = name.encode(), node
+            self._ranks.setdefault(node, {})[rank] = None
             self._dead.pop(rank, None)
-            self._busy[rank] = set()
+            self._busy[rank] = {}
+
+    def _forget_identity(self, rank: int) -> None:
+        if self._nodes.get(rank):
+            self.links.forget(self._nodes[rank], self._identities[rank])
 
     def submit(
         self,
@@ -178,7 +214,7 @@ class SocketChannel(Channel):
         return pending
 
     def _send(
-        self, ranks: Sequence[int], make: Callable[[int], Request], parts: Mapping[int, Any]
+        self, ranks: Sequence[int], make: Callable[[int], Request], parts: Mapping[int, Part]
     ) -> PendingRequest:
         with self._lock:
             self._check_open()
@@ -188,30 +224,55 @@ class SocketChannel(Channel):
             self._last += 1
             request = make(self._last)
             message = Addressed(request, tuple(ranks)) if self._is_kept else request
-            pending = PendingRequest(request.id, ranks, self.budget, self.send_control)
+            queued = all(self._busy[rank] for rank in ranks)
+            pending = PendingRequest(
+                request.id, ranks, self.budget, self.send_control, queued=queued
+            )
             self._pending[request.id] = pending
             try:
                 self._send_to_all(message, request.id, ranks, parts)
             finally:
                 if self._is_kept and self.board is not None:
                     self.board.commit(self._epoch, request.id)
+                    self.share_words()
         return pending
 
     def _send_to_all(
-        self, message: Any, number: int, ranks: Sequence[int], parts: Mapping[int, Any]
+        self, message: Any, number: int, ranks: Sequence[int], parts: Mapping[int, Part]
     ) -> None:
         encoded: dict[int, list[Any]] = {}
+        far: dict[tuple[int, int], list[int]] = {}
         for rank in ranks:
             part = parts[rank]
-            if not isinstance(part, list):
-                frames = self.payloads.encode(rank, message, part)
-            else:
-                if id(part) not in encoded:
-                    encoded[id(part)] = encode(message, part)
-                frames = encoded[id(part)]
-            self._busy[rank].add(number)
-            identity, is_small = self._identities[rank], len(frames) == 1
-            self._route(self._requests, identity, frames, is_small=is_small)
+            self._busy[rank][number] = None
+            if isinstance(part, list) and id(part) not in encoded:
+                encoded[id(part)] = encode(message, part)
+            if self._nodes[rank]:
+                far.setdefault((self._nodes[rank], id(part)), []).append(rank)
+                continue
+            frames = (
+                self.payloads.encode(rank, message, part)
+                if isinstance(part, Segment)
+                else encoded[id(part)]
+            )
+            self._route(
+                self._requests, self._identities[rank], frames, is_small=node_link.is_small(frames)
+            )
+        messages = []
+        for (node, key), group in far.items():
+            part = parts[group[0]]
+            frames = (
+                self.payloads.hand(group, message, part)
+                if isinstance(part, Upload)
+                else encoded[key]
+            )
+            messages.append((node, self._names(group), frames))
+        if messages:
+            self.links.send_each(node_link.REQUEST, messages)
+
+    def _names(self, ranks: Sequence[int]) -> list[bytes]:
+        """Of their present processes."""
+        return [self._identities[rank] for rank in ranks]
 
     def adopt(self, number: int, ranks: Sequence[int], busy: Sequence[int]) -> PendingRequest:
         """Wait for a request that a former owner has sent.
@@ -225,7 +286,7 @@ class SocketChannel(Channel):
             pending = PendingRequest(number, ranks, self.budget, self.send_control)
             self._pending[number] = pending
             for rank in busy:
-                self._busy[rank].add(number)
+                self._busy[rank][number] = None
             self._last = max(self._last, number)
         return pending
 
@@ -240,11 +301,83 @@ class SocketChannel(Channel):
             return
         seen = min(self._pending, default=self._last + 1) - 1
         self.board.acknowledge(self._epoch, seen)
+        self.share_words()
+
+    # --- the boards of other nodes ----------------------------------------------------------------
+
+    def share_words(self) -> None:
+        """Write what the kernel says to all ranks on the boards of the other nodes, too."""
+        if not self.shares_board and (nodes := self.links.nodes):
+            self.links.write_words(nodes, self._shared_words())
+
+    def _shared_words(self) -> list[bytes]:
+        if self.board is None or self.shares_board:
+            return []
+        return board_mirror.pack_words(self.board.kernel_words())
+
+    def _on_node(self, node: int, clock_behind_ns: int) -> list[bytes]:
+        if self._peer_words is not None:
+            self._peer_words.forget(node)
+        if not self.shares_board:
+            self._set_clock(node, clock_behind_ns)
+        return self._shared_words()
+
+    def _on_board(self, node: int, clock_behind_ns: int, frames: list[bytes]) -> None:
+        if self.board is None:
+            return
+        ranks = self._ranks_of(node)
+        # What it took to come here counts as well, so the least of all is the nearest.
+        before = self.board.regions[ranks[0]].clock_behind_ns
+        self._set_clock(node, min(before, clock_behind_ns))
+        board_mirror.apply(self.board, board_mirror.unpack(frames), ranks)
+        self._changed_ranks.update(ranks)
+
+    def _set_clock(self, node: int, behind_ns: int) -> None:
+        if self.board is not None:
+            for rank in self._ranks_of(node):
+                self.board.regions[rank].clock_behind_ns = behind_ns
+
+    def _ranks_of(self, node: int) -> list[int]:
+        return list(self._ranks.get(node, ()))
+
+    def _share_peer_words(self) -> None:
+        """Have the boards of other nodes say what their ranks read of ranks that are elsewhere."""
+        if self.board is None or not (nodes := self.links.nodes):
+            return
+        if self._peer_words is None:
+            self._peer_words = PeerWords(self.board, lambda rank: self._nodes.get(rank, 0))
+        ranks, self._changed_ranks = {*self._ranks_of(0), *self._changed_ranks}, set()
+        for node, words in self._peer_words.changes(ranks, nodes).items():
+            self.links.write_words([node], board_mirror.pack_words(words))
+
+    def clear_input_request(self, rank: int) -> None:
+        """A rank has died, so it is in no debugger and waits for no input."""
+        if self.board is None:
+            return
+        words = self.board.regions[rank].clear_input_request()
+        if not self.shares_board:
+            self.links.write_words(self.links.nodes, board_mirror.pack_words(words))
 
     def send_control(self, rank: int, message: Any) -> None:
+        self.broadcast([rank], message)
+
+    def broadcast(self, ranks: Sequence[int], message: Any) -> None:
+        """Send several ranks the same that is no request; to those that have ended, nothing."""
+        frames = encode(message)
         with self._lock:
-            if not self._closed and rank in self._identities and rank not in self._dead:
-                self._route(self._control, self._identities[rank], encode(message))
+            if self._closed:
+                return
+            far: dict[int, list[int]] = {}
+            for rank in ranks:
+                if rank not in self._identities or rank in self._dead:
+                    continue
+                if self._nodes[rank]:
+                    far.setdefault(self._nodes[rank], []).append(rank)
+                else:
+                    self._route(self._control, self._identities[rank], frames)
+            if far:
+                messages = [(node, self._names(group), frames) for node, group in far.items()]
+                self.links.send_each(node_link.CONTROL, messages)
 
     def process_of(self, rank: int) -> int | None:
         identity = self._identities.get(rank)
@@ -269,8 +402,7 @@ class SocketChannel(Channel):
         with self._answered:
             self._asked = number = self._asked + 1
             answers = self._answers[number] = {}
-        for rank in ranks:
-            self.send_control(rank, make(number))
+        self.broadcast(ranks, make(number))
         with self._answered:
             self._answered.wait_for(lambda: len(answers) == len(ranks), timeout)
             return self._answers.pop(number)
@@ -319,7 +451,8 @@ class SocketChannel(Channel):
 
     def _receive(self) -> None:
         poller, relays = self._poller, self.payloads.relays.listener.fileno()
-        for source in (self._replies, self._wake_reader, relays):
+        links = self.links.descriptor
+        for source in (self._replies, self._wake_reader, relays, links):
             poller.register(source, zmq.POLLIN)
         reading = False
         while not self._closed:
@@ -329,7 +462,10 @@ class SocketChannel(Channel):
                     poller.register(self._output, zmq.POLLIN)
                 else:
                     poller.unregister(self._output)
-            ready = dict(poller.poll(None if reading else 20))
+            if reading:
+                self.links.grant()
+            is_told = bool(not self.shares_board and self._pending and self.links.nodes)
+            ready = dict(poller.poll(SHARE_MS if is_told or not reading else None))
             if self._replies in ready:
                 self._drain(self._replies)
             if self._output in ready:
@@ -338,6 +474,11 @@ class SocketChannel(Channel):
                 os.read(self._wake_reader, 4096)
                 while self._calls:
                     self._calls.popleft()()
+            if links in ready or self._wake_reader in ready:
+                for frames in self.links.receive():
+                    self._take(frames)
+            if is_told:
+                self._share_peer_words()
             if relays in ready and not self._closed:
                 self.payloads.relays.accept()
             for descriptor, (node, agent) in list(self._agents.items()):
@@ -346,6 +487,7 @@ class SocketChannel(Channel):
                     del self._agents[descriptor]
         for socket in (self._requests, self._replies, self._output, self._control):
             socket.close(self._linger_ms)
+        self.links.close(self._linger_ms)
 
     def _drain(self, socket: zmq.Socket[bytes], at_most: int = 1000) -> None:
         for _ in range(at_most):
@@ -353,25 +495,29 @@ class SocketChannel(Channel):
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=True)
             except zmq.Again:
                 return
-            try:
-                message, payload = decode(frames)
-                if isinstance(payload, Shared):
-                    if not self.payloads.is_here(payload):
-                        self._fetch(message, payload)
-                        continue
-                    payload = self.payloads.open(payload)
-                self._dispatch(message, payload)
-            except MalformedMessage as error:
-                self.malformed += 1
-                log.warning("dropped a malformed message: %s", error)
-            except Exception:
-                self.malformed += 1
-                log.exception("dropped a message that could not be handled")
+            self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        """Take in what a rank has sent."""
+        try:
+            message, payload = decode(frames)
+            if isinstance(payload, Shared):
+                if not self.payloads.is_here(payload):
+                    self._fetch(message, payload)
+                    return
+                payload = self.payloads.open(payload)
+            self._dispatch(message, payload)
+        except MalformedMessage as error:
+            self.malformed += 1
+            log.warning("dropped a malformed message: %s", error)
+        except Exception:
+            self.malformed += 1
+            log.exception("dropped a message that could not be handled")
 
     def _fetch(self, reply: Reply, shared: Shared) -> None:
         """A rank of another node has answered; the reply is taken when its payload is here."""
         rank, pending = reply.rank, self._pending.get(reply.id)
-        self._busy[rank].discard(reply.id)
+        self._note_answer(rank, reply.id)
         if pending is not None:
             pending.put_progress(rank, 0, sum(shared.sizes))
 
@@ -394,9 +540,9 @@ class SocketChannel(Channel):
 
     def _dispatch(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):
-            busy = self._busy.get(message.rank)
-            if busy is not None:
-                busy.discard(message.id)
+            if message.reason is not None:
+                message = replace(message, reason=self.complete(message.reason))
+            self._note_answer(message.rank, message.id)
             pending = self._pending.get(message.id)
             if pending is not None:
                 pending.put_reply(message, payload)
@@ -415,6 +561,14 @@ class SocketChannel(Channel):
                 self._background.put_output(message)
         else:
             self._on_event(message)
+
+    def _note_answer(self, rank: int, number: int) -> None:
+        with self._lock:
+            busy = self._busy.get(rank, {})
+            busy.pop(number, None)
+            following = self._pending.get(next(iter(busy))) if busy else None
+        if following is not None:
+            following.come_next()
 
     def forget(self, pending: PendingRequest) -> None:
         pending.abandon()
@@ -441,7 +595,8 @@ class SocketChannel(Channel):
         """A rank has died: nothing more is sent to it, and nobody waits for it any longer."""
         with self._lock:
             self._dead[error.rank] = error
-            self._busy[error.rank] = set()
+            self._busy[error.rank] = {}
+            self._forget_identity(error.rank)
             waiting = list(self._pending.values())
         for pending in waiting:
             if error.rank in pending.ranks:
@@ -453,6 +608,8 @@ class SocketChannel(Channel):
         Args:
             linger_ms: How long what has been sent may take to leave this process.
         """
+        if linger_ms and not self._closed and self._thread.ident:
+            self.links.wait_sent(linger_ms / 1000)
         with self._lock:
             if self._closed:
                 return
@@ -463,7 +620,8 @@ class SocketChannel(Channel):
         elif not self._thread.ident:
             for socket in (self._requests, self._replies, self._output, self._control):
                 socket.close(self._linger_ms)
+            self.links.close(self._linger_ms)
+        self._context.destroy(self._linger_ms)  # what was sent has left when the relays end
         self.payloads.close()
-        self._context.destroy(self._linger_ms)
         os.close(self._wake_reader)
         os.close(self._wake_writer)

@@ -16,6 +16,8 @@ __all__ = [
     "death_error",
     "ended_text",
     "node_gone_text",
+    "node_text",
+    "relay_gone_text",
     "restart_text",
 ]
 
@@ -94,17 +96,34 @@ def _where(message: RankExited, operation: str) -> str:
     return " while it was idle" if message.is_idle else ""
 
 
-def agent_text(node: int) -> str:
-    """How messages call the agent of a node."""
+def agent_text(node: int, host: str = "") -> str:
+    """How messages call the agent of a node; with the name of its host, where it has one."""
+    if host:
+        return f"the agent on {host}"
     return f"the agent of node {node}" if node else "the agent"
 
 
-def node_gone_text(node: int, ranks: Sequence[int]) -> str:
-    """What the end of a node's agent means, and what to do about it."""
+def node_text(node: int, host: str = "") -> str:
+    """How messages call a node: by its host, where that has a name."""
+    return host or f"node {node}"
+
+
+def node_gone_text(node: int, ranks: Sequence[int], host: str = "", why: str = "") -> str:
+    """What the end of a node's agent means, why it was if known, and what to do about it."""
     return (
-        f"the agent of node {node} (the process that started its ranks) is gone, and with it "
+        f"{agent_text(node, host)} (the process that started its ranks) is gone"
+        f"{f' ({why})' if why else ''}, and with it "
         f"{ranks_text(ranks)}. session.restart({list(ranks)}) starts another agent and replaces "
         "them; restore=[...] copies variables from a rank that stays."
+    )
+
+
+def relay_gone_text(node: int, ranks: Sequence[int], host: str = "") -> str:
+    """What the end of a node's relay means, and what to do about it."""
+    return (
+        f"the relay of {node_text(node, host)} (the process through which its ranks are reached) "
+        f"has ended, so nobody reaches {ranks_text(ranks)}. session.restart({list(ranks)}) starts "
+        "another relay and replaces them; restore=[...] copies variables from a rank that stays."
     )
 
 

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 
 from distsession.cluster.deaths import agent_text
 from distsession.cluster.kept_session import KeptSession, users
-from distsession.cluster.process_state import STOPPED, process_state
 from distsession.engine.process import started_at
+from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import KeptSessionError
 from distsession.protocol import folder_lock
 from distsession.protocol.attach import AttachRefused, EndSession, attach_path
@@ -26,6 +26,8 @@ END_TIMEOUT_S = 60.0
 FOLDER_TIMEOUT_S = 2.0
 """Seconds that others have to let go of the folder of a session that has ended."""
 POLL_S = 0.05
+FAR = -1
+"""Stands for the process that keeps other hosts, and ends what is there."""
 
 
 def end_session(kept: KeptSession, reason: str) -> list[int]:
@@ -56,6 +58,8 @@ def end_session(kept: KeptSession, reason: str) -> list[int]:
                 answer = link.recv()
                 if isinstance(answer, AttachRefused):
                     raise KeptSessionError(f"{kept} is not ended: {answer.reason}")
+    if kept.keeper:
+        began[FAR] = started_at(kept.keeper)
     _wait_for_agents(kept, began)
     return _wait_for_folder(kept.folder)
 
@@ -101,8 +105,9 @@ def _living(kept: KeptSession) -> dict[int, int]:
 def _refuse_stopped(kept: KeptSession, agents: Mapping[int, int]) -> None:
     for node, pid in agents.items():
         if process_state(pid) in STOPPED:
+            who = "what keeps the hosts" if node == FAR else agent_text(node)
             raise KeptSessionError(
-                f"{agent_text(node)} (pid {pid}) of {kept} is stopped by a signal (SIGSTOP) or a "
+                f"{who} (pid {pid}) of {kept} is stopped by a signal (SIGSTOP) or a "
                 f"debugger, so it can end nothing: `kill -CONT {pid}` lets it go on, and "
                 f"`kill -KILL {pid}` ends it with its ranks."
             )
@@ -111,7 +116,7 @@ def _refuse_stopped(kept: KeptSession, agents: Mapping[int, int]) -> None:
 def _wait_for_agents(kept: KeptSession, began: Mapping[int, int]) -> None:
     """Wait until processes have ended, which are known by their pids and when they began."""
     deadline = time.monotonic() + END_TIMEOUT_S
-    agents = {node: kept.agents[node] for node in began}
+    agents = {node: kept.keeper if node == FAR else kept.agents[node] for node in began}
     while living := {
         node: pid for node, pid in agents.items() if began[node] and started_at(pid) == began[node]
     }:

@@ -51,7 +51,7 @@ class AttachedFolder(PrivateFolder):
 
 def _make() -> tuple[str, int]:
     for base in (tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR")):
-        if not base or not os.access(base, os.W_OK | os.X_OK) or len(base) > UNIX_PATH_MAX - 40:
+        if not base or not os.access(base, os.W_OK | os.X_OK) or len(base) > UNIX_PATH_MAX - 46:
             continue
         try:
             folder = tempfile.mkdtemp(prefix=folder_lock.PREFIX, dir=base)

@@ -16,21 +16,23 @@ SHOWN = 3
 
 
 def full_gpus(
-    gpus: Mapping[int, Iterable[GpuMemory]], infos: Iterable[RankInfo], pids: Iterable[int] = ()
+    gpus: Mapping[int, Iterable[GpuMemory]],
+    infos: Iterable[RankInfo],
+    pids: Mapping[int, Collection[int]] | None = None,
 ) -> tuple[str, ...]:
     """A sentence on each GPU that other processes fill.
 
     Args:
         gpus: Of each node, as its agent found them.
         infos: Of the ranks; where there are none, each GPU is looked at.
-        pids: Of the ranks, whose own memory does not count.
+        pids: Of the ranks on each node's host, whose own memory does not count.
     """
-    own = set(pids)
     ranks: dict[tuple[int, str], list[int]] = {}
     for info in infos:
         ranks.setdefault((info.node_rank, info.device.uuid), []).append(info.rank)
     found = []
     for node, there in gpus.items():
+        own = (pids or {}).get(node, ())
         for gpu in there:
             users = ranks.get((node, gpu.uuid), [])
             if (users or not ranks) and (text := _full_text(gpu, users, own)):

@@ -61,9 +61,12 @@ class Controller:
     Args:
         folder: The session's folder; ipyparallel's profile is made in it.
         pid_of_agent: The running agent, which ipyparallel's cluster adopts as its engine set.
+        is_open: Engines come from other hosts, so it listens at all addresses. Whoever has not its
+            keys (CURVE) is not let in.
     """
 
-    def __init__(self, folder: str, pid_of_agent: int):
+    def __init__(self, folder: str, pid_of_agent: int, *, is_open: bool = False):
+        self._ip = "0.0.0.0" if is_open else "127.0.0.1"
         # A folder of its own: what an earlier controller has written there leads nowhere.
         self._profile = tempfile.mkdtemp(prefix="ipyparallel-", dir=folder)
         self._folder = folder
@@ -138,7 +141,7 @@ class Controller:
                 cluster_file="",  # nothing is to be written behind our back once the session ends
                 load_profile=False,
                 shutdown_atexit=False,
-                controller_ip="127.0.0.1",
+                controller_ip=self._ip,
                 controller_location="127.0.0.1",
                 delay=0,
                 log=_ipyparallel_log,
@@ -185,10 +188,18 @@ class Controller:
         tail = "\n".join(output[-LOG_TAIL:].strip().splitlines()[-15:])
         return f"{self._error}\nIts last lines:\n{tail}" if tail else str(self._error)
 
-    def info(self) -> ControllerInfo:
-        """What an engine needs to register."""
+    def info(self, address: str = "") -> ControllerInfo:
+        """What an engine needs to register.
+
+        Args:
+            address: Of this host, as that of the engine sees it; empty where it is the same.
+        """
         assert self._connection is not None
-        return ControllerInfo(self._connection["engine"], self._profile)
+        connection = self._connection["engine"]
+        if not address:
+            return ControllerInfo(connection, self._profile)
+        at = {"location": address, "interface": f"tcp://{address}"}
+        return ControllerInfo({**connection, **at}, "")
 
     @property
     def is_ready(self) -> bool:

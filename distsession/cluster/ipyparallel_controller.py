@@ -29,7 +29,7 @@ def _held_ports() -> list[socket.socket]:
     for _ in range(PORTS):
         held = socket.socket()
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind(("", 0))
         sockets.append(held)
     return sockets
 

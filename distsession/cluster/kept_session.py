@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import distsession
-from distsession.cluster.process_state import GONE, process_state
+from distsession.engine.process_state import GONE, process_state
 from distsession.errors import KeptSessionError
 from distsession.protocol import folder_lock
 from distsession.protocol.kept_record import (
@@ -24,7 +24,16 @@ from distsession.protocol.kept_record import (
     write_record,
 )
 
-__all__ = ["KeptSession", "read_kept", "time_text", "users", "uses", "write_kept"]
+__all__ = [
+    "KeptSession",
+    "read_kept",
+    "refuse_far_logs",
+    "refuse_lost",
+    "time_text",
+    "users",
+    "uses",
+    "write_kept",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +51,9 @@ class KeptSession:
         keep_s: Seconds that it stays after its last owner has gone.
         keep_idle_s: Seconds that it may be idle meanwhile; 0 for any number.
         keep_output_bytes: Bytes of text that are kept of each rank.
-        agents: The pid of each node's agent.
+        agents: The pid of each node's agent; of several hosts, that of the one here.
         board: Under which path the agent of the first node has the board open.
+        keeper: The pid of the process that keeps other hosts; 0 where there are none.
         owner: Who has it or had it last; None before the agent has written that down.
     """
 
@@ -59,12 +69,18 @@ class KeptSession:
     keep_output_bytes: int = 0
     agents: tuple[int, ...]
     board: str = ""
+    keeper: int = 0
     owner: Owner | None = None
 
     @property
     def gone_agents(self) -> dict[int, int]:
         """The nodes whose agents have ended, with the pids that these had."""
         return {n: pid for n, pid in enumerate(self.agents) if not uses(pid, self.folder)}
+
+    @property
+    def is_keeper_gone(self) -> bool:
+        """Whether the process has ended that kept other hosts, and with it all ranks."""
+        return self.keeper != 0 and not uses(self.keeper, self.folder)
 
     @property
     def is_alive(self) -> bool:
@@ -108,6 +124,7 @@ def write_kept(
     agents: Sequence[int],
     board: str,
     started: float | None = None,
+    keeper: int = 0,
 ) -> KeptSession:
     """Write ``session.json``, by which others find a session; also again, when agents are new.
 
@@ -123,6 +140,7 @@ def write_kept(
         agents: The pid of each node's agent.
         board: Where the agent of the first node has the board open.
         started: When it was started. Default: now.
+        keeper: See :class:`KeptSession`.
 
     Raises:
         OSError: It cannot be written.
@@ -140,6 +158,7 @@ def write_kept(
         keep_output_bytes=keep_output_bytes,
         agents=tuple(agents),
         board=board,
+        keeper=keeper,
     )
     facts = asdict(kept)
     del facts["folder"], facts["owner"]
@@ -188,6 +207,34 @@ def _read(folder: str, name: str, kind: type[T], /, **known: Any) -> T:
             f"{os.path.join(folder, name)} cannot be read, so its session cannot be had: "
             f"{str(error).rstrip('.')}. The folder is used by {whom}."
         ) from None
+
+
+def refuse_far_logs(kept: KeptSession) -> None:
+    """Only who owns a session reads logs on other hosts.
+
+    Raises:
+        KeptSessionError: Its ranks are there.
+    """
+    if kept.keeper:
+        raise KeptSessionError(
+            f"the ranks of {kept} are on other hosts, and only its owner reads what they write: "
+            f"%session attach {kept.name}, or Session.attach({kept.name!r}). `distsession ls` and "
+            f"`distsession diagnose {kept.name}` show what they do."
+        )
+
+
+def refuse_lost(kept: KeptSession) -> None:
+    """Nobody can own a session any more whose hosts have ended with what kept them.
+
+    Raises:
+        KeptSessionError: It is one.
+    """
+    if kept.is_keeper_gone:
+        raise KeptSessionError(
+            f"{kept} is lost: the process that held the connections to its hosts (pid "
+            f"{kept.keeper}) has ended, and with it all ranks. `distsession stop {kept.name}` "
+            "removes what is left of it."
+        )
 
 
 # --- processes ------------------------------------------------------------------------------------

@@ -19,23 +19,26 @@ from distsession.cluster.agents import Agents
 from distsession.cluster.attachment import (
     Adopted,
     Attachment,
+    FarHosts,
     LauncherState,
     write_state,
 )
 from distsession.cluster.base import Launcher
 from distsession.cluster.channel import SocketChannel
-from distsession.cluster.deaths import AGENT_GONE, agent_text
+from distsession.cluster.deaths import AGENT_GONE, agent_text, node_text
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.gpu_notes import full_gpus
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
 from distsession.cluster.kept_session import write_kept
-from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported
+from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, RelayGone
 from distsession.cluster.pending import OutputMessage, PendingRequest
-from distsession.cluster.process_state import GONE, STOPPED, has_ended, process_state
+from distsession.cluster.rank_processes import RankProcesses
 from distsession.cluster.reconnect import UNDISTURBED_S, Halted, Reconnect, failure_of
 from distsession.cluster.takeover import Takeover
+from distsession.engine.log_file import log_path
+from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import (
     DOCTOR_REMEDY,
     EngineDiedError,
@@ -47,18 +50,24 @@ from distsession.errors import (
 from distsession.options import RankPlan, SessionOptions, plan_ranks
 from distsession.protocol.attach import Fenced
 from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.comparison import Comparison, completed, late_members
 from distsession.protocol.diagnosis import describe_operation
 from distsession.protocol.messages import (
     Abort,
     CompletionReply,
     CompletionRequest,
     GpuRequest,
+    LogPiece,
+    LogRequest,
+    Mismatch,
     PrepareAgent,
     RankAttached,
+    Reason,
     ReconnectRequest,
     StackReply,
     StartRanks,
     StopRanks,
+    TimedOut,
     UsageReply,
     UsageRequest,
 )
@@ -82,11 +91,18 @@ STOPPED_AGENT_S = 0.5
 says nothing."""
 SILENT_AGENT_S = 10.0
 """The same of an agent that is not stopped, and may only be slow."""
+SILENT_RELAY_S = 5.0
+"""Seconds without a word after which a relay of another host counts as stopped or cut off."""
+FAR_WORDS_S = 2.0
+"""Seconds after which what is known of agents and relays of other hosts is no longer that of before
+somebody let them go on."""
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
 SETTLE_PER_RANK = 0.05
 """By how much each of them makes that longer."""
 HALF_SENT = "its kernel ended as it sent it, and other ranks never got it."
+LOG_PIECE_S = 3.0
+"""Seconds that an agent has to read a part of a log."""
 GPU_NOTES_S = 1.0
 """How long a start waits for what NVML says of the GPUs, once the ranks are there."""
 LINGER_MS = 2000
@@ -106,6 +122,10 @@ class LocalLauncher(Launcher):
 
     name = "local"
     channel: SocketChannel
+    shares_board = True
+    """The nodes are all on this machine. Of several hosts each has a board of its own."""
+    first_node = 0
+    """The agent of the first ranks. One before it has the rendezvous stores, and no ranks."""
 
     def __init__(
         self,
@@ -122,9 +142,10 @@ class LocalLauncher(Launcher):
         self._problem = ""
         """Why the process group could not be connected anew; empty where that was not tried."""
         self._gauges_asked: dict[int, int] = {}
-        self._unreported: dict[int, float] = {}
+        self._unreported: dict[tuple[int, int], float] = {}
         self._looked_at = 0.0
         self._asked_gpus = False
+        self._reading_log = threading.Lock()
         self._plan: RankPlan | None = None
         self._attachment = attachment
         self._takeover: Takeover | None = None
@@ -143,7 +164,12 @@ class LocalLauncher(Launcher):
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
-        self._monitor = Monitor(self._on_death, self._operation_of)
+        self._monitor = Monitor(self._on_death, self._operation_of, self.first_node)
+        self.processes = RankProcesses(
+            self._monitor.ready, self.is_here, lambda: self.board, self.first_node
+        )
+        self._comparison: Comparison | None = None
+        self._comparing = threading.Lock()
         self._background = PendingRequest(0, [-1])
         with contextlib.ExitStack() as made:
             if attachment is None:
@@ -156,7 +182,7 @@ class LocalLauncher(Launcher):
                 self._board_file = os.open(attachment.state.board, os.O_RDWR)
                 self._board_in_agent = int(os.path.basename(attachment.state.board))
             made.callback(os.close, self._board_file)
-            self._agents = Agents(self.folder, self._board_file, self._pids_of, self._epoch)
+            self._agents = self._make_agents()
             made.callback(self._agents.abandon if attachment else self._agents.close)
             self.channel = SocketChannel(
                 self.folder,
@@ -166,8 +192,12 @@ class LocalLauncher(Launcher):
                 is_kept=options.keep > 0,
             )
             made.callback(self.channel.close)
-            self.channel.payloads.relays.is_expected = self._monitor.is_gone
-            self.channel.has_ended = self._has_ended
+            relays = self.channel.payloads.relays
+            relays.is_expected = self._monitor.is_gone
+            relays.on_lost = lambda node: self._monitor.handle(RelayGone(node))
+            self.channel.has_ended = self._is_gone
+            self.channel.complete = self._complete
+            self.channel.shares_board = self.shares_board
             threading.Thread(
                 target=self._background.wait, args=(on_background,), name="distsession-background",
                 daemon=True,
@@ -176,6 +206,13 @@ class LocalLauncher(Launcher):
                 self._background.put_death, EngineDiedError("", rank=-1, pid=0, returncode=0)
             )
             self._made = made.pop_all()
+
+    def _prepare(self) -> int:
+        """What comes before agents can be started, however long it takes; gives their number."""
+        return self._options.nodes
+
+    def _make_agents(self) -> Agents:
+        return Agents(self.folder, self._board_file, self._pids_of, self._epoch)
 
     @property
     def folder(self) -> str:
@@ -186,24 +223,21 @@ class LocalLauncher(Launcher):
     def epoch(self) -> int:
         return self._epoch
 
+    def host_name(self, node: int) -> str:
+        return f"node{node}" if self._options.nodes > 1 else ""
+
     # --- start ------------------------------------------------------------------------------------
 
     def start(self) -> tuple[RankInfo, ...]:
-        deadline = time.monotonic() + self._options.start_timeout
         if self._attachment is not None:
+            deadline = time.monotonic() + self._options.start_timeout
             return self._adopt(self._attachment, deadline)
         try:
-            host = self._start_agents(range(self._options.nodes), deadline)
-            self._plan = plan_ranks(self._options, host)
-            world = self._plan.world_size
-            check_room(DESCRIPTORS_OF_RANK * world, f"A session of {world} ranks")
-            os.ftruncate(self._board_file, file_size(world))
-            self.board = self.channel.board = Board(self._board_file, world)
-            self._ask_gpus()
-            with InterruptHold() as interrupts:
-                infos = self._launch(range(world), deadline, interrupts)
-            self._write_state()
-            self.notes = (*self._plan.notes, *self._full_gpus())
+            count = self._prepare()
+            deadline = time.monotonic() + self._options.start_timeout
+            hosts = self._start_agents(range(count), deadline)
+            self._plan = plan_ranks(self._options, hosts[self.first_node :])
+            infos = self._start_ranks(deadline)
             if self._options.ipyparallel == "eager":
                 self._register_behind()
             return infos
@@ -225,37 +259,77 @@ class LocalLauncher(Launcher):
             self.close()
             raise
 
-    def _start_agents(self, nodes: Sequence[int], deadline: float) -> HostInfo:
+    def _start_ranks(self, deadline: float) -> tuple[RankInfo, ...]:
+        """Fork all ranks, of which the plan is made."""
+        assert self._plan is not None
+        world = self._plan.world_size
+        check_room(DESCRIPTORS_OF_RANK * world, f"A session of {world} ranks")
+        os.ftruncate(self._board_file, file_size(world))
+        self.board = self.channel.board = Board(self._board_file, world)
+        self._ask_gpus()
+        with InterruptHold() as interrupts:
+            infos = self._launch(range(world), deadline, interrupts)
+        self._write_state()
+        self.notes = (*self._plan.notes, *self._full_gpus())
+        return infos
+
+    @property
+    def _nodes(self) -> range:
+        """The numbers of all agents."""
+        assert self._plan is not None
+        return range(self.first_node + self._plan.nodes)
+
+    def _ranks_on(self, node: int) -> range:
+        """The ranks of an agent's node."""
+        assert self._plan is not None
+        if node < self.first_node:
+            return range(0)
+        return self._plan.ranks_of(node - self.first_node)
+
+    def _node_of(self, rank: int) -> int:
+        """The agent's node of a rank."""
+        assert self._plan is not None
+        return self.first_node + self._plan.node_of(rank)
+
+    def _node_text(self, node: int) -> str:
+        return node_text(node, self._agents.name(node))
+
+    def _start_agents(self, nodes: Sequence[int], deadline: float) -> list[HostInfo]:
         """Start the agents of some nodes and wait until they can fork."""
         for node in nodes:
             self._monitor.expect(node)
+            self.channel.payloads.relays.forget(node)
             self._gauges_asked.pop(node, None)
             self._agents.start(node)
         self._folder.sweep()  # while the agents import torch
         identify = any(isinstance(device, str) for device in self._options.devices or ())
         for node, link in self._agents.accept(deadline).items():
             self.channel.add_agent(node, link)
-            prepare = PrepareAgent(self._options.preload, tuple(sys.path), identify)
+            has_ranks = node >= self.first_node
+            prepare = PrepareAgent(
+                self._options.preload, tuple(sys.path), identify, has_ranks=has_ranks
+            )
             self._agents.send(node, prepare)
-        hosts = [
+        return [
             self._monitor.wait_host(node, partial(self._agents.runs, node), deadline)
             for node in nodes
         ]
-        return hosts[0]
 
     def _ask_gpus(self) -> None:
         """Have the agents ask NVML, while the ranks start, whether others fill their GPUs."""
         assert self._plan is not None
         if any(device.startswith("cuda") for device in self._plan.devices):
-            for node in range(self._plan.nodes):
+            for node in self._nodes[self.first_node :]:
                 self._agents.send(node, GpuRequest(node))
             self._asked_gpus = True
 
     def _full_gpus(self) -> tuple[str, ...]:
         if not self._asked_gpus or self._plan is None:
             return ()
-        gpus = self._monitor.wait_gpus(range(self._plan.nodes), GPU_NOTES_S)
-        return full_gpus(gpus, self.infos, self.pids().values())
+        first = self.first_node
+        gpus = self._monitor.wait_gpus(self._nodes[first:], GPU_NOTES_S)
+        pids = {node - first: self._pids_beside(node) for node in gpus}
+        return full_gpus({node - first: its for node, its in gpus.items()}, self.infos, pids)
 
     def _why_late(self) -> str:
         """What may be a reason that the ranks did not start."""
@@ -269,7 +343,7 @@ class LocalLauncher(Launcher):
             return
         self._monitor.handle(event)
         if isinstance(event, RankAttached) and self._takeover is not None:
-            self._takeover.resume_late(event.rank)
+            self._takeover.on_attached(event.rank)
         if event is None:  # the store is gone with the first agent: no rank can go on without it
             self._agents.terminate()
 
@@ -293,7 +367,7 @@ class LocalLauncher(Launcher):
         assert plan is not None
         world = range(plan.world_size)
         self._fork(ranks, deadline, interrupts)
-        halted = Halted(self.pids)
+        halted = Halted(self.processes)
         rejoining = [rank for rank in world if rank not in ranks]
         pending = None
 
@@ -340,10 +414,11 @@ class LocalLauncher(Launcher):
             timeout=self._options.timeout,
             seed=self._options.seed,
             seed_per_rank=self._options.seed_per_rank,
-            threads=plan.threads,
+            threads=0,
             check=self._options.check,
             groups=self._options.groups,
             board=self._board_file,
+            is_board_shared=self.shares_board,
             folder=self.folder,
             cwd=os.getcwd(),
             sys_path=tuple(sys.path),
@@ -359,8 +434,8 @@ class LocalLauncher(Launcher):
         )
         port = 0
         self._monitor.expect_store()
-        for node in range(plan.nodes):
-            here = plan.ranks_of(node)
+        for node in self._nodes:
+            here = self._ranks_on(node)
             wanted = tuple(rank for rank in ranks if rank in here)
             if node and not wanted:
                 continue
@@ -374,15 +449,29 @@ class LocalLauncher(Launcher):
                 self.channel.set_identity(rank, self._generation, node)
                 self._forked_in[rank] = self._generation
             message = replace(
-                start, ranks=wanted, devices=devices, visible=visible, node=node, store_port=port
+                start,
+                ranks=wanted,
+                devices=devices,
+                visible=visible,
+                node=node,
+                node_rank=node - self.first_node,
+                threads=plan.threads[node - self.first_node] if here else 1,
+                first_rank=here.start,
+                host=self.host_name(node - self.first_node) if here else "",
+                store_port=port,
             )
-            self._agents.send(node, message)
+            self._monitor.expect_relay(node)
+            self._agents.send(node, self._for_node(node, message))
             if node:
                 with interrupts.released():
                     runs = partial(self._agents.runs, node)
                     is_up = self.channel.payloads.relays.wait_up(node, runs, deadline)
                 if not is_up:
-                    raise LaunchError(f"the relay of node {node} did not come up.")
+                    raise LaunchError(f"the relay of {self._node_text(node)} did not come up.")
+
+    def _for_node(self, node: int, start: StartRanks) -> StartRanks:
+        """What differs where a node is another host."""
+        return start
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
@@ -396,11 +485,12 @@ class LocalLauncher(Launcher):
     def _write_state(self) -> None:
         if not self._options.keep or self._plan is None:
             return
-        agents = [self._agents.pid(node) for node in range(self._plan.nodes)]
+        agents = [self._agents.pid(node) for node in self._nodes if self.is_here(node)]
         board = f"/proc/{agents[0]}/fd/{self._board_in_agent}"
-        write_state(
-            self.folder, LauncherState(self._options, self._plan, self.infos, board, self._started)
+        state = LauncherState(
+            self._options, self._plan, self.infos, board, self._started, self._far_hosts()
         )
+        write_state(self.folder, state)
         write_kept(
             self.folder,
             name=self._options.name,
@@ -413,14 +503,23 @@ class LocalLauncher(Launcher):
             agents=agents,
             board=board,
             started=self._started,
+            keeper=self._keeper(),
         )
+
+    def _far_hosts(self) -> FarHosts | None:
+        """What another kernel has to know of hosts that are not this one."""
+        return None
+
+    def _keeper(self) -> int:
+        """The process that keeps them."""
+        return 0
 
     def _adopt(self, attachment: Attachment, deadline: float) -> tuple[RankInfo, ...]:
         """Become the owner of ranks that are there."""
         self._plan = attachment.state.plan
         self.board = self.channel.board = Board(self._board_file, self._plan.world_size)
         takeover = self._takeover = Takeover(
-            attachment, self._monitor, self._agents, self.channel, self.board
+            attachment, self._monitor, self._agents, self.channel, self.board, self.first_node
         )
         self._forked_in = takeover.forked_in
         try:
@@ -436,6 +535,13 @@ class LocalLauncher(Launcher):
         for number in takeover.half_sent:
             self.abort(AbortReason.STOP, HALF_SENT, interrupt=number)
         return self.infos
+
+    def adopt_late(self, request: int, ranks: Sequence[int]) -> PendingRequest | None:
+        return None if self._takeover is None else self._takeover.adopt_late(request, ranks)
+
+    def resume_late(self) -> None:
+        if self._takeover is not None:
+            self._takeover.resume_late()
 
     def _on_taken(self, event: Fenced) -> None:
         """Somebody else owns the session from now on, or has ended it."""
@@ -470,17 +576,56 @@ class LocalLauncher(Launcher):
     # --- the process group ------------------------------------------------------------------------
 
     def abort(
-        self, reason: AbortReason, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
+        self,
+        reason: AbortReason,
+        text: str,
+        *,
+        interrupt: int = 0,
+        refuse: Sequence[int] = (),
+        stuck: Sequence[int] = (),
+        mismatch: Mismatch | None = None,
     ) -> None:
         self.is_broken = True
-        message = Abort(reason, text, self._generation, interrupt, tuple(refuse))
-        for rank in self._living():
-            self.channel.send_control(rank, message)
+        message = Abort(
+            reason,
+            text,
+            self._generation,
+            interrupt,
+            tuple(refuse),
+            tuple(stuck),
+            mismatch,
+        )
+        self.channel.broadcast(self._living(), message)
+
+    def find_mismatch(self) -> Mismatch | None:
+        plan, board = self._plan, self.board
+        is_compared = self._options.check in ("shared", "strict")
+        if plan is None or board is None or self._is_one_board or not is_compared:
+            return None
+        with self._comparing:
+            if self._comparison is None:
+                self._comparison = Comparison(board, plan.node_of)
+            return self._comparison.find()
+
+    @property
+    def _is_one_board(self) -> bool:
+        return self.shares_board or self._plan is None or self._plan.nodes == 1
+
+    def _complete(self, reason: Reason) -> Reason:
+        """A rank does not see who of another node is late, or has called what."""
+        board = self.board
+        if board is None or self._is_one_board:
+            return reason
+        if isinstance(reason, Mismatch):
+            return completed(board, reason)
+        if not isinstance(reason, TimedOut):
+            return reason
+        late = {*reason.missing, *late_members(board, reason.operation)}
+        return replace(reason, missing=tuple(sorted(late)))
 
     def refuse(self, requests: Sequence[int]) -> None:
         message = Abort(AbortReason.REFUSED, "", -1, 0, tuple(requests))
-        for rank in self._living():
-            self.channel.send_control(rank, message)
+        self.channel.broadcast(self._living(), message)
 
     @property
     def must_reconnect(self) -> bool:
@@ -516,13 +661,38 @@ class LocalLauncher(Launcher):
             return ""
         return "there is no rendezvous store: session.restart() starts it again, with all ranks"
 
-    def pids(self) -> dict[int, int]:
-        """The process of each rank."""
-        return {rank: info.pid for rank, info in self._monitor.ready.items()}
+    def folder_on(self, node: int) -> str:
+        """The session's folder as the host of a node has it."""
+        return self.folder
 
     def log_path(self, rank: int, stream: str) -> Path | None:
-        generation = self._forked_in[rank]
-        return Path(self.folder, "logs", f"rank{rank}-{generation}.{stream.removeprefix('std')}")
+        node = self._node_of(rank)
+        return Path(self._path_of_log(rank, stream)) if self.is_here(node) else None
+
+    def log_place(self, rank: int, stream: str) -> str:
+        path, node = self._path_of_log(rank, stream), self._node_of(rank)
+        return path if self.is_here(node) else f"{self.processes.host(node)}:{path}"
+
+    def _path_of_log(self, rank: int, stream: str) -> str:
+        folder = self.folder_on(self._node_of(rank))
+        return log_path(folder, rank, self._forked_in[rank], stream.removeprefix("std"))
+
+    def read_log(self, rank: int, stream: str, begin: int, count: int) -> LogPiece | None:
+        node, generation = self._node_of(rank), self._forked_in[rank]
+        name = stream.removeprefix("std")
+        with self._reading_log:
+            # A stopped agent must not be sent questions until there is no room for them.
+            if self._monitor.is_log_expected(node):
+                self._monitor.wait_log(node, LOG_PIECE_S)
+            if self._closed or self._monitor.is_log_expected(node):
+                return None
+            number = self._monitor.expect_log(node)
+            message = LogRequest(number, rank, generation, name, begin, count, node)
+            try:
+                self._agents.send(node, message)
+            except SessionStateError:  # it is gone
+                return None
+            return self._monitor.wait_log(node, LOG_PIECE_S)
 
     def waits_for(self) -> str:
         if self._plan is None:
@@ -545,8 +715,8 @@ class LocalLauncher(Launcher):
             self._group_problems(),
             self._monitor.store_ended or self._monitor.tcp_store_ended,
             CONTROLLER_GONE if has_died else "",
-            self.channel.payloads.relays.problems(),
             *self._stopped_agents(),
+            *self._stopped_relays(),
         ]
         return " ".join(filter(None, parts))
 
@@ -571,28 +741,75 @@ class LocalLauncher(Launcher):
         )
 
     def _stopped_agents(self) -> Iterator[str]:
-        for node in range(self._options.nodes):
-            if self._agents.runs(node) and process_state(pid := self._agents.pid(node)) in STOPPED:
-                who = agent_text(node)
+        for node in range(0 if self._plan is None else self._nodes.stop):
+            if not self._agents.runs(node):
+                continue
+            pid, letter = self.processes.agent(node, self._agents.pid(node))
+            if letter in STOPPED:
+                who = agent_text(node, self._agents.name(node))
+                where = self.processes.on_host(node)
                 yield (
                     f"{who[0].upper()}{who[1:]} (pid {pid}) is stopped by SIGSTOP or a debugger: "
                     "no rank can be replaced, and none that ends is reported. "
-                    f"`kill -CONT {pid}` lets it go on."
+                    f"`kill -CONT {pid}`{where} lets it go on."
                 )
 
-    def _has_ended(self, rank: int) -> bool:
+    def _stopped_relays(self) -> Iterator[str]:
+        for node, pid in self.channel.payloads.relays.pids().items():
+            who = f"The relay of {self._node_text(node)} (pid {pid})"
+            where = self.processes.on_host(node)
+            if self.is_here(node):
+                if process_state(pid) in STOPPED:
+                    yield (
+                        f"{who} is stopped by SIGSTOP or a debugger: none of the node's ranks is "
+                        f"reached. `kill -CONT {pid}` lets it go on."
+                    )
+            elif (seconds := self.channel.links.silent_s(node)) > SILENT_RELAY_S:
+                yield (
+                    f"Nothing has come from {who[0].lower()}{who[1:]}{where} for {seconds:.0f} s: "
+                    "none of the node's ranks is reached. If it is stopped by SIGSTOP, "
+                    f"`kill -CONT {pid}`{where} lets it go on."
+                )
+
+    def _what_is_stopped(self) -> str:
+        """What to say of an agent or a relay that is stopped; of another host's, not at once."""
+        is_far = not all(map(self.is_here, self._nodes))
+        deadline = time.monotonic() + (FAR_WORDS_S if is_far else 0.0)
+        while stopped := [*self._stopped_agents(), *self._stopped_relays()]:
+            if time.monotonic() >= deadline:
+                return stopped[0]
+            time.sleep(0.02)
+        return ""
+
+    def _is_gone(self, rank: int) -> bool:
         """Whether the process of a rank that was ready is gone, told or not."""
         info = self._monitor.ready.get(rank)
         if info is None or info.generation < self._forked_in[rank]:  # of the one before
             return False
-        return process_state(info.pid) in GONE and process_state(os.getpid()) not in GONE
+        return self.processes.is_gone(rank)
+
+    def is_here(self, node: int) -> bool:
+        return self.shares_board or not node
+
+    def process_state(self, rank: int) -> str:
+        return self.processes.state(rank)
+
+    def has_ended(self, rank: int) -> bool:
+        return self.processes.has_ended(rank)
+
+    def processor_time(self, rank: int) -> int:
+        return self.processes.processor_time(rank)
 
     def unreported(self, rank: int) -> str:
-        node = self.infos[rank].node_rank
-        pid = self._agents.pid(node)
-        who = f"{agent_text(node)} (pid {pid})"
-        if process_state(pid) in STOPPED:
-            return f"{who} cannot say how, since it is stopped: `kill -CONT {pid}` lets it go on"
+        node = self._node_of(rank)
+        pid, letter = self.processes.agent(node, self._agents.pid(node))
+        who = f"{agent_text(node, self._agents.name(node))} (pid {pid})"
+        where = self.processes.on_host(node)
+        if letter in STOPPED:
+            return (
+                f"{who} cannot say how, since it is stopped: `kill -CONT {pid}`{where} lets it "
+                "go on"
+            )
         return f"{who} has not said how"
 
     def note_unreported(self) -> None:
@@ -602,12 +819,14 @@ class LocalLauncher(Launcher):
         self._looked_at = now
         for info in self.infos:
             rank = info.rank
-            is_late = rank not in self._monitor.dead and has_ended(info.pid)
+            is_late = rank not in self._monitor.dead and self.processes.has_ended(rank)
+            process = rank, info.pid
             if not is_late or self._closed:
-                self._unreported.pop(info.pid, None)
+                self._unreported.pop(process, None)
                 continue
-            since = self._unreported.setdefault(info.pid, now)
-            is_stopped = process_state(self._agents.pid(info.node_rank)) in STOPPED
+            since = self._unreported.setdefault(process, now)
+            node = self._node_of(rank)
+            is_stopped = self.processes.agent(node, self._agents.pid(node))[1] in STOPPED
             if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
                 self._monitor.handle(RankUnreported(rank, info.pid, self.unreported(rank)))
 
@@ -624,7 +843,7 @@ class LocalLauncher(Launcher):
     def usage(self, timeout: float) -> UsageReply | None:
         assert self._plan is not None
         gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
-        nodes = [node for node in range(self._plan.nodes) if self._agents.runs(node)]
+        nodes = [node for node in self._nodes[self.first_node :] if self._agents.runs(node)]
         for node in nodes:
             last = self._gauges_asked.get(node, 0)
             # A stopped agent must not be sent questions until there is no room for them.
@@ -700,7 +919,9 @@ class LocalLauncher(Launcher):
                     "ipyparallel",
                     CONTROLLER_DESCRIPTORS + 8 * self._plan.world_size,
                 )
-                controller = self._controller = Controller(self.folder, self._agents.pid())
+                controller = self._controller = Controller(
+                    self.folder, self._agents.pid(), is_open=self.first_node > 0
+                )
             controller.start()
         controller.wait_ready(timeout)
         with self._registering:
@@ -712,8 +933,13 @@ class LocalLauncher(Launcher):
         assert self._plan is not None
         for rank in range(self._plan.world_size):
             if self._told.get(rank) != self._forked_in[rank]:
-                self.channel.send_control(rank, controller.info())
+                address = self._kernel_address(self._node_of(rank))
+                self.channel.send_control(rank, controller.info(address))
                 self._told[rank] = self._forked_in[rank]
+
+    def _kernel_address(self, node: int) -> str:
+        """Of this host, as the host of a node reaches it; empty where they are one."""
+        return ""
 
     def _retry(self) -> None:
         """Ranks that could not register try again."""
@@ -749,22 +975,23 @@ class LocalLauncher(Launcher):
         wanted = tuple(sorted({*wanted, *self._monitor.dead}))
         if ranks is not None:
             others = [rank for rank in self._living() if rank not in wanted]
-            if text := Halted(self.pids).check_twice(others):
+            if text := Halted(self.processes).check_twice(others):
                 raise SessionStateError(f"the new process group needs all ranks, but {text}.")
             be = "is" if len(wanted) == 1 else "are"
             self.abort(
                 AbortReason.REPLACED, f"{ranks_text(wanted)} {be} being replaced by a fresh process"
             )
             self._wait_idle(others)
-        if stopped := list(self._stopped_agents()):
-            raise SessionStateError(stopped[0])
+        if stopped := self._what_is_stopped():
+            raise SessionStateError(stopped)
         engine_ids = [
             self._monitor.engine_ids.get(rank, rank) for rank in wanted if rank in self._told
         ]
+        self._monitor.forget(self._monitor.cut_off)
         living = [rank for rank in wanted if rank not in self._monitor.dead]
         gone = [
             node
-            for node in range(self._plan.nodes)
+            for node in self._nodes
             # The link of an agent that ends closes some time before its process is gone.
             if node in self._monitor.lost_nodes or not self._agents.runs(node)
         ]
@@ -794,8 +1021,8 @@ class LocalLauncher(Launcher):
 
     def _stop_ranks(self, ranks: Sequence[int]) -> None:
         assert self._plan is not None
-        for node in range(self._plan.nodes):
-            if here := tuple(rank for rank in ranks if rank in self._plan.ranks_of(node)):
+        for node in self._nodes:
+            if here := tuple(rank for rank in ranks if rank in self._ranks_on(node)):
                 self._agents.send(node, StopRanks(here))
 
     def _abandon_launch(
@@ -870,7 +1097,7 @@ class LocalLauncher(Launcher):
 
     def _on_death(self, error: EngineDiedError) -> None:
         if self.board is not None and not self._closed:  # of one that goes on, its question waits
-            self.board.regions[error.rank].clear_input_request()
+            self.channel.clear_input_request(error.rank)
         self.channel.mark_dead(error)
 
     # --- close ------------------------------------------------------------------------------------
@@ -898,10 +1125,27 @@ class LocalLauncher(Launcher):
             self._monitor.handle(None)
             self._made.close()
 
+    def _pids_beside(self, node: int) -> set[int]:
+        """Of the ranks on a node's host, as far as that is known."""
+        is_here = self.is_here(node)
+        return {
+            info.pid
+            for info in list(self._monitor.ready.values())
+            if self.first_node + info.node_rank == node
+            or (is_here and self.is_here(self.first_node + info.node_rank))
+        }
+
     def _pids_of(self, node: int) -> list[int]:
+        """Processes of a node's ranks that can be sent signals."""
+        if not self.is_here(node):
+            return []
         dead = self._monitor.dead
         infos = list(self._monitor.ready.values())
-        return [info.pid for info in infos if info.node_rank == node and info.rank not in dead]
+        return [
+            info.pid
+            for info in infos
+            if info.node_rank + self.first_node == node and info.rank not in dead
+        ]
 
 
 def _stopped_restart_text(ranks: Sequence[int], world: int) -> str:

@@ -15,6 +15,8 @@ from distsession.cluster.deaths import (
     death_error,
     ended_text,
     node_gone_text,
+    node_text,
+    relay_gone_text,
     restart_text,
 )
 from distsession.errors import (
@@ -29,6 +31,7 @@ from distsession.protocol.messages import (
     EngineRegistered,
     GpuMemory,
     GpuReply,
+    LogPiece,
     RankAttached,
     RankExited,
     RankFailed,
@@ -39,7 +42,7 @@ from distsession.protocol.messages import (
 )
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
-__all__ = ["Monitor", "NodeGone", "RankUnreported"]
+__all__ = ["Monitor", "NodeGone", "RankUnreported", "RelayGone"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class NodeGone:
     """The link to the agent of a node other than the first has closed."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayGone:
+    """The relay of a node has ended, and its agent has not."""
 
     node: int
 
@@ -70,13 +80,20 @@ class Monitor:
     Args:
         on_death: Called, in the channel's thread, when a rank that was in use has died.
         operation_of: Gives the collective that a rank's main thread waits in; empty if in none.
+        first_node: The agent of the ranks whose node's number is 0 for users.
     """
 
     def __init__(
         self,
         on_death: Callable[[EngineDiedError], None],
         operation_of: Callable[[int], str] = lambda _: "",
+        first_node: int = 0,
     ):
+        self.host_names: dict[int, str] = {}
+        """Of nodes that are other hosts."""
+        self.why_gone: dict[int, str] = {}
+        """What is known of the end of a node, before it comes."""
+        self._first_node = first_node
         self._on_death = on_death
         self.operation_of = operation_of
         self._changed = threading.Condition()
@@ -87,13 +104,19 @@ class Monitor:
         self.store_is_down = False
         self.tcp_store_ended = ""
         self.lost_nodes: set[int] = set()
+        self._lost_relays: set[int] = set()
         self.ready: dict[int, RankInfo] = {}
         self.dead: dict[int, EngineDiedError] = {}
+        self.cut_off: set[int] = set()
+        """Those of them whose processes live, but that nobody reaches."""
         self.pids: dict[int, int] = {}
         self.engine_ids: dict[int, int] = {}
         self.unregistered: dict[int, str] = {}
         """Why an engine could not register, for those whose id is below 0."""
         self._gauges: dict[int, UsageReply] = {}
+        self._log_asked: dict[int, int] = {}
+        """The number of the last question for a part of a log that each node's agent was asked."""
+        self._log_pieces: dict[int, LogPiece] = {}
         self.gpus: dict[int, tuple[GpuMemory, ...]] = {}
         """Of each node, as they were at the start."""
         self.agent_gone = False
@@ -104,7 +127,7 @@ class Monitor:
         """What ranks said when this kernel attached."""
         self._failed: dict[int, RankFailed] = {}
         self._exited: dict[int, RankExited] = {}
-        self._unreported: set[int] = set()
+        self._unreported: set[tuple[int, int]] = set()
 
     def handle(self, message: object) -> None:
         """Take in one message; None says that the link of the first node's agent has closed."""
@@ -132,6 +155,8 @@ class Monitor:
                     self.unregistered[message.rank] = message.problem
                 case UsageReply():
                     self._gauges[message.node] = message
+                case LogPiece():
+                    self._log_pieces[message.node] = message
                 case GpuReply():
                     self.gpus[message.node] = message.gpus
                 case RankExited():
@@ -140,9 +165,13 @@ class Monitor:
                     deaths += self._note_unreported(message)
                 case NodeGone():
                     self.lost_nodes.add(message.node)
+                    self.cut_off = {r for r in self.cut_off if not self._is_on(r, message.node)}
                     deaths += self._lost_with_node(message.node)
+                case RelayGone():
+                    deaths += self._lost_with_relay(message.node)
                 case None:
                     self.agent_gone = True
+                    self.cut_off.clear()
                     deaths += [self._lost_with_agent(rank) for rank in self._living()]
             # Before anybody who waits goes on: a fresh process in the place of a dead one must not
             # be taken for it.
@@ -151,11 +180,17 @@ class Monitor:
             self._changed.notify_all()
 
     def _living(self) -> list[int]:
-        return [rank for rank in self.ready if rank not in self.dead]
+        return [rank for rank in sorted(self.ready) if rank not in self.dead]
+
+    def _host(self, node: int) -> str:
+        return self.host_names.get(node, "")
+
+    def _is_on(self, rank: int, node: int) -> bool:
+        return self.ready[rank].node_rank + self._first_node == node
 
     def _note_exit(self, message: RankExited) -> list[EngineDiedError]:
-        if message.pid in self._unreported:
-            self._unreported.discard(message.pid)
+        if (message.rank, message.pid) in self._unreported:
+            self._unreported.discard((message.rank, message.pid))
             if message.rank not in self.dead:  # it has been replaced meanwhile
                 return []
         self._exited[message.rank] = message
@@ -216,13 +251,21 @@ class Monitor:
             remedy=restart_text(message.rank),
         )
         self.dead[message.rank] = error
-        self._unreported.add(message.pid)
+        self._unreported.add((message.rank, message.pid))
         return [error]
 
     def _lost_with_node(self, node: int) -> list[EngineDiedError]:
-        ranks = [rank for rank in self._living() if self.ready[rank].node_rank == node]
-        text = node_gone_text(node, ranks)
+        ranks = [rank for rank in self._living() if self._is_on(rank, node)]
+        text = node_gone_text(node, ranks, self._host(node), self.why_gone.get(node, ""))
         return [self._lost_with_agent(rank, text) for rank in ranks]
+
+    def _lost_with_relay(self, node: int) -> list[EngineDiedError]:
+        ranks = [rank for rank in self._living() if self._is_on(rank, node)]
+        self.cut_off.update(ranks)
+        self._lost_relays.add(node)
+        text = relay_gone_text(node, ranks, self._host(node))
+        log.warning("%s", text)
+        return [self._lost_with_agent(rank, text, "cannot be reached") for rank in ranks]
 
     def lose_all(self, text: str) -> None:
         """Nobody here hears of these ranks any more, which live."""
@@ -232,9 +275,11 @@ class Monitor:
                 self._on_death(death)
             self._changed.notify_all()
 
-    def _lost_with_agent(self, rank: int, text: str = AGENT_GONE) -> EngineDiedError:
+    def _lost_with_agent(
+        self, rank: int, text: str = AGENT_GONE, fact: str = "is gone"
+    ) -> EngineDiedError:
         info = self.ready[rank]
-        how = "ended with its session, which was closed." if self.closing else f"is gone: {text}"
+        how = "ended with its session, which was closed." if self.closing else f"{fact}: {text}"
         error = EngineDiedError(
             f"rank {rank} (pid {info.pid}) {how}",
             rank=rank,
@@ -249,8 +294,16 @@ class Monitor:
         """Another agent takes the place of a node's that is gone."""
         with self._changed:
             self.lost_nodes.discard(node)
+            self.why_gone.pop(node, None)
             self.hosts.pop(node, None)
             self._gauges.pop(node, None)  # its questions are counted anew
+            self._log_asked.pop(node, None)
+            self._log_pieces.pop(node, None)
+
+    def expect_relay(self, node: int) -> None:
+        """The relay of a node lives, or its agent starts another."""
+        with self._changed:
+            self._lost_relays.discard(node)
 
     def expect_store(self) -> None:
         """The first node's agent starts a rendezvous store if there is none any more."""
@@ -266,7 +319,8 @@ class Monitor:
     def forget(self, ranks: Iterable[int]) -> None:
         """These ranks are about to be started anew."""
         with self._changed:
-            for rank in ranks:
+            for rank in tuple(ranks):
+                self.cut_off.discard(rank)
                 for known in (self.dead, self._failed, self._exited, self.engine_ids):
                     known.pop(rank, None)
 
@@ -280,6 +334,13 @@ class Monitor:
                     or all(rank in self.dead or rank in self._exited for rank in ranks)
                 ),
                 timeout,
+            )
+
+    def wait_lost(self, node: int, timeout: float) -> bool:
+        """Wait until the link of a node's agent has closed."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.agent_gone or node in self.lost_nodes, timeout
             )
 
     def wait_attached(self, ranks: Sequence[int], deadline: float) -> list[int]:
@@ -301,7 +362,8 @@ class Monitor:
                 if self._agent_problem:
                     raise LaunchError(self._agent_problem)
                 if self.agent_gone or node in self.lost_nodes or not is_alive():
-                    raise LaunchError(f"{agent_text(node)} ended before it was ready.")
+                    who = agent_text(node, self._host(node))
+                    raise LaunchError(f"{who} ended before it was ready.")
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError("importing torch took too long.")
                 self._changed.wait(0.1)
@@ -356,7 +418,11 @@ class Monitor:
         if self.agent_gone:
             raise LaunchError("the session was closed." if self.closing else AGENT_GONE)
         for node in sorted(self.lost_nodes):
-            raise LaunchError(f"{agent_text(node)} ended, and with it the ranks of node {node}.")
+            who, its = agent_text(node, self._host(node)), node_text(node, self._host(node))
+            raise LaunchError(f"{who} ended, and with it the ranks of {its}.")
+        for node in sorted(self._lost_relays) if world else ():
+            its = node_text(node, self._host(node))
+            raise LaunchError(f"the relay of {its} ended: its ranks cannot be reached.")
         for rank in world:
             failed = self._failed.get(rank)
             if failed is not None and failed.generation == generation:
@@ -393,6 +459,30 @@ class Monitor:
             return None
         uses = tuple(use for one in known for use in one.uses)
         return UsageReply(known[0].number, uses)
+
+    def expect_log(self, node: int) -> int:
+        """The number of a question for a part of a log, which is asked now."""
+        with self._changed:
+            number = self._log_asked[node] = self._log_asked.get(node, 0) + 1
+            return number
+
+    def is_log_expected(self, node: int) -> bool:
+        """Whether the last question has not been answered."""
+        piece, number = self._log_pieces.get(node), self._log_asked.get(node, 0)
+        return number != 0 and (piece is None or piece.number != number)
+
+    def wait_log(self, node: int, timeout: float) -> LogPiece | None:
+        """The answer to the last question; None if it does not come in time.
+
+        Args:
+            node: Whose agent was asked.
+            timeout: In seconds.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.agent_gone or not self.is_log_expected(node), timeout
+            )
+            return None if self.is_log_expected(node) else self._log_pieces.get(node)
 
     def wait_gpus(self, nodes: Sequence[int], timeout: float) -> dict[int, tuple[GpuMemory, ...]]:
         """The GPUs of some nodes; without those of nodes whose agents do not say in time."""

@@ -1,7 +1,7 @@
 """The roads of what goes with requests and replies.
 
-Through memory that is shared with the ranks of this host; through relays to and from other nodes;
-or, where it is small or neither can be had, with the message itself.
+Through memory that is shared with the ranks of this host; through the streams of relays to and
+from other nodes; or, where it is small or neither can be had, with the message itself.
 """
 
 from __future__ import annotations
@@ -147,18 +147,18 @@ class Payloads:
                 upload.release()
         return parts
 
-    def encode(self, rank: int, request: Request | Addressed, part: Part) -> list[Any]:
-        """The message of a request to a rank, which leads to its part."""
-        if isinstance(part, Upload):
-            return encode(request, part.relay.hand(part, self._names[rank]))
-        if not isinstance(part, Segment):
-            return encode(request, part)
+    def encode(self, rank: int, request: Request | Addressed, part: Segment) -> list[Any]:
+        """The message of a request to a rank of this host, which leads to its part."""
         try:
             link = self._links.link(self._names[rank])
             return encode(request, link.send(part))
         except OSError as error:  # if the rank has died, that is told elsewhere
             log.warning("rank %d does not take shared memory: %s", rank, error)
             return encode(request, shared_memory.map_private(part.descriptor, part.sizes))
+
+    def hand(self, ranks: Sequence[int], request: Request | Addressed, part: Upload) -> list[Any]:
+        """The message of a request to ranks of another node, which leads to what they all get."""
+        return encode(request, part.relay.hand(part, [self._names[rank] for rank in ranks]))
 
     def keep(self, request: int, parts: Mapping[int, Part], stack: contextlib.ExitStack) -> None:
         """Hold what ranks are to take until :meth:`forget`, instead of the stack."""

@@ -33,10 +33,17 @@ NOBODY = "nobody waits for this run in the main thread, so there is nobody to as
 
 CHECK_EVERY_S = 0.05
 """Seconds between two checks of whether a run can still end."""
+CHECK_RANK_S = 0.0002
+"""Seconds between two checks for each rank: looking at many takes as long as a call to them."""
 LONG_RUN_S, CHECK_LONG_RUN_EVERY_S = 5.0, 0.2
 """Seconds after which a run is a long one, and between two checks from then on."""
+CHECK_QUEUED_EVERY_S = 5.0
+"""Seconds between two checks of one that waits behind others, which are looked after themselves."""
+CHECK_PAUSE_FACTOR = 9
+"""How many times the processor time of a check passes before the next one: where there are so many
+ranks that this is the longer, checks must not keep the answers from being taken in."""
 _QUITS = ("DebuggerQuit", "BdbQuit")
-_DONE = object()
+_DONE, _NEXT = object(), object()
 
 
 class OutputBudget:
@@ -81,6 +88,7 @@ class PendingRequest:
         ranks: That work on it.
         budget: Counts the output that has not been shown yet.
         send: Sends a rank what was typed.
+        queued: All its ranks have others to answer first.
     """
 
     def __init__(
@@ -89,6 +97,8 @@ class PendingRequest:
         ranks: Sequence[int],
         budget: OutputBudget | None = None,
         send: Callable[[int, InputReply], None] = lambda rank, reply: None,
+        *,
+        queued: bool = False,
     ):
         self.request = request
         self.ranks = tuple(ranks)
@@ -102,6 +112,7 @@ class PendingRequest:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._budget = budget or OutputBudget()
         self._send = send
+        self._is_queued = queued
         self._is_done = False
         self._stopped = ""
         self._was_begun = True
@@ -120,6 +131,12 @@ class PendingRequest:
         else:
             self._budget.add(_weight(message))
             self._events.put(message)
+
+    def come_next(self) -> None:
+        """A rank has answered all that it was asked before."""
+        if self._is_queued:
+            self._is_queued = False
+            self._events.put(_NEXT)
 
     def put_progress(self, rank: int, done: int, total: int) -> None:
         """The answer of a rank of another node is on its way: bytes that are here, of how many."""
@@ -236,7 +253,8 @@ class PendingRequest:
         Args:
             on_output: Gets each piece of output.
             timeout: In seconds.
-            check: Called every ``CHECK_EVERY_S`` seconds meanwhile.
+            check: Called every ``CHECK_EVERY_S`` seconds meanwhile; more seldom for a long run, and
+                where none of the ranks can have begun and nobody looks on.
             on_input_request: Gets what ranks ask; without it, they are told that nobody answers.
 
         Raises:
@@ -246,15 +264,14 @@ class PendingRequest:
         self._is_sole = threading.current_thread() is threading.main_thread()
         began = time.monotonic()
         paused = self._paused_s
-        next_check = None if check is None else began + CHECK_EVERY_S
+        next_check = None if check is None else began + self._check_interval_s(0.0)
         while True:
             now = time.monotonic()
             if check is not None and next_check is not None and now >= next_check:
+                used = time.thread_time()
                 check()
-                is_early = now - began < LONG_RUN_S
-                next_check = time.monotonic() + (
-                    CHECK_EVERY_S if is_early else CHECK_LONG_RUN_EVERY_S
-                )
+                pause = CHECK_PAUSE_FACTOR * (time.thread_time() - used)
+                next_check = time.monotonic() + max(pause, self._check_interval_s(now - began))
             deadline = None
             if timeout is not None:
                 deadline = began + timeout + self._paused_s - paused
@@ -269,11 +286,20 @@ class PendingRequest:
                 continue
             if event is _DONE:
                 return
+            if event is _NEXT:
+                next_check = None if check is None else time.monotonic() + CHECK_EVERY_S
+                continue
             if isinstance(event, InputRequest):
                 (on_input_request or self.refuse)(event)
                 continue
             self._budget.add(-_weight(event))
             on_output(event)
+
+    def _check_interval_s(self, seconds: float) -> float:
+        if self._is_queued and not self._is_sole:
+            return CHECK_QUEUED_EVERY_S
+        least = CHECK_EVERY_S if seconds < LONG_RUN_S else CHECK_LONG_RUN_EVERY_S
+        return max(least, CHECK_RANK_S * len(self.ranks))
 
 
 def _innermost_cell_line(error: ErrorInfo) -> str:

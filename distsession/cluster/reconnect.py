@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from distsession.cluster.base import Channel
 from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.pending import PendingRequest
-from distsession.cluster.process_state import STOPPED, process_state
+from distsession.cluster.rank_processes import RankProcesses
+from distsession.engine.process_state import STOPPED
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.board import Board
 from distsession.protocol.messages import ReconnectRequest
@@ -52,30 +53,29 @@ class Halted:
     """Notices processes that are stopped by SIGSTOP, or held by a debugger.
 
     Args:
-        pids: Gives the process of each rank.
+        processes: Of the ranks.
     """
 
-    def __init__(self, pids: Callable[[], Mapping[int, int]]):
-        self._pids = pids
+    def __init__(self, processes: RankProcesses):
+        self._processes = processes
         self._since: dict[int, float] = {}
 
     def check(self, ranks: Sequence[int]) -> str:
         """What to say of those that are halted for some time; nothing if none is."""
-        pids, now = self._pids(), time.monotonic()
-        halted = {rank: process_state(pids[rank]) for rank in ranks if rank in pids}
+        now = time.monotonic()
+        halted = {rank: self._processes.state(rank) for rank in ranks}
         halted = {rank: state for rank, state in halted.items() if state in STOPPED}
         self._since = {rank: self._since.get(rank, now) for rank in halted}
         long = [rank for rank, since in self._since.items() if now - since >= HALTED_S]
         if not long:
             return ""
         be = "is" if len(long) == 1 else "are"
-        kill = " ".join(str(pids[rank]) for rank in long)
         if any(halted[rank] == "t" for rank in long):
             return f"{ranks_text(long)} {be} held by a debugger"
         it = "it" if len(long) == 1 else "them"
         return (
-            f"{ranks_text(long)} {be} stopped by SIGSTOP: kill -CONT {kill} lets {it} go on, "
-            f"session.restart({long}) replaces {it}"
+            f"{ranks_text(long)} {be} stopped by SIGSTOP: {self._processes.continue_text(long)} "
+            f"lets {it} go on, session.restart({long}) replaces {it}"
         )
 
     def check_twice(self, ranks: Sequence[int]) -> str:
@@ -96,7 +96,8 @@ class _Ranks(Protocol):
     def channel(self) -> Channel: ...
     def begin_generation(self) -> int: ...
     def store_problem(self) -> str: ...
-    def pids(self) -> Mapping[int, int]: ...
+    @property
+    def processes(self) -> RankProcesses: ...
     def dead_ranks(self) -> Mapping[int, EngineDiedError]: ...
     def abort(
         self, reason: AbortReason, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
@@ -115,7 +116,7 @@ class Reconnect:
         self._launcher = launcher
         self._channel = launcher.channel
         self._ranks = list(ranks)
-        self._halted = Halted(launcher.pids)
+        self._halted = Halted(launcher.processes)
         self._cancelled = threading.Event()
         self._pending: PendingRequest | None = None
         self._undisturbed_until = 0.0

@@ -188,14 +188,14 @@ class Relay:
             self._uploads.pop(key, None)
             self._order(Release(key, reuse))
 
-    def hand(self, upload: Upload, name: str) -> Shared:
-        """Give a stored payload to a rank; gives what its request says of it.
+    def hand(self, upload: Upload, names: Sequence[str]) -> Shared:
+        """Give a stored payload to ranks; gives what their request says of it.
 
         Requests must be sent in the order of these calls.
         """
         upload.number = upload.number or next(self._numbers)
-        self.order(Hand(upload.key, upload.number, (name,)))
-        return Shared(name, upload.number, upload.sizes)
+        self.order(Hand(upload.key, upload.number, tuple(names)))
+        return Shared("", upload.number, upload.sizes)
 
     def fetch(
         self,
@@ -359,6 +359,6 @@ class Relay:
 def lost(node: int) -> SessionStateError:
     """What becomes of a result whose relay has ended."""
     return SessionStateError(
-        f"the result did not arrive: the relay of node {node} (the process that carries tensors "
-        "there and back) has ended. The ranks keep their variables, and go on without it."
+        f"the result did not arrive: the relay of node {node} (the process through which its ranks "
+        "are reached) has ended."
     )

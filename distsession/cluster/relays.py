@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from distsession.cluster.relay import Relay
 from distsession.protocol.wire import RelayHere, Wire, listen
-from distsession.ranks import format_ranks
 
 __all__ = ["Relays"]
 
@@ -34,8 +33,11 @@ class Relays:
         self.listener = listen(folder, epoch)
         self._changed = threading.Condition()
         self._relays: dict[int, Relay] = {}
+        self._pids: dict[int, int] = {}
         self.is_expected: Callable[[int], bool] = lambda node: False
         """Whether the end of a node's relay is part of something that is told anyway."""
+        self.on_lost: Callable[[int], None] = lambda node: None
+        """Called, in a thread of a relay's, when that of a node has ended, and only that."""
 
     def accept(self) -> None:
         """Take in a relay that has connected."""
@@ -53,18 +55,15 @@ class Relays:
         with self._changed:
             before = self._relays.get(hello.node)
             self._relays[hello.node] = Relay(hello.node, wire, self._on_lost)
+            self._pids[hello.node] = hello.pid
             self._changed.notify_all()
         if before is not None:
             before.close()
 
     def _on_lost(self, relay: Relay) -> None:
         time.sleep(SETTLE)
-        if not self.is_expected(relay.node):
-            log.warning(
-                "the relay of node %d has ended: tensors go there and back through the sockets of "
-                "its ranks, which is slower, until session.restart() starts another one",
-                relay.node,
-            )
+        if self._relays.get(relay.node) is relay and not self.is_expected(relay.node):
+            self.on_lost(relay.node)
 
     def of(self, node: int, name: str = "") -> Relay | None:
         """The relay of a node, if it lives and, where a rank is named, has a connection to it."""
@@ -72,6 +71,13 @@ class Relays:
         if relay is None or not relay.is_up or (name and name not in relay.linked):
             return None
         return relay
+
+    def forget(self, node: int) -> None:
+        """Another relay is to come for a node: the end of the one before is nothing to tell."""
+        with self._changed:
+            before = self._relays.pop(node, None)
+        if before is not None:
+            before.close()
 
     def wait_up(self, node: int, is_alive: Callable[[], bool], deadline: float) -> bool:
         """Wait for the relay of a node; False if its agent ended or the time is up."""
@@ -82,17 +88,9 @@ class Relays:
                 self._changed.wait(0.05)
         return True
 
-    def problems(self) -> str:
-        """What does not work; empty where all is well."""
-        down = [node for node, relay in self._relays.items() if not relay.is_up]
-        if not down:
-            return ""
-        one = len(down) == 1
-        return (
-            f"The relay{'' if one else 's'} of node{'' if one else 's'} {format_ranks(down)} "
-            f"ha{'s' if one else 've'} ended, so tensors go there and back through sockets, which "
-            "is slower: session.restart() starts another."
-        )
+    def pids(self) -> dict[int, int]:
+        """The processes of those that live."""
+        return {node: pid for node, pid in self._pids.items() if self.of(node) is not None}
 
     def close(self) -> None:
         """Close all streams, which ends the relays."""

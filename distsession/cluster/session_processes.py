@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from distsession.cluster.process_state import GONE, process_facts
+from distsession.engine.process_state import GONE, process_facts
 
 __all__ = ["SessionProcesses", "look_at_processes", "memory_bytes"]
 

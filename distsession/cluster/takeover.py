@@ -3,6 +3,10 @@
 The ranks connect to its sockets and say what they run, what waits and what is answered. A request
 that all of its ranks have is waited for here; one that its kernel had sent to some of them only is
 dropped whole. Then the ranks go on, and send again what nobody has acknowledged.
+
+A rank in C code that lets no thread run connects later. What it was sent stands in the session's
+journal alone until then, so it goes on only after the session has named the runs of that (see
+:meth:`Takeover.adopt_late`).
 """
 
 from __future__ import annotations
@@ -15,12 +19,17 @@ from functools import partial
 from distsession.cluster.agents import Agents
 from distsession.cluster.attachment import Adopted, Attachment, LeftRequest, requests_of
 from distsession.cluster.channel import SocketChannel
-from distsession.cluster.monitor import Monitor
+from distsession.cluster.monitor import Monitor, NodeGone
+from distsession.cluster.pending import PendingRequest
+from distsession.errors import SessionStateError
+from distsession.protocol import serialize
 from distsession.protocol.attach import Adopt
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     AgentReady,
+    ErrorInfo,
     RankAttached,
+    Reply,
     Resume,
     StopRanks,
     StoreReady,
@@ -44,6 +53,7 @@ class Takeover:
         agents: Those of this process from now on.
         channel: With the sockets of this owner.
         board: That all ranks share.
+        first_node: The agent of the first ranks.
     """
 
     def __init__(
@@ -53,7 +63,9 @@ class Takeover:
         agents: Agents,
         channel: SocketChannel,
         board: Board,
+        first_node: int = 0,
     ):
+        self._first_node = first_node
         self._attachment = attachment
         self._monitor = monitor
         self._agents = agents
@@ -63,7 +75,12 @@ class Takeover:
         self._living = {r: g for a in attachment.agents.values() for r, g in a.ranks.items()}
         self._lock = threading.Lock()
         self._late: set[int] = set()
-        self._dropped: tuple[int, ...] = ()
+        """Ranks that have not connected yet, or not been told to go on."""
+        self._is_named = False
+        """All runs that late ranks may have are known."""
+        self._awaited: list[PendingRequest] = []
+        """Those, and others that late ranks are to answer."""
+        self._dropped: set[int] = set()
         self.forked_in = {
             info.rank: self._living.get(info.rank, (info.generation, 0))[0]
             for info in attachment.state.infos
@@ -85,12 +102,16 @@ class Takeover:
         Args:
             deadline: By ``time.monotonic()``.
         """
-        limit = min(deadline, time.monotonic() + ATTACH_TIMEOUT_S)
         self._board.begin_epoch(self._attachment.epoch)
         self._monitor.ready = {info.rank: info for info in self._attachment.state.infos}
         for rank, generation in self.forked_in.items():
-            self._channel.set_identity(rank, generation, self._plan.node_of(rank))
+            self._channel.set_identity(rank, generation, self._node_of(rank))
         self._take_agents()
+        relays = self._channel.payloads.relays
+        for node in self._attachment.agents:
+            if node:  # what is sent to a node before its relay is there would be lost
+                relays.wait_up(node, partial(self._agents.runs, node), deadline)
+        limit = min(deadline, time.monotonic() + ATTACH_TIMEOUT_S)
         late = self._monitor.wait_attached(sorted(self._living), limit)
         said = [self._monitor.attached[rank] for rank in sorted(self._living) if rank not in late]
         generations = {rank.generation for rank in said}
@@ -99,26 +120,61 @@ class Takeover:
         self.is_broken = len(generations) > 1 or any(rank.is_broken for rank in said)
         self._end_fresh(late)
         self._monitor.mark_lost(sorted({*self.forked_in} - {*self._living} - {*self._monitor.dead}))
-        relays = self._channel.payloads.relays
-        for node in range(1, self._plan.nodes):
-            relays.wait_up(node, partial(self._agents.runs, node), limit)
         self._channel.payloads.link([rank.rank for rank in said])
         self._adopt(said)
         for each in said:
             self._resume(each.rank)
         with self._lock:
             self._late = {*late} - {*self.ended}
-        for rank in late:
-            self.resume_late(rank)
 
-    def resume_late(self, rank: int) -> None:
-        """Have a rank go on that has connected later than the others, if it is one."""
+    def _node_of(self, rank: int) -> int:
+        return self._first_node + self._plan.node_of(rank)
+
+    # --- ranks that are late ----------------------------------------------------------------------
+
+    def adopt_late(self, number: int, ranks: Sequence[int]) -> PendingRequest | None:
+        """Wait for a request of a former owner that no rank has told of, if a late one may.
+
+        Args:
+            number: Of the request.
+            ranks: That were to get it.
+        """
         with self._lock:
-            is_due = rank in self._late and rank in self._monitor.attached
-            if is_due:
-                self._late.discard(rank)
-        if is_due:
+            late = self._late.intersection(ranks)
+            if not late or self._is_named:
+                return None
+            pending = self._channel.adopt(number, ranks, sorted(late))
+            for rank in ranks:
+                if rank in self._monitor.attached and rank not in late:
+                    self._dropped.add(number)
+                    _put_never_sent(pending, rank)
+            self._awaited.append(pending)
+            return pending
+
+    def resume_late(self) -> None:
+        """Let late ranks go on, now or once they connect: all that they may have is known."""
+        with self._lock:
+            self._is_named = True
+            late = [rank for rank in self._late if rank in self._monitor.attached]
+        for rank in late:
+            self.on_attached(rank)
+
+    def on_attached(self, rank: int) -> None:
+        """A rank has connected; if it is late, it goes on."""
+        with self._lock:
+            if not self._is_named or rank not in self._late:
+                return
+            self._late.discard(rank)
+            said = self._monitor.attached[rank]
+            begun = [said.running, *said.answered]
+            has = {each.request.id for each in begun if each is not None}
+            has |= {each.request.id for each in said.queued} - self._dropped
+            for pending in self._awaited:
+                if rank in pending.missing and pending.request not in has:
+                    _put_never_sent(pending, rank)
             self._resume(rank)
+
+    # --- inside -----------------------------------------------------------------------------------
 
     def _take_agents(self) -> None:
         agents, links = self._attachment.agents, self._attachment.links
@@ -129,6 +185,9 @@ class Takeover:
         self._monitor.handle(StoreReady(agents[0].store_port))
         for node in agents:
             self._agents.send(node, Adopt(self._attachment.epoch))
+        for node in range(self._first_node, self._first_node + self._plan.nodes):
+            if node not in agents:  # its host is gone, and was when nobody was there
+                self._monitor.handle(NodeGone(node))
         for event in [event for agent in agents.values() for event in agent.events]:
             self._monitor.handle(event)
 
@@ -138,7 +197,7 @@ class Takeover:
         fresh = [rank for rank in late if self._living[rank][1] != pids[rank]]
         self.ended = [rank for rank in fresh if rank not in self._monitor.dead]
         for rank in self.ended:
-            self._agents.send(self._plan.node_of(rank), StopRanks((rank,)))
+            self._agents.send(self._node_of(rank), StopRanks((rank,)))
         if self.ended:
             self._monitor.wait_exited(self.ended, END_TIMEOUT_S)
             self._monitor.mark_lost([r for r in self.ended if r not in self._monitor.dead])
@@ -147,20 +206,22 @@ class Takeover:
         """Wait from now on for what a former owner has left."""
         seen = self._board.acknowledged(max((rank.before for rank in said), default=0))
         self._board.acknowledge(self._attachment.epoch, seen)
-        adopted, dropped = [], []
+        self._channel.share_words()
+        adopted, dropped = [], set()
         for left in requests_of(said):
             if left.request.id <= seen:
-                dropped.append(left.request.id)
+                dropped.add(left.request.id)
             elif not left.missing:
                 adopted.append(self._adopt_one(left))
             else:  # lost on its way to some ranks, so the others are not to begin it, either
-                dropped.append(left.request.id)
+                dropped.add(left.request.id)
                 if left.running:
                     self.half_sent.append(left.request.id)
                 if left.begun:
                     pending = self._channel.adopt(left.request.id, left.begun, left.running)
                     adopted.append(Adopted(left.request, pending, left.missing))
-        self.adopted, self._dropped = tuple(adopted), tuple(dropped)
+        self.adopted, self._dropped = tuple(adopted), dropped
+        self._awaited = [each.pending for each in adopted]
         numbers = [region.request for region in self._board.regions]
         self._channel.go_on_after(max(self._board.last_committed(), *numbers))
 
@@ -175,4 +236,13 @@ class Takeover:
         return Adopted(left.request, pending)
 
     def _resume(self, rank: int) -> None:
-        self._channel.send_control(rank, Resume(self._dropped))
+        self._channel.send_control(rank, Resume(tuple(sorted(self._dropped))))
+
+
+def _put_never_sent(pending: PendingRequest, rank: int) -> None:
+    error = SessionStateError(
+        "this never reached the rank, for its kernel ended as it sent it: run it again."
+    )
+    info = ErrorInfo(type(error).__name__, str(error))
+    payload = serialize.dump_value(error, what="an error")
+    pending.put_reply(Reply(pending.request, rank, error=info), payload)
