@@ -170,15 +170,28 @@ def _listed(uuids: Sequence[str]) -> str:
 # --- several ranks on one GPU ---------------------------------------------------------------------
 
 
-def shared_notes(host: HostInfo, devices: Sequence[Device], uses_nccl: bool) -> tuple[str, ...]:
+def shared_notes(
+    host: HostInfo,
+    devices: Sequence[Device],
+    uses_nccl: bool,
+    first_rank: int = 0,
+    where: str = "",
+) -> tuple[str, ...]:
     """What to say of GPUs that several ranks share; nothing where none do.
+
+    Args:
+        host: Where they are.
+        devices: Of its ranks.
+        uses_nccl: The ranks are to be joined by NCCL.
+        first_rank: Of that host.
+        where: Stands behind the names of GPUs.
 
     Raises:
         OptionsError: NCCL does not take them so.
     """
     by_gpu: dict[int, list[int]] = {}
     by_device: dict[Device, list[int]] = {}
-    for rank, device in enumerate(devices):
+    for rank, device in enumerate(devices, first_rank):
         by_gpu.setdefault(device.gpu, []).append(rank)
         by_device.setdefault(device, []).append(rank)
     crowded = {gpu: ranks for gpu, ranks in by_gpu.items() if gpu >= 0 and len(ranks) > 1}
@@ -186,13 +199,13 @@ def shared_notes(host: HostInfo, devices: Sequence[Device], uses_nccl: bool) -> 
         gpu, ranks = next(iter(crowded.items()))
         version = ".".join(map(str, host.nccl)) or "unknown"
         raise OptionsError(
-            f"{ranks_text(ranks)} are on GPU {gpu}: NCCL takes several ranks on one GPU from "
-            f"version {'.'.join(map(str, MULTI_RANK_NCCL))} on, and this torch "
+            f"{ranks_text(ranks)} are on GPU {gpu}{where}: NCCL takes several ranks on one GPU "
+            f"from version {'.'.join(map(str, MULTI_RANK_NCCL))} on, and this torch "
             f"({host.torch_version}) has {version}. backend='cuda:gloo' takes them."
         )
     return tuple(
-        f"R{ranks_text(ranks)[1:]} share {_title(device)}, its memory and its time: this is for "
-        "trying things, not for speed."
+        f"R{ranks_text(ranks)[1:]} share {_title(device)}{where}, its memory and its time: this is "
+        "for trying things, not for speed."
         for device, ranks in by_device.items()
         if device.gpu >= 0 and len(ranks) > 1
     )

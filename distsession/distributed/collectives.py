@@ -19,12 +19,12 @@ from distsession.distributed.groups import resolve_group
 from distsession.distributed.handshake import (
     GroupView,
     as_bytes,
-    exchange_headers,
+    exchange,
     group_view,
     mismatch,
     padded,
 )
-from distsession.distributed.header import Call, Header, Kind, pack, unpack
+from distsession.distributed.header import Call, Header, Kind, Payload, joined, pack, unpack
 from distsession.distributed.objects import device_of, gather_bytes, to_length
 from distsession.errors import OptionsError
 
@@ -65,10 +65,10 @@ def all_gather(tensor: Any, group: Any = None, *, as_list: bool = False) -> Any:
         itself = isinstance(tensor, torch.Tensor) or dist.is_initialized()
         return tensor if itself and not as_list else [tensor]
     header, payload = pack(tensor, Call.ALL_GATHER)
-    headers = exchange_headers(view, header)
-    joined = _are_joined(view, headers, as_list)
-    parts = gather_bytes(view, headers, payload)
-    return _collected(headers, parts, tensor, joined)
+    found = exchange(view, header, payload)
+    is_joined = _are_joined(view, found.headers, as_list)
+    parts = gather_bytes(view, found, payload)
+    return _collected(found.headers, parts, tensor, is_joined)
 
 
 def gather(tensor: Any, dst: int = 0, group: Any = None, *, as_list: bool = True) -> Any:
@@ -97,10 +97,12 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, as_list: bool = True
         return tensor if isinstance(tensor, torch.Tensor) and not as_list else [tensor]
     root = view.position_of(dst, "dst")
     header, payload = pack(tensor, Call.GATHER, dst)
-    headers = exchange_headers(view, header)
-    joined = _are_joined(view, headers, as_list)
+    found = exchange(view, header, payload)
+    headers, here = found.headers, view.position == root
+    is_joined = _are_joined(view, headers, as_list)
+    if (inline := found.inline()) is not None:
+        return _collected(headers, inline, tensor, is_joined) if here else None
     device, length = device_of(view, headers), padded(headers)
-    here = view.position == root
     parts = [torch.empty(0, dtype=torch.uint8, device=device)] * view.size
     if length:
         mine = to_length(as_bytes(payload, device), length)
@@ -108,7 +110,7 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, as_list: bool = True
             every = torch.empty(view.size * length, dtype=torch.uint8, device=device)
             parts = list(every.split(length))
         dist.gather(mine, parts if here else None, dst, group=view.group)
-    return _collected(headers, parts, tensor, joined) if here else None
+    return _collected(headers, parts, tensor, is_joined) if here else None
 
 
 def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = False) -> Any:
@@ -143,8 +145,8 @@ def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = Fa
     # An object that a receiver gives is ignored, so it need not be pickled.
     shown = tensor if here or (isinstance(tensor, torch.Tensor) and not safe_mode) else None
     header, payload = pack(shown, Call.BROADCAST, src)
-    headers = exchange_headers(view, header)
-    sent = headers[root]
+    found = exchange(view, header, payload if here else None)
+    headers, sent = found.headers, found.headers[root]
     if sent.kind is Kind.NOTHING:
         raise _nothing_to_send(src)
     unlike = [
@@ -153,13 +155,16 @@ def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = Fa
     if unlike:
         raise mismatch(view, "values that do not fit", [str(header) for header in headers])
     device = device_of(view, headers if sent.kind is Kind.TENSOR else [sent])
+    inline = found.inline(root)
     if here:
-        if sent.nbytes:
+        if inline is None and sent.nbytes:
             dist.broadcast(as_bytes(payload, device), src, group=view.group)
         return tensor
     target = shown if isinstance(shown, torch.Tensor) else None
-    data = torch.empty(0, dtype=torch.uint8, device=device)
-    if sent.nbytes:
+    data: Payload = torch.empty(0, dtype=torch.uint8, device=device)
+    if inline is not None:
+        data = inline[0]
+    elif sent.nbytes:
         into = target is not None and target.is_contiguous() and target.device == device
         if into and not (target.is_conj() or target.is_neg()):  # type: ignore[union-attr]
             data = as_bytes(target, device)
@@ -239,14 +244,23 @@ def _are_joined(view: GroupView, headers: Sequence[Header], as_list: bool) -> bo
 
 
 def _collected(
-    headers: Sequence[Header], parts: Sequence[torch.Tensor], own: Any, joined: bool
+    headers: Sequence[Header], parts: Sequence[Payload], own: Any, is_joined: bool
 ) -> Any:
     """The ranks' values from their bytes, as one tensor or as a list."""
     device = own.device if isinstance(own, torch.Tensor) else None
+    first = headers[0]
+    inline = [part for part in parts if isinstance(part, bytes)]
+    if (
+        is_joined
+        and len(inline) == len(headers)
+        and all(each.shape == first.shape for each in headers)
+    ):
+        length = len(headers) * (first.shape[0] if first.shape else 1)
+        return joined(inline, first.dtype, (length, *first.shape[1:])).to(device)
     values = [
         unpack(header, part, device if header.kind is Kind.TENSOR else None)
         for header, part in zip(headers, parts, strict=True)
     ]
-    if not joined:
+    if not is_joined:
         return values
     return torch.cat([value.unsqueeze(0) if value.dim() == 0 else value for value in values])

@@ -51,7 +51,7 @@ class ExactSampler(Sampler[int]):
         if not self.shuffle:
             return iter(range(self.rank, size, self.num_replicas))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(size, generator=generator).tolist()
+        order = torch.randperm(size, generator=generator, device="cpu").tolist()
         return iter(order[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:

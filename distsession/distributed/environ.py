@@ -42,6 +42,7 @@ class RankEnvironment:
         node_rank: Of its host.
         address: Of the host where the ranks meet, that of rank 0.
         port: Where they meet.
+        nodes: Number of hosts.
     """
 
     source: str
@@ -52,6 +53,7 @@ class RankEnvironment:
     node_rank: int | None = None
     address: str | None = None
     port: int | None = None
+    nodes: int | None = None
 
 
 _TORCHRUN = {
@@ -67,6 +69,7 @@ _TORCHRUN = {
 _TORCHRUN_ROLES = {
     "NODE_RANK": "node_rank",
     "GROUP_RANK": "node_rank",
+    "GROUP_WORLD_SIZE": "nodes",
     "ROLE_RANK": "rank",
     "ROLE_WORLD_SIZE": "world_size",
 }
@@ -92,6 +95,7 @@ def rank_environment(
     world_size: int,
     local_world_size: int,
     node_rank: int,
+    nodes: int,
     address: str,
     port: int,
     threads: int,
@@ -104,11 +108,10 @@ def rank_environment(
     session's store, whatever the port.
     """
     place = RankEnvironment(
-        "torchrun", rank, world_size, local_rank, local_world_size, node_rank, address, port
+        "torchrun", rank, world_size, local_rank, local_world_size, node_rank, address, port, nodes
     )
     return {
         **torchrun_variables(place, roles=True),
-        "GROUP_WORLD_SIZE": str(max(1, world_size // local_world_size)),
         "ROLE_NAME": "default",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -127,6 +130,7 @@ class _Family:
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     detected_by: tuple[str, ...] = ()
 
@@ -139,6 +143,7 @@ _FAMILIES = (
         local_rank=("LOCAL_RANK",),
         local_world_size=("LOCAL_WORLD_SIZE",),
         node_rank=("GROUP_RANK", "NODE_RANK"),
+        nodes=("GROUP_WORLD_SIZE",),
         detected_by=("RANK", "WORLD_SIZE"),
     ),
     _Family(
@@ -147,6 +152,7 @@ _FAMILIES = (
         world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
         local_rank=("SLURM_LOCALID",),
         node_rank=("SLURM_NODEID",),
+        nodes=("SLURM_STEP_NUM_NODES",),
         job=("SLURM_JOB_ID", "SLURM_JOBID"),
         detected_by=(
             "SLURM_PROCID",
@@ -267,6 +273,7 @@ def _read(family: _Family, given: Mapping[str, str]) -> RankEnvironment:
         node_rank=node_rank,
         address=address,
         port=port,
+        nodes=_number(family.nodes, given, least=1),
     )
 
 

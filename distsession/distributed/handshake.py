@@ -3,32 +3,83 @@
 Before values of unknown kind or shape move, each rank gives every other a header of numbers: which
 call it is in, for which root, and the kind, dtype and shape of what it brings. So receivers know
 what to make room for, and whatever does not fit together raises on every rank before it moves.
+
+A small value on the CPU goes along with its header. What two ranks bring may differ in every call,
+so headers are exchanged each time; but then nothing has to follow, and the helper takes a single
+operation, as torch's own does.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distsession.distributed.accelerator import accelerator_of, backends_of, current_device
-from distsession.distributed.header import Call, Header, Kind, pickle_problems
+from distsession.distributed.header import (
+    FIELDS,
+    Call,
+    Header,
+    Kind,
+    Payload,
+    pickle_problems,
+)
 from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
 
 __all__ = [
+    "INLINE_BYTES",
+    "Exchange",
     "GroupView",
     "as_bytes",
+    "exchange",
     "exchange_headers",
     "exchange_numbers",
     "group_view",
     "mismatch",
     "padded",
 ]
+
+_HEAD = struct.Struct(f"{FIELDS}q")
+INLINE_BYTES = 512
+"""Bytes of a value up to which it goes along with its header, on the CPU."""
+SLOT_BYTES = _HEAD.size + INLINE_BYTES
+"""What each rank sends to all others in an exchange."""
+
+
+class _Slots:
+    """Memory for one exchange: to make it anew costs more than to send what is in it."""
+
+    def __init__(self, size: int):
+        self.mine, self.every = bytearray(SLOT_BYTES), bytearray(size * SLOT_BYTES)
+        with torch.inference_mode(False):  # whose tensors could not be written to after it
+            self.sent = torch.frombuffer(self.mine, dtype=torch.uint8)
+            self.received = list(torch.frombuffer(self.every, dtype=torch.uint8).split(SLOT_BYTES))
+
+    def write(self, header: Header, payload: Payload, count: int) -> None:
+        """What this rank says and, if it is small, what it brings."""
+        _HEAD.pack_into(self.mine, 0, *header.numbers())
+        size = count * header.nbytes
+        if payload is None or header.on_gpu or not 0 < size <= INLINE_BYTES:
+            return
+        if isinstance(payload, bytes):
+            self.mine[_HEAD.size : _HEAD.size + size] = payload
+        else:
+            room = torch.frombuffer(
+                self.mine, dtype=payload.dtype, count=payload.numel(), offset=_HEAD.size
+            )
+            room.view(payload.shape).copy_(payload.detach())
+
+    def headers(self, own: Header) -> list[Header]:
+        """What all have said; most say the very same, which is not read again."""
+        said = self.mine[: _HEAD.size]
+        every = [self.every[at : at + _HEAD.size] for at in range(0, len(self.every), SLOT_BYTES)]
+        return [own if each == said else Header.from_numbers(_HEAD.unpack(each)) for each in every]
 
 
 @dataclass(frozen=True)
@@ -39,6 +90,8 @@ class GroupView:
     ranks: tuple[int, ...]
     position: int
     backends: dict[str, str]
+    slots: list[_Slots] = field(default_factory=list, compare=False)
+    """Those that no exchange uses just now."""
 
     @property
     def group(self) -> Any:
@@ -106,20 +159,84 @@ def exchange_numbers(view: GroupView, numbers: list[int]) -> list[list[int]]:
     return every.tolist()
 
 
-def exchange_headers(view: GroupView, header: Header) -> list[Header]:
-    """Every rank's header, in the group's order.
+@dataclass(frozen=True)
+class Exchange:
+    """What the ranks of a group have told each other.
+
+    Attributes:
+        headers: Each rank's, in the group's order.
+        slots: What all have sent, one after another; None where values never come along.
+    """
+
+    headers: list[Header]
+    slots: bytes | None
+
+    def inline(self, *positions: int, count: int = 1) -> list[bytes] | None:
+        """The bytes of these ranks' values, if all of them came along with their headers.
+
+        The answer is the same on all ranks, for it follows from the headers.
+
+        Args:
+            *positions: The ranks' places in the group. Default: all.
+            count: How many values of the size that its header says each of them has sent.
+        """
+        if self.slots is None:
+            return None
+        found = []
+        for position in positions or range(len(self.headers)):
+            header, begin = self.headers[position], position * SLOT_BYTES + _HEAD.size
+            size = count * header.nbytes
+            if header.on_gpu or size > INLINE_BYTES:
+                return None
+            found.append(self.slots[begin : begin + size])
+        return found
+
+
+def exchange(
+    view: GroupView,
+    header: Header,
+    payload: Payload = None,
+    count: int = 1,
+) -> Exchange:
+    """Tell all ranks what this one brings, and hear the same of them.
+
+    Args:
+        view: The group.
+        header: Of what this rank brings.
+        payload: What it brings, for those that need not wait for it.
+        count: How many values of the header's size that is.
 
     Raises:
         CollectiveMismatchError: The ranks are in different calls, or name different roots.
         CollectiveError: A rank has something that cannot be pickled.
     """
-    headers = [Header.from_numbers(numbers) for numbers in exchange_numbers(view, header.numbers())]
-    check_calls(view, headers)
-    return headers
+    if view.device.type != "cpu":
+        numbers = exchange_numbers(view, header.numbers())
+        found = Exchange([Header.from_numbers(each) for each in numbers], None)
+        check_calls(view, found.headers)
+        return found
+    try:
+        slots = view.slots.pop()
+    except IndexError:  # of several threads, each needs its own
+        slots = _Slots(view.size)
+    slots.write(header, payload, count)
+    dist.all_gather(slots.received, slots.sent, group=view.group)
+    found = Exchange(slots.headers(header), bytes(slots.every))
+    view.slots.append(slots)  # not where it failed: the backend may write to them yet
+    check_calls(view, found.headers)
+    return found
+
+
+def exchange_headers(view: GroupView, header: Header) -> list[Header]:
+    """Every rank's header, in the group's order; see :func:`exchange`."""
+    return exchange(view, header).headers
 
 
 def check_calls(view: GroupView, headers: Sequence[Header]) -> None:
     """Raise, on every rank alike, unless all are in the same call with the same root."""
+    first = headers[0]
+    if first.kind is not Kind.UNPICKLABLE and all(header is first for header in headers):
+        return
     if any(header.call != headers[0].call for header in headers):
         raise mismatch(
             view, "different calls", [Call(header.call).name.lower() for header in headers]
@@ -144,7 +261,7 @@ def mismatch(view: GroupView, what: str, each: Sequence[str]) -> CollectiveMisma
     return CollectiveMismatchError(f"the ranks have {what}: {theirs}.")
 
 
-def as_bytes(payload: bytes | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def as_bytes(payload: Payload, device: torch.device) -> torch.Tensor:
     """The payload of a header as a flat uint8 tensor; of a contiguous tensor there it is a view."""
     if payload is None:
         return torch.empty(0, dtype=torch.uint8, device=device)

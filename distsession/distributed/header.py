@@ -20,10 +20,13 @@ import torch
 from distsession.distributed.accelerator import current_device
 
 __all__ = [
+    "FIELDS",
     "Call",
     "Header",
     "Kind",
+    "Payload",
     "dumps",
+    "joined",
     "loads",
     "pack",
     "pickle_problems",
@@ -32,7 +35,8 @@ __all__ = [
 ]
 
 MAX_DIMS = 16
-_FIELDS = 8 + MAX_DIMS
+FIELDS = 8 + MAX_DIMS
+"""How many numbers a header is."""
 
 _DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
@@ -108,7 +112,11 @@ class Header:
         }.get(self.kind, "an object")
 
 
-def pack(value: Any, call: int, root: int = -1) -> tuple[Header, bytes | torch.Tensor | None]:
+Payload = bytes | torch.Tensor | None
+"""What follows a header, if anything has to."""
+
+
+def pack(value: Any, call: int, root: int = -1) -> tuple[Header, Payload]:
     """A value's header, and what has to follow it.
 
     Raises:
@@ -159,12 +167,12 @@ def plain_number(value: Any) -> Any:
     return item() if callable(item) else value
 
 
-def unpack(header: Header, data: torch.Tensor | None, device: torch.device | None = None) -> Any:
+def unpack(header: Header, data: Payload, device: torch.device | None = None) -> Any:
     """The value of a header.
 
     Args:
         header: What the sender said.
-        data: The bytes that followed, of dtype uint8.
+        data: The bytes that followed; as a tensor, of dtype uint8.
         device: Where a tensor belongs. Default: where the bytes are.
     """
     if header.kind is Kind.NOTHING:
@@ -176,12 +184,25 @@ def unpack(header: Header, data: torch.Tensor | None, device: torch.device | Non
     if header.kind is Kind.FLOAT:
         return struct.unpack("d", struct.pack("q", header.bits))[0]
     if header.kind is Kind.TENSOR:
+        if isinstance(data, bytes):
+            here = joined([data], header.dtype, header.shape)
+            return here if device is None else here.to(device)
         if data is None:
             data = torch.empty(0, dtype=torch.uint8, device=device)
         here = data[: header.nbytes].view(header.dtype).view(header.shape)
         return here if device is None else here.to(device)
-    raw = b"" if data is None else _bytes(data[: header.nbytes])
+    if isinstance(data, torch.Tensor):
+        data = _bytes(data[: header.nbytes])
+    raw = data or b""
     return raw.decode("utf-8", "surrogatepass") if header.kind is Kind.TEXT else loads(raw)
+
+
+def joined(parts: Sequence[bytes], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A new tensor on the CPU of some bytes, one after another."""
+    raw = bytearray(b"".join(parts))
+    if not raw:
+        return torch.empty(*shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(raw, dtype=dtype).view(shape).clone()  # whose memory can be resized
 
 
 def _bytes(data: torch.Tensor) -> bytes:

@@ -10,20 +10,21 @@ import torch.distributed as dist
 
 from distsession.distributed.groups import resolve_group
 from distsession.distributed.handshake import (
+    Exchange,
     GroupView,
     as_bytes,
+    exchange,
     exchange_headers,
     exchange_numbers,
     group_view,
     padded,
 )
-from distsession.distributed.header import Call, Header, dumps, loads, pack, unpack
+from distsession.distributed.header import Call, Header, Payload, dumps, loads, pack, unpack
 from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
 
 __all__ = ["all_gather_object", "broadcast_object_list"]
 
 T = TypeVar("T")
-Payload = bytes | torch.Tensor | None
 
 
 def device_of(view: GroupView, headers: Sequence[Header]) -> torch.device:
@@ -40,12 +41,12 @@ def to_length(data: torch.Tensor, length: int) -> torch.Tensor:
     return longer
 
 
-def gather_bytes(
-    view: GroupView, headers: Sequence[Header], payload: Payload
-) -> list[torch.Tensor]:
-    """Every rank's bytes, on every rank: parts of one tensor, in which they follow each other."""
-    device = device_of(view, headers)
-    length = padded(headers)
+def gather_bytes(view: GroupView, found: Exchange, payload: Payload) -> Sequence[Payload]:
+    """Every rank's bytes, on every rank; tensors are parts of one, in which they follow."""
+    if (inline := found.inline()) is not None:
+        return inline
+    device = device_of(view, found.headers)
+    length = padded(found.headers)
     every = torch.empty(view.size * length, dtype=torch.uint8, device=device)
     parts = list(every.split(length)) if length else [every] * view.size
     if length:
@@ -53,10 +54,10 @@ def gather_bytes(
     return parts
 
 
-def gather_objects(view: GroupView, headers: Sequence[Header], payload: Payload) -> list[Any]:
+def gather_objects(view: GroupView, found: Exchange, payload: Payload) -> list[Any]:
     """Every rank's value, on every rank."""
-    parts = gather_bytes(view, headers, payload)
-    return [unpack(header, part) for header, part in zip(headers, parts, strict=True)]
+    parts = gather_bytes(view, found, payload)
+    return [unpack(header, part) for header, part in zip(found.headers, parts, strict=True)]
 
 
 def all_gather_object(obj: T, group: Any = None) -> list[T]:
@@ -77,7 +78,7 @@ def all_gather_object(obj: T, group: Any = None) -> list[T]:
     if view is None:
         return [obj]
     header, payload = pack(obj, Call.ALL_GATHER_OBJECT)
-    return gather_objects(view, exchange_headers(view, header), payload)
+    return gather_objects(view, exchange(view, header, payload), payload)
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None) -> None:

@@ -310,7 +310,8 @@ def _find_node(rank: int, world_size: int) -> _Node:
         return _node_from_hosts(rank, world_size, os.environ.get("LOCAL_RANK", ""))
     if found.local_rank is None or found.local_world_size is None:
         return _node_from_hosts(rank, world_size, str(found.local_rank or ""))
-    nodes = -(-world_size // found.local_world_size)
+    # Hosts may have different numbers of ranks: what the launcher says of them comes first.
+    nodes = found.nodes or -(-world_size // found.local_world_size)
     node_rank = found.node_rank
     if node_rank is None:
         node_rank = rank // found.local_world_size

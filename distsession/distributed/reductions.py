@@ -13,7 +13,7 @@ from distsession.distributed.containers import is_container, leaves, rebuilt
 from distsession.distributed.groups import resolve_group
 from distsession.distributed.handshake import (
     GroupView,
-    exchange_headers,
+    exchange,
     group_view,
     mismatch,
 )
@@ -245,12 +245,13 @@ def _reduced_number(number: Any, name: str, view: GroupView | None, dst: int | N
     root = ORDER.index(name) + (0 if dst is None else 1000 * (dst + 1))
     call = Call.ALL_REDUCE if dst is None else Call.REDUCE
     header, payload = pack(number, call, root)
-    headers = exchange_headers(view, header)
+    found = exchange(view, header, payload)
+    headers = found.headers
     if all(header.kind.is_number for header in headers):
         return reduce_numbers(name, [unpack(header, None) for header in headers])
     if not all(header.kind.is_number or header.kind is Kind.OBJECT for header in headers):
         raise mismatch(view, "different things to reduce", [str(header) for header in headers])
-    return reduce_numbers(name, gather_objects(view, headers, payload))
+    return reduce_numbers(name, gather_objects(view, found, payload))
 
 
 def _agreed(
@@ -260,10 +261,11 @@ def _agreed(
     described = "; ".join(_described(path, leaf) for path, leaf in paths)
     call = Call.ALL_REDUCE if dst is None else Call.REDUCE
     header, payload = pack([f"{name} to {dst}: {described}", mine], call, -2)
-    headers = exchange_headers(view, header)
+    found = exchange(view, header, payload)
+    headers = found.headers
     if any(header.kind is not Kind.OBJECT for header in headers):
         raise mismatch(view, "different things to reduce", [str(header) for header in headers])
-    every = gather_objects(view, headers, payload)
+    every = gather_objects(view, found, payload)
     if any(entry[0] != every[0][0] for entry in every):
         raise mismatch(view, "containers of different structure", [entry[0] for entry in every])
     return [entry[1] for entry in every]

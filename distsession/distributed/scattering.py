@@ -6,6 +6,7 @@ autograd.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,17 +14,26 @@ import torch.distributed as dist
 
 from distsession.distributed.groups import resolve_group
 from distsession.distributed.handshake import (
+    INLINE_BYTES,
     as_bytes,
+    exchange,
     exchange_headers,
     exchange_numbers,
     group_view,
     padded,
 )
-from distsession.distributed.header import Call, Header, Kind, pack, unpack
+from distsession.distributed.header import FIELDS, Call, Header, Kind, Payload, pack, unpack
 from distsession.distributed.objects import device_of, to_length
 from distsession.errors import CollectiveError, OptionsError
 
 __all__ = ["all_to_all", "scatter"]
+
+_NONE, _ALIKE, _TABLE = 0, 1, 2
+"""What the root of a scatter has: not a value for each rank; tensors that are alike, of which its
+header says everything; others, of which it says each for itself."""
+
+Packed = list[tuple[Header, Payload]]
+"""Values with their headers."""
 
 
 def scatter(values: Any, src: int = 0, group: Any = None) -> Any:
@@ -57,27 +67,52 @@ def scatter(values: Any, src: int = 0, group: Any = None) -> Any:
     root = view.position_of(src, "src")
     here = view.position == root
     mine = _parts_of(values, view.size) if here else None
-    header, _ = pack(bool(mine is not None), Call.SCATTER, src)
-    headers = exchange_headers(view, header)
-    if not headers[root].bits:
-        raise OptionsError(f"scatter: rank {src} needs one value for each of {view.size} ranks.")
     packed = [pack(value, Call.SCATTER, src) for value in mine] if mine is not None else []
-    blank = pack(None, Call.SCATTER, src)[0]
-    numbers = [number for header, _ in packed for number in header.numbers()]
-    width = len(blank.numbers())
-    table = exchange_numbers(view, numbers or blank.numbers() * view.size)[root]
-    sent = [Header.from_numbers(table[i * width : (i + 1) * width]) for i in range(view.size)]
+    header = _scatter_header(packed, src) if here else pack(None, Call.SCATTER, src)[0]
+    found = exchange(view, header, _together(packed, header), view.size)
+    said = found.headers[root]
+    if said.bits == _NONE:
+        raise OptionsError(f"scatter: rank {src} needs one value for each of {view.size} ranks.")
+    if said.bits == _ALIKE:
+        sent = [said] * view.size
+    else:
+        numbers = [number for header, _ in packed for number in header.numbers()]
+        table = exchange_numbers(view, numbers or [0] * (FIELDS * view.size))[root]
+        sent = [Header.from_numbers(table[at : at + FIELDS]) for at in range(0, len(table), FIELDS)]
     if any(header.kind is Kind.UNPICKLABLE for header in sent):
         raise CollectiveError(f"scatter: a value of rank {src} cannot be pickled.")
-    device, length = device_of(view, sent), padded(sent)
-    data = torch.empty(length, dtype=torch.uint8, device=device)
-    if length:
-        outgoing = [to_length(as_bytes(payload, device), length) for _, payload in packed]
-        dist.scatter(data, outgoing or None, src, group=view.group)
+    own = sent[view.position]
+    inline = found.inline(root, count=view.size) if said.bits == _ALIKE else None
+    if inline is not None:
+        at = view.position * own.nbytes
+        data: Payload = inline[0][at : at + own.nbytes]
+    else:
+        device, length = device_of(view, sent), padded(sent)
+        data = torch.empty(length, dtype=torch.uint8, device=device)
+        if length:
+            outgoing = [to_length(as_bytes(payload, device), length) for _, payload in packed]
+            dist.scatter(data, outgoing or None, src, group=view.group)
     if mine is not None:
         return mine[view.position]
-    own = sent[view.position]
     return unpack(own, data, view.device_for(True) if own.kind is Kind.TENSOR else None)
+
+
+def _scatter_header(packed: Packed, src: int) -> Header:
+    """What the root says of all its values: of tensors that are alike everything is said then."""
+    if not packed:
+        return replace(pack(None, Call.SCATTER, src)[0], bits=_NONE)
+    first = packed[0][0]
+    if first.kind is Kind.TENSOR and all(header == first for header, _ in packed):
+        return replace(first, bits=_ALIKE)
+    return replace(pack(None, Call.SCATTER, src)[0], bits=_TABLE)
+
+
+def _together(packed: Packed, header: Header) -> torch.Tensor | None:
+    """The bytes of tensors that are alike, if they are few enough to go along with their header."""
+    few = 0 < len(packed) * header.nbytes <= INLINE_BYTES
+    if header.bits != _ALIKE or header.on_gpu or not few:
+        return None
+    return torch.cat([as_bytes(payload, torch.device("cpu")) for _, payload in packed])
 
 
 def all_to_all(values: Any, group: Any = None) -> Any:
