@@ -41,6 +41,7 @@ __all__ = [
     "local_lines",
     "note_of",
     "rank_label",
+    "ranks_per_node",
     "remote_traceback",
     "state_and_since",
     "table_text",
@@ -50,7 +51,7 @@ __all__ = [
 _LONGEST_REASON = 500
 _NOTE = "distsession.note"
 """Where the metadata of a bundle has a note."""
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/distsession/engine/")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/distsession/engine/|^<frozen ")
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 K = TypeVar("K", bound=Hashable)
@@ -140,17 +141,31 @@ def _memory(amount: int) -> str:
     return f"{amount / 2**30:.0f} GiB" if amount else "unknown"
 
 
+def ranks_per_node(infos: Sequence[RankInfo]) -> list[int]:
+    """How many ranks each node has; one number where all have as many."""
+    counts = {info.node_rank: info.local_world_size for info in infos}
+    different = set(counts.values())
+    return [counts[node] for node in sorted(counts)] if len(different) > 1 else [*different]
+
+
 def config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
     """What holds for a whole session."""
     first = infos[0]
-    hosts = sorted({info.host for info in infos})
+    hosts: dict[str, list[int]] = {}
+    for info in infos:
+        hosts.setdefault(info.host, []).append(info.rank)
     models = sorted({f"{info.device.device.split(':')[0]} ({info.device.name})" for info in infos})
     return [
         ("backend", first.backend),
         ("world size", str(first.world_size)),
         ("nodes", str(first.nodes)),
-        ("ranks per node", str(first.local_world_size)),
-        ("hosts", ", ".join(hosts)),
+        ("ranks per node", ", ".join(map(str, ranks_per_node(infos)))),
+        (
+            "hosts",
+            ", ".join(f"{host} ({ranks_text(ranks)})" for host, ranks in hosts.items())
+            if len(hosts) > 1
+            else next(iter(hosts)),
+        ),
         ("devices", ", ".join(models)),
         ("torch", first.torch_version),
         ("python", first.python_version),
@@ -205,6 +220,7 @@ def diagnosis_text(
     verdict_sentence: str,
     stacks: bool = False,
     culprits: Collection[int] = (),
+    hosts: Mapping[int, str] | None = None,
 ) -> str:
     """The verdict, a line for each rank, and the ranks' stacks if they are wanted.
 
@@ -213,8 +229,9 @@ def diagnosis_text(
         verdict_sentence: Who waits for whom.
         stacks: Whether they are wanted.
         culprits: Ranks for which others wait; their stacks come first.
+        hosts: Of the ranks, where there are several.
     """
-    blocks = [verdict_sentence, table_text(_DIAGNOSIS_HEAD, _report_rows(reports))]
+    blocks = [verdict_sentence, table_text(*_report_table(reports, hosts or {}))]
     for ranks, frames in _stacks(reports, culprits) if stacks else ():
         text = "\n".join(map(_frame_text, frames)).rstrip()
         label = _stack_label(ranks, culprits)
@@ -227,11 +244,12 @@ def diagnosis_html(
     verdict_sentence: str,
     stacks: bool = False,
     culprits: Collection[int] = (),
+    hosts: Mapping[int, str] | None = None,
 ) -> Html:
     """The same as :func:`diagnosis_text`, for a notebook; frames of libraries are folded."""
     blocks = [
         element("p", verdict_sentence),
-        html.table(_DIAGNOSIS_HEAD, _report_rows(reports)),
+        html.table(*_report_table(reports, hosts or {})),
     ]
     for ranks, frames in _stacks(reports, culprits) if stacks else ():
         label = html.label(f"{ranks_text(ranks)}{_waited_for(ranks, culprits)}", tag="p")
@@ -240,13 +258,16 @@ def diagnosis_html(
 
 
 def diagnosis_table(
-    reports: Mapping[int, RankReport], verdict: Verdict, stacks: bool = False
+    reports: Mapping[int, RankReport],
+    verdict: Verdict,
+    stacks: bool = False,
+    hosts: Mapping[int, str] | None = None,
 ) -> Table:
     """The same in both forms; the stacks of ranks that others wait for come first."""
     culprits = set(verdict.missing) - set(verdict.waiting) or set(verdict.missing)
     return Table(
-        diagnosis_text(reports, verdict.sentence, stacks, culprits),
-        diagnosis_html(reports, verdict.sentence, stacks, culprits),
+        diagnosis_text(reports, verdict.sentence, stacks, culprits, hosts),
+        diagnosis_html(reports, verdict.sentence, stacks, culprits, hosts),
     )
 
 
@@ -274,8 +295,15 @@ def _waited_for(ranks: Sequence[int], culprits: Collection[int]) -> str:
     return f" (others wait for {it})" if set(ranks) & set(culprits) else ""
 
 
-def _report_rows(reports: Mapping[int, RankReport]) -> list[tuple[str, ...]]:
-    return [(str(rank), *state_and_since(reports[rank])) for rank in sorted(reports)]
+def _report_table(
+    reports: Mapping[int, RankReport], hosts: Mapping[int, str]
+) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    has_hosts = ["host"] if hosts else []
+    rows = [
+        (str(rank), *(hosts.get(rank, "") for _ in has_hosts), *state_and_since(reports[rank]))
+        for rank in sorted(reports)
+    ]
+    return (_DIAGNOSIS_HEAD[0], *has_hosts, *_DIAGNOSIS_HEAD[1:]), rows
 
 
 def state_and_since(report: RankReport) -> tuple[str, str]:
@@ -397,7 +425,7 @@ def _syntax_text(place: FrameInfo, colors: Colors) -> str:
 
 
 def _is_cell(filename: str) -> bool:
-    return is_cell(filename) or filename.startswith("<") or is_notebook_file(filename)
+    return is_cell(filename) or is_notebook_file(filename)
 
 
 def _cell_name(filename: str, at: str, colors: Colors) -> str:

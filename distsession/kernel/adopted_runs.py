@@ -91,20 +91,35 @@ class AdoptedRuns:
                 self._unwanted.append(pending)  # of a transfer that nobody goes on with
             else:
                 began = known.began.get(request.id) or self._guessed(request, pending)
-                self._take_run(began, each, dead)
-        self._note_lost(known, {each.request.id for each in adopted}, dead)
+                run = AdoptedRun(
+                    began, pending, each.missing, source=getattr(request, "source", "")
+                )
+                self._take_run(run, dead)
+        there = {each.request.id for each in adopted}
+        self._note_lost(known, there | self._take_late(known, there, dead), dead)
 
-    def _take_run(
-        self, began: RunBegan, adopted: Adopted, dead: Mapping[int, EngineDiedError]
-    ) -> None:
-        pending = adopted.pending
+    def _take_late(
+        self, known: Known, there: Collection[int], dead: Mapping[int, EngineDiedError]
+    ) -> set[int]:
+        """Take over what only ranks can tell of that have not connected yet; gives which."""
+        launcher, taken = self._requests.launcher, set()
+        for number, began in known.began.items():
+            if number in there or number in known.ended:
+                continue
+            if (pending := launcher.adopt_late(number, began.ranks)) is not None:
+                self._take_run(AdoptedRun(began, pending), dead)
+                taken.add(number)
+        self._runs.sort(key=lambda run: run.began.request)
+        launcher.resume_late()
+        return taken
+
+    def _take_run(self, run: AdoptedRun, dead: Mapping[int, EngineDiedError]) -> None:
+        began, pending = run.began, run.pending
         died = [rank for rank in began.ranks if rank in dead and rank not in pending.ranks]
         pending.ranks = tuple(sorted({*pending.ranks, *died}))
         for rank in died:
             pending.put_death(dead[rank])
         self._requests.take_over(began)
-        source = getattr(adopted.request, "source", "")
-        run = AdoptedRun(began, pending, adopted.missing, source=source)
         if began.fetch:
             run.future = concurrent.futures.Future()
             run.future.set_running_or_notify_cancel()

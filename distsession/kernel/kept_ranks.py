@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distsession.cluster.attachment import STATE_FILE, LauncherState, read_state
-from distsession.cluster.kept_session import KeptSession, read_kept
-from distsession.cluster.process_state import GONE, process_facts
+from distsession.cluster.kept_session import KeptSession, read_kept, refuse_far_logs
 from distsession.engine import usage
 from distsession.engine.log_file import newest_log
+from distsession.engine.process_state import GONE, process_facts
 from distsession.errors import KeptSessionError
-from distsession.kernel.kept_state import board_reports, open_board
+from distsession.kernel.kept_state import board_reports, far_pids, open_board
 from distsession.kernel.replay import OutputHistory, RunRecord
 from distsession.kernel.session_record import known_outputs
 from distsession.protocol.board import Board
@@ -89,6 +89,10 @@ class KeptRanks:
 
     def pids(self) -> dict[int, int]:
         """The processes of the ranks that live."""
+        if self._kept.keeper:
+            with self._lock, contextlib.suppress(NotThereError):
+                return {} if self._kept.is_keeper_gone else far_pids(self._open_board())
+            return {}
         agents = set(self._kept.agents)
         found = {}
         for info in self.infos:
@@ -106,17 +110,21 @@ class KeptRanks:
             NotThereError: The memory that says so cannot be read.
         """
         with self._lock:
-            return board_reports(self._open_board(), self.pids())
+            board, pids = self._open_board(), self.pids()
+            return board_reports(board, None if self._kept.keeper and pids else pids)
 
     def usage(self, timeout: float) -> UsageReply:
         """What the ranks use of processors, memory and GPUs."""
         gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
         if gpus and self._gpus is None:
             self._gpus = usage.GpuReader()
-        return usage.read(UsageRequest(0, gpus), self.pids(), self._gpus)
+        # Of other hosts nothing is known here.
+        pids = {} if self._kept.keeper else self.pids()
+        return usage.read(UsageRequest(0, gpus), pids, self._gpus)
 
     def log_path(self, rank: int, stream: str) -> Path | None:
         """The file that has what a rank has written; None if it has none yet."""
+        refuse_far_logs(self._kept)
         found = newest_log(self._kept.folder, rank, stream.removeprefix("std"))
         return None if found is None else Path(found)
 
@@ -125,7 +133,9 @@ class KeptRanks:
 
         Raises:
             NotThereError: The memory that says what runs cannot be read.
+            KeptSessionError: The ranks are on other hosts.
         """
+        refuse_far_logs(self._kept)
         outputs, running = known_outputs(self._kept.folder)
         for run in running:
             record = outputs.begin(

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from distsession.cluster.kept import KeptSession
-from distsession.cluster.process_state import STOPPED, process_state
 from distsession.cluster.session_processes import (
     SessionProcesses,
     look_at_processes,
     memory_bytes,
 )
+from distsession.engine.process_state import ENDED, STOPPED, process_state
 from distsession.engine.usage import GpuReader
 from distsession.protocol.board import Board, Region
 from distsession.protocol.board_report import running_report
 from distsession.protocol.messages import RankReport
 from distsession.protocol.rank_state import Ending, Outcome, RankState
 
-__all__ = ["KeptState", "board_reports", "kept_reports", "look_at", "open_board"]
+__all__ = [
+    "KeptState",
+    "board_reports",
+    "far_pids",
+    "kept_reports",
+    "look_at",
+    "open_board",
+    "rank_pids",
+]
 
-ENDED = Outcome(Ending.DIED, "its process has ended")
+HAS_ENDED = Outcome(Ending.DIED, "its process has ended")
+LOST = Outcome(Ending.DIED, "what held the connection to its host has ended")
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ def look_at(kept: KeptSession, gpus: GpuReader | None = None) -> KeptState:
         kept,
         reports,
         problem,
-        processes.ranks,
+        rank_pids(kept, processes),
         memory_bytes(processes.all),
         gpus.memory_of(processes.all) if gpus is not None else None,
         {node: pid for node, pid in living.items() if process_state(pid) in STOPPED},
@@ -94,11 +104,28 @@ def kept_reports(
         ValueError: It is not what it should be.
     """
     known = processes or look_at_processes(kept.folder, kept.agents)
+    if kept.is_keeper_gone:
+        return {
+            rank: RankReport(rank, RankState.DEAD, outcome=LOST) for rank in range(kept.world_size)
+        }
     board = open_board(kept)
     try:
-        return board_reports(board, known.ranks)
+        return board_reports(board, None if kept.keeper else known.ranks)
     finally:
         board.close()
+
+
+def rank_pids(kept: KeptSession, processes: SessionProcesses) -> Mapping[int, int]:
+    """The ranks that live, and their processes, on whichever host these are."""
+    if not kept.keeper:
+        return processes.ranks
+    with contextlib.suppress(OSError, ValueError):  # the agent here is gone
+        board = open_board(kept)
+        try:
+            return far_pids(board)
+        finally:
+            board.close()
+    return {}
 
 
 def open_board(kept: KeptSession) -> Board:
@@ -118,21 +145,37 @@ def open_board(kept: KeptSession) -> Board:
         os.close(descriptor)
 
 
-def board_reports(board: Board, pids: Mapping[int, int]) -> dict[int, RankReport]:
+def far_pids(board: Board) -> dict[int, int]:
+    """The ranks that live on other hosts, and their processes there, as the board says."""
+    found = {region.rank: region.process[0] for region in board.regions}
+    return {
+        rank: pid
+        for rank, pid in found.items()
+        if pid and board.regions[rank].process_state(pid) not in ENDED
+    }
+
+
+def board_reports(board: Board, pids: Mapping[int, int] | None) -> dict[int, RankReport]:
     """What each rank does, as the board says.
 
     Args:
         board: Of the session.
-        pids: Of the ranks that live.
+        pids: Of the ranks that live; None where they are on other hosts.
     """
-    return {region.rank: _report(region, pids) for region in board.regions}
+    if pids is not None:
+        letters = {rank: process_state(pid) for rank, pid in pids.items()}
+    else:
+        letters = {r: board.regions[r].process_state(pid) for r, pid in far_pids(board).items()}
+    return {region.rank: _report(region, letters) for region in board.regions}
 
 
-def _report(region: Region, pids: Mapping[int, int]) -> RankReport:
-    if region.rank not in pids:
-        return RankReport(region.rank, RankState.DEAD, outcome=ENDED, sequences=region.sequences())
+def _report(region: Region, letters: Mapping[int, str]) -> RankReport:
+    if region.rank not in letters:
+        return RankReport(
+            region.rank, RankState.DEAD, outcome=HAS_ENDED, sequences=region.sequences()
+        )
     if region.request:
-        report = running_report(region, process_state(pids[region.rank]))
+        report = running_report(region, letters[region.rank])
         return replace(report, place=report.place or region.last_line)
     return RankReport(
         region.rank,

@@ -48,6 +48,8 @@ def _row(state: KeptState) -> tuple[str, ...]:
     kept, gpu = state.kept, state.gpu_memory_bytes
     troubles = [f"{agent_text(node)} is gone" for node in kept.gone_agents]
     troubles += [f"{agent_text(n)} (pid {p}) is stopped" for n, p in state.stopped_agents.items()]
+    if kept.is_keeper_gone:
+        troubles.append(f"what held the connections to its hosts (pid {kept.keeper}) is gone")
     return (
         kept.name,
         str(kept.world_size),

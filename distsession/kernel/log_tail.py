@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from distsession.cluster.kept_session import KeptSession
+from distsession.cluster.kept_session import KeptSession, refuse_far_logs
 from distsession.engine.log_file import newest_log
 from distsession.kernel.log_text import LogReader, MissingText, read_open_log
 from distsession.protocol.messages import Text
@@ -98,7 +98,11 @@ def texts_of_all(
         kept: The session.
         lines: How many lines of each rank that are there already come first.
         miss: Is told what is missing.
+
+    Raises:
+        KeptSessionError: The ranks are on other hosts.
     """
+    refuse_far_logs(kept)
     with contextlib.ExitStack() as stack:
         tails = [
             (rank, stream, stack.enter_context(contextlib.closing(tail)), _decoder())

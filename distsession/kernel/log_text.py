@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["LogPage", "LogReader", "MissingText", "read_log", "read_open_log"]
+from distsession.engine.log_file import next_data
+from distsession.protocol.messages import LogPiece
+
+__all__ = [
+    "FarLog",
+    "LocalLog",
+    "LogPage",
+    "LogReader",
+    "LogSource",
+    "MissingText",
+    "read_log",
+    "read_open_log",
+]
 
 CHUNK_BYTES = 1 << 20
 PAGE_BYTES = 64 << 10
 """Bytes of one page, however few lines they are."""
+FAR_SEARCH_BYTES = 16 << 20
+"""The end of a log of another host that is looked through, for all of it has to come here."""
 MAX_MATCHES = 100_000
 """Places that are kept of what was looked for."""
 
@@ -47,7 +61,7 @@ def read_open_log(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, 
     lost = 0
     at = begin
     while at < end:
-        there = _next_data(descriptor, at, end)
+        there = next_data(descriptor, at, end)
         lost += there - at
         data = os.pread(descriptor, min(CHUNK_BYTES, end - there), there)
         if there < end and not data:  # it was cut short by someone else
@@ -60,13 +74,89 @@ def read_open_log(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, 
         raise MissingText(f"{lost:,} bytes of text that were given back to the disk")
 
 
-def _next_data(descriptor: int, at: int, end: int) -> int:
-    """Where there is something from there on; holes are skipped."""
-    try:
-        return min(end, os.lseek(descriptor, at, os.SEEK_DATA))
-    except OSError as error:
-        # A file system may have no word for it; or there is nothing but a hole from there on.
-        return end if error.errno == errno.ENXIO else at
+class LogSource(Protocol):
+    """A log file, wherever it is."""
+
+    name: str
+    """Its path, with the host where that is another one; empty where there is no log."""
+
+    note: str
+    """What to say of it beside what is shown; empty for an ordinary file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that were written so far; 0 if the file is gone."""
+
+    @property
+    def first_searched(self) -> int:
+        """Where a search of all of it begins."""
+
+    def read(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """A part of it, in pieces, each with where it begins; of what is not there nothing."""
+
+
+class LocalLog:
+    """A log file of this host.
+
+    Args:
+        path: Of the file; empty where there is none.
+    """
+
+    first_searched = 0
+    note = ""
+
+    def __init__(self, path: str):
+        self.name = path
+
+    @property
+    def size(self) -> int:
+        try:
+            return os.stat(self.name).st_size
+        except OSError:
+            return 0
+
+    def read(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        with contextlib.suppress(MissingText):
+            yield from read_log(self.name, begin, end)
+
+
+class FarLog:
+    """A log file of another host, which an agent reads there.
+
+    Args:
+        name: Host and path.
+        ask: Asks for a part, by its begin and its bytes; None where nobody answers.
+    """
+
+    def __init__(self, name: str, ask: Callable[[int, int], LogPiece | None]):
+        self.name = name
+        self._ask = ask
+        self._size = 0
+        self.note = f"in {name}"
+
+    @property
+    def size(self) -> int:
+        """As it was last known, where nobody answers."""
+        piece = self._ask(0, 0)
+        self.note = f"in {self.name}"
+        if piece is None:
+            self.note += ", which cannot be read now"
+        else:
+            self._size = piece.size
+        return self._size
+
+    @property
+    def first_searched(self) -> int:
+        return max(0, self.size - FAR_SEARCH_BYTES)
+
+    def read(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        while begin < end:
+            piece = self._ask(begin, end - begin)
+            if piece is None or not piece.data or piece.begin >= end:
+                return
+            data = piece.data[: end - piece.begin]
+            yield piece.begin, data
+            begin = piece.begin + len(data)
 
 
 @dataclass(frozen=True)
@@ -88,23 +178,26 @@ class LogReader:
     """Looks through the log file of a rank, which goes on growing.
 
     Args:
-        path: Of the file.
+        source: The file, or its path.
     """
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, source: LogSource | str):
+        self._source = LocalLog(source) if isinstance(source, str) else source
+        self.name = self._source.name
         self.matches: list[int] = []
         """Where what was looked for stands; of very many the last ones."""
         self._wanted = ""
         self._searched = 0
 
     @property
+    def note(self) -> str:
+        """What to say of it beside what is shown; empty for an ordinary file."""
+        return self._source.note
+
+    @property
     def size(self) -> int:
         """Bytes that were written so far; 0 if the file is gone."""
-        try:
-            return os.stat(self.path).st_size
-        except OSError:
-            return 0
+        return self._source.size
 
     def before(self, end: int, lines: int) -> LogPage:
         """The last lines before an offset."""
@@ -139,12 +232,12 @@ class LogReader:
         Capitals count only where it has some itself.
         """
         if wanted != self._wanted:
-            self._wanted, self._searched, self.matches = wanted, 0, []
+            self._wanted, self._searched, self.matches = wanted, self._source.first_searched, []
         sought = wanted.encode()
         flags = re.IGNORECASE if wanted == wanted.lower() else re.NOFLAG
         pattern = re.compile(re.escape(sought), flags)
         rest, at = b"", self._searched
-        for begin, data in self._pieces(at, self.size) if wanted else ():
+        for begin, data in self._source.read(at, self.size) if wanted else ():
             if begin != at + len(rest):
                 rest, at = b"", begin
             rest += data
@@ -158,12 +251,8 @@ class LogReader:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        with contextlib.suppress(MissingText):
-            yield from read_log(self.path, begin, end)
-
     def _read(self, begin: int, end: int) -> bytes:
-        return b"".join(data for _, data in self._pieces(begin, end))
+        return b"".join(data for _, data in self._source.read(begin, end))
 
 
 def _page(begin: int, end: int, data: bytes) -> LogPage:

@@ -43,7 +43,7 @@ from distsession.protocol.messages import (
     Reason,
     TimedOut,
 )
-from distsession.ranks import RankInfo, ranks_text
+from distsession.ranks import RankInfo, host_names, ranks_text
 from distsession.results import RankResults
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "own_causes",
     "reconnected_text",
     "run_error",
+    "with_mismatch",
 ]
 
 error_colors: Callable[[], Colors] | None = None
@@ -163,7 +164,7 @@ def run_error(
     grade = kinds[0].grade
     causes = [kind for kind in kinds if kind.grade == grade]
     suffered = sorted(rank for kind in kinds[len(causes) :] for rank in kind.ranks)
-    summary = _line(causes[0], failed, {}, places or {})
+    summary = _line(causes[0], failed, host_names(infos), places or {})
     if others := sorted(rank for kind in causes[1:] for rank in kind.ranks):
         summary += f" (and on {ranks_text(others)})"
     colors = PLAIN if error_colors is None else error_colors()
@@ -176,6 +177,38 @@ def run_error(
     by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
     by_rank |= {rank: failed[rank].error for rank in suffered}
     return RunError(summary, by_rank=by_rank, results=results, details=details)
+
+
+def with_mismatch(failed: Failures, mismatch: Mismatch) -> Failures:
+    """What failed, with what ranks of different nodes have called that did not match.
+
+    All of it may have come to an end, or broken off in a way that does not say why: with the death
+    of a rank, or with a connection that was closed.
+    """
+    if any(isinstance(failure.reason, Mismatch) for failure in failed.values()):
+        return failed
+    text, remedy = sentence(mismatch_text(mismatch)), mismatch_remedy(mismatch)
+    error = CollectiveMismatchError(text, remedy=remedy)
+    info = ErrorInfo("CollectiveMismatchError", str(error))
+    took_part = [call.rank for call in mismatch.calls]
+    living = [r for r in took_part if not isinstance(_error_of(failed, r), EngineDiedError)]
+    told = {
+        rank: replace(failed[rank], reason=mismatch)
+        for rank in living
+        if rank in failed and _is_told(failed[rank])
+    }
+    if not told:
+        told = {rank: Failure(error, info, mismatch) for rank in living if rank not in failed}
+    return {**failed, **told}
+
+
+def _error_of(failed: Failures, rank: int) -> BaseException | None:
+    return failed[rank].error if rank in failed else None
+
+
+def _is_told(failure: Failure) -> bool:
+    """Whether it is raised for another's sake."""
+    return isinstance(failure.reason, Aborted) or failure.info.ename in _COLLECTIVE
 
 
 # --- whose fault it is ----------------------------------------------------------------------------
@@ -228,10 +261,13 @@ def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
     times = sorted(began.values())
     later = [at for before, at in pairwise(times) if at - before > APART_S]
 
-    def order(kind: _Kind) -> tuple[int, int, bool, int]:
+    def order(kind: _Kind) -> tuple[int, bool, int, bool, int]:
         is_death = isinstance(failed[kind.ranks[0]].error, EngineDiedError)
         lateness = sum(at <= began[kind] for at in later)
-        return kind.grade, lateness, not is_death, kind.ranks[0]
+        reason = failed[kind.ranks[0]].reason
+        # gloo may end a process that is sent more than it expects.
+        is_begun = isinstance(reason, Mismatch) and reason.is_begun
+        return kind.grade, not is_begun, lateness, not is_death, kind.ranks[0]
 
     return sorted(kinds, key=order)
 

@@ -13,13 +13,15 @@ from typing import Any
 
 from distsession.cluster.base import Launcher
 from distsession.cluster.pending import PendingRequest
-from distsession.cluster.process_state import ENDED, has_ended, process_state
+from distsession.engine.process_state import ENDED
+from distsession.errors import EngineDiedError
 from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.protocol import diagnosis
 from distsession.protocol.board import Region
 from distsession.protocol.board_report import running_report
+from distsession.protocol.cause import mismatch_text, sentence
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
-from distsession.protocol.messages import Operation, RankReport, StackReply
+from distsession.protocol.messages import Mismatch, Operation, RankReport, StackReply
 from distsession.protocol.operation_names import Pair, group_title
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.protocol.unseen import Unseen, texts
@@ -97,8 +99,9 @@ class Recovery:
             pendings = [p for p in pendings if p is not sole] + [sole]
         else:
             sole = None
+        dead = launcher.dead_ranks()
         found = {
-            info.rank: self._report(info.rank, info.pid, pendings, sole) for info in launcher.infos
+            info.rank: self._report(info.rank, pendings, sole, dead) for info in launcher.infos
         }
         if ask:
             running = [
@@ -112,8 +115,7 @@ class Recovery:
                 report = found[rank]
                 if report.unseen or any(op.is_enqueued for op in report.operations):
                     # Its control thread has just looked what of that is complete.
-                    pid = launcher.infos[rank].pid
-                    found[rank] = self._report(rank, pid, pendings, sole)
+                    found[rank] = self._report(rank, pendings, sole, dead)
                 if found[rank].state == RankState.RUNNING:
                     found[rank] = _with_stack(found[rank], stacks.get(rank))
             found |= {
@@ -130,17 +132,21 @@ class Recovery:
         return diagnosis.diagnose(reports, is_sole=is_sole)
 
     def _report(
-        self, rank: int, pid: int, pendings: list[PendingRequest], sole: PendingRequest | None
+        self,
+        rank: int,
+        pendings: list[PendingRequest],
+        sole: PendingRequest | None,
+        dead: Mapping[int, EngineDiedError],
     ) -> RankReport:
         launcher = self.launcher
-        death = launcher.dead_ranks().get(rank)
+        death = dead.get(rank)
         if death is not None:
             return RankReport(rank, RankState.DEAD, outcome=Outcome(Ending.DIED, death.how))
         if launcher.board is None:
             return RankReport(rank, RankState.IDLE)
         region = launcher.board.regions[rank]
-        letter = process_state(pid)
-        if letter in ENDED and has_ended(pid):
+        letter = launcher.process_state(rank)
+        if letter in ENDED and launcher.has_ended(rank):
             outcome = Outcome(Ending.DIED, launcher.unreported(rank))
             return RankReport(rank, RankState.DEAD, outcome=outcome, sequences=region.sequences())
         if launcher.channel.is_busy(rank):
@@ -160,7 +166,8 @@ class Recovery:
             RankState.IDLE,
             region.seconds,
             outcome=ended,
-            sequences=region.sequences(),
+            # What a lost device was given never comes to its end, whatever had been begun.
+            sequences={} if region.is_device_lost else region.sequences(),
             refused=region.refused(),
             unseen=texts(under_way),
             is_replaying=bool(under_way),
@@ -338,7 +345,19 @@ class Recovery:
     def abort(self, verdict: Verdict) -> None:
         """Give the process group up, so that whoever waits in it comes back with an error."""
         self.verdict = verdict
-        self.launcher.abort(verdict.reason, verdict.sentence)
+        self.launcher.abort(verdict.reason, verdict.sentence, stuck=verdict.waiting)
+
+    def find_mismatch(self) -> Mismatch | None:
+        """Give the group up if ranks of different nodes have begun what does not match."""
+        if self.launcher.shares_board:  # they see that themselves
+            return None
+        with self.lock:
+            launcher = self.launcher
+            mismatch = launcher.find_mismatch()
+            if mismatch is not None and not launcher.is_broken:
+                text = sentence(mismatch_text(mismatch))
+                launcher.abort(AbortReason.MISMATCH, text, mismatch=mismatch)
+        return mismatch
 
     def check_damage(self, *, has_failed: bool) -> None:
         """After a run: give the group up if an operation failed within (a time-out of gloo's).
@@ -412,6 +431,8 @@ def _stuck_text(report: RankReport) -> str:
     }
     if report.state in known:
         return known[report.state]
+    if any(frame.filename.startswith("<frozen importlib") for frame in report.stack):
+        return f"imports something, which is not cut off, at {report.place or 'an unknown place'}"
     if report.place or not report.stack:
         return f"does not react, at {report.place or 'an unknown place'}"
     # Its own code is over: what it had is let go, and the end of that takes long.

@@ -34,6 +34,13 @@ KEPT_RUNS = 1000
 MAX_PIECES = 10_000
 """Pieces of one rank in one run; beyond it, the order of its two streams is not kept."""
 
+MERGED_CHARS = 16 << 10
+"""Text up to which pieces that follow each other are kept as one."""
+PIECE_BYTES = 400
+"""What a piece of text takes besides its characters."""
+NO_ROOM = "text that found no room on the disk"
+ELSEWHERE = "text whose log is on another host"
+
 LogPath = Callable[[int, str], Path | None]
 
 
@@ -54,6 +61,11 @@ class _Kept:
     content: Any
     size: int
     name: str
+
+    @property
+    def missed(self) -> str:
+        """What to say of it when it has been let go of."""
+        return self.name if self.name in (NO_ROOM, ELSEWHERE) else f"a display ({self.name})"
 
 
 @dataclass(slots=True)
@@ -109,6 +121,7 @@ class RunRecord:
     ranks: tuple[int, ...]
     log_path: LogPath
     keep: Callable[[RunRecord, _Kept | None], None]
+    extend: Callable[[_Kept, Text], bool]
     began: float = field(default_factory=time.time)
     error: str = ""
     request: int = 0
@@ -167,7 +180,11 @@ class RunRecord:
         pieces = self._pieces(message.rank)
         path = self.log_path(message.rank, message.stream) if message.end >= 0 else None
         if path is None:
-            kept = _Kept(message, len(message.text), "text that found no room on the disk")
+            last = pieces[-1] if pieces else None
+            if isinstance(last, _Kept) and self.extend(last, message):
+                return
+            size = PIECE_BYTES + len(message.text)
+            kept = _Kept(message, size, NO_ROOM if message.end < 0 else ELSEWHERE)
             pieces.append(kept)
             self.keep(self, kept)
             return
@@ -241,8 +258,9 @@ class OutputHistory:
         if cell is None:
             return None
         made = RunRecord(
-            cell, tuple(ranks), log_path, self._keep, began or time.time(), request=request
-        )
+            cell, tuple(ranks), log_path, self._keep, self._extend, began or time.time(),
+            request=request,
+        )  # fmt: skip
         return self._named(made, kernel or self.kernel)
 
     def runs(self, cell: int | None = None, kernel: int | None = None) -> list[RunRecord]:
@@ -325,10 +343,31 @@ class OutputHistory:
                 return
             self._displays.append(kept)
             self._bytes += kept.size
-            while self._bytes > KEPT_BYTES and len(self._displays) > 1:
-                oldest = self._displays.popleft()
-                self._bytes -= oldest.size
-                oldest.content = None
+            self._let_go()
+
+    def _extend(self, kept: _Kept, more: Text) -> bool:
+        """Put text behind what is kept; whether it goes on there, and both are short enough."""
+        with self._lock:
+            text = kept.content
+            if (
+                not isinstance(text, Text)
+                or (text.stream, text.end) != (more.stream, more.begin)
+                or len(text.text) + len(more.text) > MERGED_CHARS
+                or more.end < 0
+            ):
+                return False
+            kept.content = replace(text, text=text.text + more.text, end=more.end)
+            kept.size += len(more.text)
+            self._bytes += len(more.text)
+            self._let_go()
+            return True
+
+    def _let_go(self) -> None:
+        """Of what takes memory, let the oldest go where that is too much."""
+        while self._bytes > KEPT_BYTES and len(self._displays) > 1:
+            oldest = self._displays.popleft()
+            self._bytes -= oldest.size
+            oldest.content = None
 
 
 def _no_log_path(rank: int, stream: str) -> Path | None:
@@ -438,7 +477,7 @@ def _messages(
         if piece.content is not None:
             yield piece.content
         else:
-            miss(f"a display ({piece.name})", rank)
+            miss(piece.missed, rank)
     else:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:

@@ -25,6 +25,7 @@ from distsession.kernel.outcome import (
     own_causes,
     reconnected_text,
     run_error,
+    with_mismatch,
 )
 from distsession.kernel.output import Output
 from distsession.kernel.progress import ProgressNotice, TransferProgress
@@ -41,6 +42,9 @@ from distsession.protocol.messages import RankReport
 from distsession.results import RankResults
 
 __all__ = ["Run"]
+
+BOARD_DELAY_S = 0.05
+"""Seconds that it may take until it is known here what a rank of another node has done."""
 
 
 class _NotBack(Exception):
@@ -123,6 +127,10 @@ class Run:
             shown = {
                 rank: reply.shown for rank, (reply, _) in pending.replies.items() if reply.shown
             }
+            if pending.deaths and not self._recovery.launcher.shares_board:
+                time.sleep(BOARD_DELAY_S)  # what it posted last may still be on its way
+            if mismatch := self._recovery.find_mismatch():
+                failed = with_mismatch(failed, mismatch)
             if shown:
                 bundles = render.with_notes(
                     {rank: (data, metadata) for rank, (data, metadata, _) in shown.items()},

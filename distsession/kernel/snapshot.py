@@ -262,6 +262,8 @@ def _value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={text}" for name, text in value.items()) or "not set"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from distsession.errors import SessionStateError
 from distsession.kernel.requests import Requests
 from distsession.protocol.messages import TimelineRequest
+from distsession.ranks import host_names
 from distsession.timeline.timeline import Timeline
 from distsession.timeline.waits import merge
 
@@ -40,10 +41,13 @@ def bring(requests: Requests, *, waits: bool = True) -> Timeline:
             "the record of the last cell is gone with the processes of its ranks: run it again."
         )
     infos = {info.rank: info for info in requests.launcher.infos}
-    names = {rank: f"rank {rank} ({infos[rank].device.device})" for rank in traces}
+    hosts = host_names(infos.values())
+    on = {rank: f"{host}, " for rank, host in hosts.items()}
+    names = {r: f"rank {r} ({on.get(r, '')}{infos[r].device.device})" for r in traces}
     absent = [rank for rank in run.ranks if rank not in traces]
     return Timeline(
         merge(traces.values(), absent=absent),
         names=names,
+        hosts=hosts,
         backend=requests.launcher.infos[0].backend,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from distsession.protocol.messages import (
     PieceRequest,
     PullRequest,
     PushRequest,
+    ReturnRequest,
     ShardsRequest,
 )
 from distsession.protocol.shared_memory import Segment, map_private, map_shared
@@ -34,6 +36,8 @@ from distsession.ranks import ranks_text
 from distsession.results import RankResults
 
 __all__ = ["copy", "gather", "prepare", "pull", "push", "scatter"]
+
+log = logging.getLogger(__name__)
 
 PIECE_MIN, PIECE_MAX = 1 << 20, 16 << 20
 """Bytes of a piece of what a rank of another host gathers; in between a sixteenth of the whole."""
@@ -88,20 +92,63 @@ def _push_frames(
         try:
             requests.call(ranks, lambda number: PushRequest(number, cells), payload, verb="sending")
         except BaseException:
-            with suppress(DistsessionError):  # ranks that hold it already can let it go
-                requests.post(ranks, lambda number: CommitRequest(number, False))
+            _discard(requests, ranks)
             raise
         requests.call(ranks, lambda number: CommitRequest(number, True), [], steady=True)
 
 
-def copy(requests: Requests, source: int, ranks: Sequence[int], names: Sequence[str]) -> None:
+def _discard(requests: Requests, ranks: Sequence[int]) -> None:
+    """Ranks that hold already what is not wanted can let it go."""
+    with suppress(DistsessionError):
+        requests.post(ranks, lambda number: CommitRequest(number, False))
+
+
+def copy(
+    requests: Requests, source: int, ranks: Sequence[int], names: Sequence[str], *, lend: bool
+) -> None:
     """Give ranks these variables of another one, all in one payload.
 
     What they share (an optimizer the parameters of its model) stays shared. The values pass through
     the kernel as they are, without being rebuilt there.
+
+    Args:
+        requests: Of the session.
+        source: Whose variables.
+        ranks: Who gets them.
+        names: Which.
+        lend: What is large on a device goes straight from one device to the other, where it can.
+            All ranks are on the host of the source.
     """
+    if lend and _copy_lent(requests, source, ranks, names):
+        return
     payload = requests.fetch_frames(source, lambda number: PullRequest(number, tuple(names)))
     _push_frames(requests, ranks, payload)
+
+
+def _copy_lent(requests: Requests, source: int, ranks: Sequence[int], names: Sequence[str]) -> bool:
+    """The same, with memory of the source's device lent to the others; whether it came about.
+
+    No name is set before the source has said, when all have their copies, that it lent the same
+    all the while: what is read of a process that has ended, or computes on, may be anything.
+    """
+    wanted = tuple(names)
+    payload = requests.fetch_frames(source, lambda number: PullRequest(number, wanted, lend=True))
+    with requests.pushing:
+        try:
+            problems = requests.call(ranks, PushRequest, payload, verb="sending")
+            is_same = requests.call([source], ReturnRequest, [])[source]
+        except BaseException:
+            _discard(requests, ranks)
+            with suppress(DistsessionError):
+                requests.post([source], ReturnRequest)
+            raise
+        if is_same and not any(problems.values()):
+            requests.call(ranks, lambda number: CommitRequest(number, True), [], steady=True)
+            return True
+        _discard(requests, ranks)
+    why = next(filter(None, problems.values()), f"rank {source} has run something meanwhile")
+    log.info("%s goes through this host's memory: %s", ", ".join(names), why)
+    return False
 
 
 # --- pull -----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distsession.cluster.pending import PendingRequest
-from distsession.cluster.process_state import processor_time
 from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.kernel.recovery import Recovery, is_doomed, waiting_in
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_from_any
@@ -90,6 +89,8 @@ class Watchdog:
                 return
             self._adopt(recovery.verdict, recovery.reports(ask=False))
             return
+        if not launcher.is_broken and recovery.find_mismatch() is not None:
+            return  # the ranks that took part raise it
         sole = self._pending if self._pending.is_sole else None
         reports = recovery.reports(ask=False, sole=sole)
         now = time.monotonic()
@@ -110,7 +111,8 @@ class Watchdog:
         elif not suspects or verdict.kind in (Kind.DEADLOCK, Kind.ORDER):
             self._act_on(verdict, reports, now, sole)
         missing = [reports[rank] for rank in self._pending.missing]
-        if verdict.kind is Kind.WAIT or any(r.state.is_halted or r.unseen for r in missing):
+        is_wait = verdict.kind is Kind.WAIT or verdict.is_crossed
+        if is_wait or any(r.state.is_halted or r.unseen for r in missing):
             self._notice(now, sole)
 
     def _act_on(
@@ -191,7 +193,6 @@ class Watchdog:
 
         Who waits for a device may use all there is, so of such a rank its own word counts.
         """
-        pids = {info.rank: info.pid for info in self._recovery.launcher.infos}
         has_failed = any(
             report.state == RankState.DEAD
             or (report.outcome is not None and report.outcome.ending is Ending.FAILED)
@@ -212,7 +213,7 @@ class Watchdog:
             if report.operations[-1].is_enqueued:
                 suspects.append(rank)
                 continue
-            used = processor_time(pids[rank])
+            used = self._recovery.launcher.processor_time(rank)
             before, since = self._idle_since.setdefault(rank, (used, now))
             if used != before:
                 self._idle_since[rank] = (used, now)

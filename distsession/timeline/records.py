@@ -31,7 +31,8 @@ class OperationRecord(NamedTuple):
         is_future: C++ waits for it, as in a backward, and does not say from when on.
         failed: It was not done.
         is_from_any: It receives from whichever rank sends.
-        is_enqueued: A device was given it, and nobody says who waited for that.
+        is_enqueued: A device was given it; ``blocked`` is when the rank was first seen to wait for
+            its device behind it.
     """
 
     name: str

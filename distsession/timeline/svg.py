@@ -50,13 +50,16 @@ class _Bar:
     count: int = 1
 
 
-def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> Html:
+def picture(
+    merged: Merged, *, title: str, late: Sequence[int] = (), hosts: Mapping[int, str] | None = None
+) -> Html:
     """A cell as SVG, with a script that enlarges it, without which it can be read as well.
 
     Args:
         merged: The cell.
         title: What it shows, in a sentence.
         late: The ranks that the others waited for; they are marked.
+        hosts: Of the ranks, where there are several; shown where the mouse is on a rank.
     """
     ranks = [*merged.traces]
     row = 26 if len(ranks) <= 16 else 13
@@ -70,7 +73,8 @@ def picture(merged: Merged, *, title: str, late: Sequence[int] = ()) -> Html:
     bars = _bars_by_rank(merged, span)
     labels, rows = [], []
     for index, rank in enumerate(ranks):
-        labels.append(_label(rank, TOP + index * row, row, rank in late))
+        host = (hosts or {}).get(rank, "")
+        labels.append(_label(rank, TOP + index * row, row, rank in late, host))
         rows.append(_row(merged, rank, bars[rank], at, (index * row, row), mark))
     lines, ticks = _axis(span, at, merged.began, height)
     drawing = element(
@@ -172,10 +176,11 @@ def _axis(span: int, at: Scale, began: int, height: int) -> tuple[Html, Html]:
     return path, element("g", *texts, aria_hidden="true")
 
 
-def _label(rank: int, y: float, row: int, is_late: bool) -> Html:
+def _label(rank: int, y: float, row: int, is_late: bool, host: str) -> Html:
     size, middle = (11, y + row / 2 + 4) if row > 16 else (9, y + row / 2 + 3)
     return element(
         "text",
+        *([element("title", host)] if host else []),
         f"{'▸ ' if is_late else ''}rank {rank}",
         x=LEFT - 6,
         y=f"{middle:g}",

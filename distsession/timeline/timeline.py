@@ -39,10 +39,19 @@ class Timeline:
         merged: The records of all ranks.
         names: What each rank is called in a saved trace, such as ``"rank 0 (cpu)"``.
         backend: Of the process group.
+        hosts: Of the ranks, where there are several.
     """
 
-    def __init__(self, merged: Merged, *, names: Mapping[int, str], backend: str):
+    def __init__(
+        self,
+        merged: Merged,
+        *,
+        names: Mapping[int, str],
+        backend: str,
+        hosts: Mapping[int, str] | None = None,
+    ):
         self.merged = merged
+        self._hosts = dict(hosts or {})
         self._names = dict(names)
         self._backend = backend
         self.waits: tuple[Wait, ...] = tuple(waits(merged))
@@ -172,6 +181,7 @@ class Timeline:
             rows.append(
                 (
                     str(rank),
+                    *([self._hosts.get(rank, "")] if self._hosts else []),
                     seconds_text(share.total),
                     _with_percent(share.work, share.total),
                     _with_percent(share.run, share.total),
@@ -182,9 +192,13 @@ class Timeline:
             )
         return rows
 
+    @property
+    def _head(self) -> tuple[str, ...]:
+        return (_HEAD[0], "host", *_HEAD[1:]) if self._hosts else _HEAD
+
     def __repr__(self) -> str:
-        rows = [_HEAD, *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        rows = [self._head, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             for row in rows
@@ -197,12 +211,12 @@ class Timeline:
     def _html(self) -> Html:
         first, *others = self._sentences()
         late = self.waits[0].late if self.waits and self._is_long(self.waits[0]) else ()
-        table = html.table(_HEAD, self._rows(), cell_style="text-align:right")
+        table = html.table(self._head, self._rows(), cell_style="text-align:right")
         return element(
             "div",
             element("div", first, style="font-weight:bold"),
             *(element("div", line) for line in (*others, *self.notes)),
-            svg.picture(self.merged, title=first, late=late),
+            svg.picture(self.merged, title=first, late=late, hosts=self._hosts),
             html.details(f"{self.label}, rank by rank", table),
         )
 
