@@ -8,11 +8,15 @@ One field of :class:`SessionOptions` is a keyword of ``Session(...)``, a flag of
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import difflib
+import functools
+import itertools
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -26,9 +30,11 @@ from distsession.devices import (
     shared_notes,
 )
 from distsession.errors import DOCTOR_REMEDY, OptionsError
+from distsession.host_plan import HOST_LAUNCHERS, HostPlan
 from distsession.ranks import HostInfo
 
 __all__ = [
+    "OF_HOSTS",
     "RankPlan",
     "SessionOptions",
     "add_arguments",
@@ -42,14 +48,20 @@ __all__ = [
     "read_environment",
     "read_size",
     "resolve_options",
+    "split_launcher_options",
 ]
 
 PREFIX = "DISTSESSION_"
-LAUNCHERS = ("local", "inline")
+LAUNCHERS = ("local", "inline", *HOST_LAUNCHERS)
 CHECKS = ("shared", "strict", "detail", "off")
 GROUPS = ("session", "torch")
+DEVICE_IPC = ("auto", "off")
 IPYPARALLEL = ("lazy", "eager")
 DEVICES = "a list of GPU numbers, UUIDs (GPU-...) and slices (MIG-...)"
+COUNTS = "a list of whole numbers of at least 1, one for each host"
+LAUNCHER_OPTIONS = "names and values that are texts, such as {'partition': 'gpu'}"
+OF_HOSTS = ("hosts", "launcher_options", "command", "addresses", "python", "folder")
+"""Options that only launchers for several hosts have a use for."""
 LONGEST_NAME = 64
 """Characters of the name of a session."""
 
@@ -83,6 +95,19 @@ def _read_devices(text: str) -> tuple[int | str, ...]:
 
 def _read_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _read_counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.strip("[]() ").split(",") if part.strip())
+
+
+def _read_pairs(text: str) -> dict[str, str]:
+    """``NAME=VALUE``, with blanks between several, and quotes where a value has blanks."""
+    try:
+        words = [word.partition("=") for word in shlex.split(text)]
+    except ValueError as error:  # an open quote
+        raise Unreadable(f"{error}: it takes NAME=VALUE, with blanks between several") from None
+    return {name.lstrip("-"): value for name, _, value in words}
 
 
 def read_bool(text: str) -> bool:
@@ -151,14 +176,17 @@ class SessionOptions:
     """What a session is made of.
 
     Attributes:
-        ranks: Number of ranks. Default: one per visible GPU, or 2 where there is none.
-        nodes: Number of nodes that this machine plays, each with an agent of its own and as many
-            ranks as the others. Payloads then travel between them as between hosts.
+        ranks: Number of ranks. Default: one per visible GPU, or 2 where there is none; of each
+            host.
+        nodes: Number of hosts, each with an agent and as many ranks as the others. With
+            ``launcher="local"`` this machine plays them: payloads travel between nodes as between
+            hosts. Default: 1, as many as ``hosts`` or ``ranks_per_host`` name, or, within a job of
+            Slurm's, those of the job.
         backend: Process-group backend, any name that torch knows, also one for each device type
             (``"cpu:gloo,cuda:nccl"``). Default: nccl on GPUs, gloo on CPU.
         devices: The GPUs to use, in the order of the local ranks: numbers, UUIDs (``"GPU-5f2a"``,
             of which the beginning is enough) and slices (``"MIG-..."``). One may be named more than
-            once, and then has several ranks. Default: the first.
+            once, and then has several ranks. Of several hosts, these of each. Default: the first.
         timeout: Seconds that a collective may wait. Default: torch's own (30 min, NCCL 10 min).
         seed: Seed of torch, numpy and random on every rank. Default: a fresh one for each rank.
         seed_per_rank: Give rank r the seed ``seed + r`` instead of the same one.
@@ -166,7 +194,9 @@ class SessionOptions:
             out evenly.
         preload: Modules to import before the ranks are forked, so that all share them.
         launcher: ``"local"`` starts processes on this machine; ``"inline"`` runs one rank within
-            the calling process, for debugging.
+            the calling process, for debugging. ``"ssh"``, ``"slurm"``, ``"mpi"``, ``"sge"``,
+            ``"pbs"``, ``"lsf"``, ``"htcondor"`` and ``"command"`` start an agent on each of several
+            hosts, and through it the ranks.
         start_timeout: Seconds until a start that does not come about is given up.
         check: How the ranks compare their collectives: ``"shared"`` before each one, in memory
             that they share: with gloo all ranks meet before it begins, with a backend that waits
@@ -177,6 +207,9 @@ class SessionOptions:
         groups: Whose process groups code gets: ``"session"`` for those that outlive a Stop, or
             ``"torch"`` for torch's own: nothing that they do is seen or compared, and groups and
             modules have to be made again after a Stop.
+        device_ipc: How tensors of a rank's device get to another rank of the same host, in
+            ``restart(restore=...)``: ``"auto"`` straight from device to device, where driver and
+            device allow that, else through the host's memory; ``"off"`` always through that.
         hang_grace: Seconds after which ranks are freed that wait in a collective which can never
             complete, since the ranks that it misses have ended their part. 0 lets them wait.
         ipyparallel: When ipyparallel's controller starts and the ranks register with it:
@@ -193,10 +226,27 @@ class SessionOptions:
             it; then they end before the lease does. 0 for as long as the lease.
         keep_output: Bytes of text that are kept of what each rank writes, on stdout and on stderr,
             also as ``"1G"`` or ``"500M"``; of more than that the front is given back to the disk.
+        hosts: In the order of their ranks. For ``launcher="ssh"``: ``"host"``, ``"user@host"`` or
+            ``"user@host:port"``, or names of the user's ssh configuration; for ``"command"``,
+            whatever the command understands.
+        ranks_per_host: How many ranks each host has, or each node that this machine plays, in
+            their order, where they are not to have as many as the others.
+        launcher_options: What the launcher takes: for schedulers and ssh options of ``sbatch`` (or
+            ``srun``), ``qsub``, ``bsub`` and ``ssh -o``, such as ``{"partition": "gpu"}``, and for
+            ssh ``config``, a file; for HTCondor lines of a submit description; for MPI ``command``
+            and ``args``. On a command line each may be a flag: ``--partition gpu``.
+        command: For ``launcher="command"``: what starts the agents, with ``{agent}`` for an agent's
+            command line. It is run once for each of ``hosts``, with its name as ``{host}``, or once
+            for all of ``nodes``. With ``{keys}``, the path of the file with the keys, agents read
+            them from their standard input.
+        addresses: Of this machine, at which the agents reach it. Default: those of all interfaces.
+        python: The Python of the other hosts. Default: the path of the one here.
+        folder: A folder that all hosts share, where the launcher needs one. Default:
+            ``~/.distsession``.
     """
 
     ranks: int | None = declare(None, "number of ranks", int)
-    nodes: int = declare(1, "nodes that this machine plays, to try code for several hosts", int)
+    nodes: int = declare(None, "number of hosts, or of nodes that this machine plays", int)
     backend: str | None = declare(None, "process-group backend, such as gloo or nccl", str)
     devices: tuple[int | str, ...] | None = declare(
         None, "GPUs to use, in local rank order: 0,2 or GPU-5f2a,MIG-31d0", _read_devices
@@ -210,6 +260,7 @@ class SessionOptions:
     start_timeout: float = declare(120.0, "seconds until a start is given up", float)
     check: str = declare("shared", f"one of {', '.join(CHECKS)}", str, choices=CHECKS)
     groups: str = declare("session", f"one of {', '.join(GROUPS)}", str, choices=GROUPS)
+    device_ipc: str = declare("auto", f"one of {', '.join(DEVICE_IPC)}", str, choices=DEVICE_IPC)
     hang_grace: float = declare(2.0, "seconds until a certain deadlock is ended; 0: never", float)
     ipyparallel: str = declare(
         "lazy", "start its controller when it is first used, or at once (eager)", str,
@@ -226,6 +277,23 @@ class SessionOptions:
     keep_output: int = declare(
         1 << 30, "bytes that are kept of what each rank writes: 1G, 500M", read_size
     )
+    hosts: tuple[str, ...] = declare(
+        (), "for ssh, a,user@b,user@c:2222; or for command", _read_names
+    )
+    ranks_per_host: tuple[int, ...] | None = declare(
+        None, "ranks of each host, where they differ: 8,4", _read_counts
+    )
+    launcher_options: Mapping[str, str] | None = declare(
+        None, "options of sbatch, qsub, ssh -o or mpiexec: 'partition=gpu qos=high'", _read_pairs
+    )
+    command: str | None = declare(
+        None, "for the launcher command: starts the agents, as 'srun -N2 {agent}'", str
+    )
+    addresses: tuple[str, ...] = declare(
+        (), "addresses of this host at which the others reach it: a,b", _read_names
+    )
+    python: str | None = declare(None, "the Python of the other hosts", str)
+    folder: str | None = declare(None, "a folder that all hosts share", str)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "nodes", "threads"):
@@ -239,6 +307,7 @@ class SessionOptions:
         )
         self._check("check", lambda v: v in CHECKS, f"one of {', '.join(CHECKS)}")
         self._check("groups", lambda v: v in GROUPS, f"one of {', '.join(GROUPS)}")
+        self._check("device_ipc", lambda v: v in DEVICE_IPC, f"one of {', '.join(DEVICE_IPC)}")
         if self.groups == "torch" and self.check == "strict":
             raise OptionsError(
                 "check='strict' needs groups='session': nothing that torch's own groups do is "
@@ -260,16 +329,17 @@ class SessionOptions:
         self._check("name", _is_name, NAMES)
         self._tuple("devices", lambda v: (_is_int(v) and v >= 0) or is_uuid(v), DEVICES)
         self._tuple("preload", lambda v: isinstance(v, str), "a list of module names")
+        self._tuple("hosts", lambda v: isinstance(v, str) and v.strip() != "", "a list of hosts")
+        self._tuple("ranks_per_host", lambda v: _is_int(v) and v >= 1, COUNTS)
+        self._tuple("addresses", lambda v: isinstance(v, str) and v.strip() != "", "addresses")
+        self._check("launcher_options", _are_launcher_options, LAUNCHER_OPTIONS)
+        if self.launcher_options is not None:
+            object.__setattr__(self, "launcher_options", dict(self.launcher_options))
+        for name in ("command", "python", "folder"):
+            self._check(name, lambda v: isinstance(v, str) and v.strip() != "", "a text")
+        self._check_nodes()
         if self.devices is not None:
-            if not self.devices:
-                self._refuse("devices", DEVICES)
-            if self.ranks is not None and self.ranks != len(self.devices):
-                raise OptionsError(
-                    f"ranks={self.ranks} but devices names {len(self.devices)} GPUs "
-                    f"{list(self.devices)}: give one device for each rank, or leave out ranks."
-                )
-        if self.ranks is not None and self.ranks % self.nodes:
-            raise OptionsError(_uneven(self.ranks, self.nodes))
+            self._check_devices(self.devices)
         if self.launcher == "inline" and self.nodes > 1:
             raise OptionsError(
                 f"launcher='inline' runs one rank in this process, nodes={self.nodes} asks for "
@@ -291,6 +361,89 @@ class SessionOptions:
                 f"keep={duration_text(self.keep)} works on Linux alone: another kernel finds the "
                 "memory that the ranks share by /proc, which this system has not. Use keep=0."
             )
+
+    # --- several hosts ----------------------------------------------------------------------------
+
+    @property
+    def host_plan(self) -> HostPlan | None:
+        """Which hosts, and how an agent is started on each; None if all is on this machine."""
+        if self.launcher not in HOST_LAUNCHERS:
+            return None
+        texts = {name: getattr(self, name) for name in ("command", "python", "folder")}
+        nodes = self.nodes
+        if nodes is None:  # it is being made
+            nodes = 0 if self.launcher == "ssh" else len(self.ranks_per_host or ())
+        return HostPlan(
+            launcher=self.launcher,
+            hosts=self.hosts,
+            nodes=nodes,
+            options=self.launcher_options or {},
+            addresses=self.addresses,
+            timeout=self.start_timeout,
+            **{name: text for name, text in texts.items() if text is not None},
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """The number of ranks of each node, as far as the options alone say it."""
+        if self.ranks_per_host is not None or self.ranks is None:
+            return self.ranks_per_host
+        return (self.ranks // self.nodes,) * self.nodes
+
+    def _check_nodes(self) -> None:
+        """Set ``nodes`` where it was left out, and see that all that is said of hosts agrees."""
+        counts = self.ranks_per_host
+        if counts is not None and not counts:
+            self._refuse("ranks_per_host", COUNTS)
+        if (plan := self.host_plan) is not None:
+            object.__setattr__(self, "nodes", plan.count)
+        else:
+            self._check_one_machine()
+            if self.nodes is None:
+                object.__setattr__(self, "nodes", len(counts or (1,)))
+        if counts is None:
+            if self.ranks is not None and self.ranks % self.nodes:
+                raise OptionsError(_uneven(self.ranks, self.nodes))
+            return
+        if len(counts) != self.nodes:
+            raise OptionsError(
+                f"ranks_per_host={list(counts)} is for {_many(len(counts), 'host')}, but there "
+                f"{'is' if self.nodes == 1 else 'are'} {self.nodes}: give one number for each."
+            )
+        if self.ranks not in (None, sum(counts)):
+            raise OptionsError(
+                f"ranks={self.ranks}, but ranks_per_host={list(counts)} makes {sum(counts)}: leave "
+                "out one of the two."
+            )
+
+    def _check_one_machine(self) -> None:
+        for name in OF_HOSTS:
+            if getattr(self, name):
+                likely = {"hosts": "ssh", "command": "command"}.get(name)
+                remedy = f"launcher={likely!r}" if likely else f"one of {', '.join(HOST_LAUNCHERS)}"
+                raise OptionsError(
+                    f"{name}={getattr(self, name)!r} is for several hosts, and "
+                    f"launcher={self.launcher!r} starts all ranks on this machine: give {remedy}"
+                    f"{'' if likely else ' as launcher'}, or leave it out."
+                )
+
+    def _check_devices(self, devices: tuple[int | str, ...]) -> None:
+        if not devices:
+            self._refuse("devices", DEVICES)
+        counts, named = self.counts, f"devices names {len(devices)} GPUs {list(devices)}"
+        if self.launcher in HOST_LAUNCHERS:
+            if counts is not None and set(counts) != {len(devices)}:
+                raise OptionsError(
+                    f"{named} of each host, but the hosts are to have {_listed(counts)} ranks: "
+                    "give one device for each rank of a host, or leave out the number of ranks."
+                )
+        elif counts is not None and sum(counts) != len(devices):
+            raise OptionsError(
+                f"ranks={sum(counts)} but {named}: give one device for each rank, or leave out "
+                "ranks."
+            )
+
+    # --- checks -----------------------------------------------------------------------------------
 
     def _read(self, name: str, read: Callable[[str], Any]) -> None:
         """Take an option that has a unit as a text, too."""
@@ -325,10 +478,27 @@ class SessionOptions:
 
 
 def _uneven(ranks: int, nodes: int) -> str:
-    fitting = max(nodes, ranks // nodes * nodes)
+    fitting, more = max(nodes, ranks // nodes * nodes), ranks % nodes
+    counts = [ranks // nodes + (node < more) for node in range(nodes)]
+    said = "" if ranks < nodes else f", or say how many each has: ranks_per_host={counts}"
     return (
         f"ranks={ranks} cannot be shared out over nodes={nodes}: each node has as many ranks as "
-        f"the others. Ask for {fitting} or {fitting + nodes} ranks."
+        f"the others. Ask for {fitting} or {fitting + nodes} ranks{said}."
+    )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _listed(counts: Iterable[int]) -> str:
+    return ", ".join(map(str, counts))
+
+
+def _are_launcher_options(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) and isinstance(text, str)
+        for name, text in value.items()
     )
 
 
@@ -365,7 +535,10 @@ def resolve_options(
     environ = os.environ if environ is None else environ
     check_names(SessionOptions, given)
     values = {name: value for name, value in given.items() if value is not None}
-    return SessionOptions(**read_environment(SessionOptions, PREFIX, environ, given), **values)
+    found = read_environment(SessionOptions, PREFIX, environ, given)
+    if values.get("launcher", "ssh") not in HOST_LAUNCHERS:  # the environment's is not used
+        found = {name: value for name, value in found.items() if name not in OF_HOSTS}
+    return SessionOptions(**found, **values)
 
 
 def check_names(options: type[Any], given: Iterable[str], where: str = "") -> None:
@@ -458,87 +631,237 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks_flags: Sequence[str]
             )
 
 
+def split_launcher_options(
+    parser: argparse.ArgumentParser, words: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Take the options of the launcher out of a command line: flags that the parser does not know.
+
+    Only where the launcher is one for several hosts; a flag then has to be written in full. What a
+    flag's value is is told by its look: ``--partition gpu``, ``--partition=gpu``, ``--exclusive``.
+
+    Args:
+        parser: With the flags of :func:`add_arguments`, or with a command that has them.
+        words: The command line.
+        environ: Where the launcher may be named, too. Default: this process's environment.
+
+    Returns:
+        What is left for the parser, and the options of the launcher.
+    """
+    flags = parser._option_string_actions
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
+            left, taken = split_launcher_options(action.choices[words[0]], words[1:], environ)
+            return [words[0], *left], taken
+    chosen = [
+        word.partition("=")[2] or after
+        for word, after in itertools.pairwise([*words, ""])
+        if word.partition("=")[0] == "--launcher"
+    ] or [(os.environ if environ is None else environ).get(f"{PREFIX}LAUNCHER", "")]
+    if "--launcher" not in flags or chosen[-1] not in HOST_LAUNCHERS:
+        return list(words), {}
+    is_script = any(action.nargs == argparse.REMAINDER for action in parser._actions)
+    left, taken, waiting = [], {}, list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, equals, value = word.partition("=")
+        takes_next = not equals and bool(waiting)
+        if word == "--" or (is_script and not word.startswith("-")):  # the rest is the script's
+            left += [word, *waiting]
+            break
+        if name in flags or not re.match("--[A-Za-z]", name):
+            left.append(word)
+            if takes_next and name in flags and flags[name].nargs != 0:
+                left.append(waiting.pop(0))
+            continue
+        if takes_next and not waiting[0].startswith("-"):
+            value = waiting.pop(0)
+        taken[name[2:]] = value
+    return left, taken
+
+
 # --- from options and a host to ranks -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How many ranks a host gets, on which devices, with which backend.
+    """How many ranks the hosts get, on which devices, with which backend.
 
     Attributes:
         devices: torch's name of each rank's device.
-        nodes: How many nodes it plays; each has a block of as many ranks.
+        backend: Of the process group.
+        threads: Of a rank, on each node.
+        counts: The number of ranks of each node; each has a block of them, in the nodes' order.
         visible: What each rank has for ``CUDA_VISIBLE_DEVICES``; empty where that is as it is here.
         is_shared: A GPU, or slices of one, have several ranks.
         notes: Sentences for the user.
     """
 
-    world_size: int
     devices: tuple[str, ...]
     backend: str
-    threads: int
-    nodes: int = 1
+    threads: tuple[int, ...]
+    counts: tuple[int, ...]
     visible: tuple[str, ...] = ()
     is_shared: bool = False
     notes: tuple[str, ...] = ()
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.devices)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.counts)
+
     def node_of(self, rank: int) -> int:
-        return rank // (self.world_size // self.nodes)
+        return bisect.bisect_right(self._ends, rank)
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(self.counts))
 
     def ranks_of(self, node: int) -> range:
-        count = self.world_size // self.nodes
-        return range(node * count, (node + 1) * count)
+        first = sum(self.counts[:node])
+        return range(first, first + self.counts[node])
 
 
-def plan_ranks(options: SessionOptions, host: HostInfo) -> RankPlan:
-    """Fit the options to what a host has.
+@dataclass(frozen=True)
+class _Placement:
+    """The ranks that one machine gets."""
+
+    backend: str
+    devices: tuple[Device, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_shared(self) -> bool:
+        gpus = [device.gpu for device in self.devices if device.gpu >= 0]
+        return len(set(gpus)) < len(gpus)
+
+
+def plan_ranks(options: SessionOptions, hosts: Sequence[HostInfo]) -> RankPlan:
+    """Fit the options to what the hosts have.
 
     A backend that serves CUDA puts one rank on each GPU. ``gloo`` alone means the CPU, also where
     there are GPUs; ``cuda:gloo`` asks for them.
 
+    Args:
+        options: What the user wants.
+        hosts: Each host, in the order of their ranks. Where one machine plays all nodes, the first
+            stands for it.
+
     Raises:
-        OptionsError: The host cannot give what the options ask for.
+        OptionsError: The hosts cannot give what the options ask for.
+    """
+    if options.host_plan is None:
+        whole = sum(options.counts) if options.counts else None
+        placed = _place(options, hosts[0], whole, max(2, options.nodes))
+        world = len(placed.devices)
+        if options.counts is None and world % options.nodes:
+            raise OptionsError(_uneven(world, options.nodes))
+        counts = options.counts or (world // options.nodes,) * options.nodes
+        threads = [max(1, hosts[0].cpus // world)] * options.nodes
+        placements = [placed]
+    else:
+        placements = _place_on_hosts(options, hosts)
+        counts = tuple(len(placed.devices) for placed in placements)
+        threads = [max(1, host.cpus // count) for host, count in zip(hosts, counts, strict=True)]
+    devices = [device for placed in placements for device in placed.devices]
+    visible = tuple(device.visible for device in devices)
+    return RankPlan(
+        tuple(device.name for device in devices),
+        placements[0].backend,
+        (options.threads,) * options.nodes if options.threads else tuple(threads),
+        counts,
+        visible if any(visible) else (),
+        any(placed.is_shared for placed in placements),
+        tuple(note for placed in placements for note in placed.notes),
+    )
+
+
+def _place_on_hosts(options: SessionOptions, hosts: Sequence[HostInfo]) -> list[_Placement]:
+    """What each host gets.
+
+    Raises:
+        OptionsError: One of them cannot give it, or they do not fit together.
+    """
+    with_gpus = [host.host for host in hosts if host.gpus]
+    without = [host.host for host in hosts if not host.gpus]
+    if options.backend is None and with_gpus and without:
+        raise OptionsError(
+            f"{', '.join(with_gpus)} {_have(with_gpus)} GPUs and {', '.join(without)} "
+            f"{_have(without)} none, but all ranks have one backend: backend='gloo' puts all of "
+            f"them on the CPU; or leave out {', '.join(without)}."
+        )
+    counts = options.counts or (None,) * len(hosts)
+    placements: list[_Placement] = []
+    for host, count in zip(hosts, counts, strict=True):
+        first = sum(len(placed.devices) for placed in placements)
+        try:
+            placements.append(_place(options, host, count, 2, first, f" of {host.host}"))
+        except OptionsError as error:
+            if count is None or options.ranks_per_host or len({len(h.gpus) for h in hosts}) == 1:
+                raise
+            there = ", ".join(f"{each.host} {len(each.gpus)}" for each in hosts)
+            raise OptionsError(
+                f"ranks={options.ranks} are {count} on each of {len(hosts)} hosts, whose numbers "
+                f"of GPUs differ ({there}): say how many each is to have, as "
+                f"ranks_per_host={[len(each.gpus) for each in hosts]}, or leave out ranks= for one "
+                f"on each GPU. {error}"
+            ) from None
+    return placements
+
+
+def _have(hosts: Sequence[str]) -> str:
+    return "has" if len(hosts) == 1 else "have"
+
+
+def _place(
+    options: SessionOptions,
+    host: HostInfo,
+    count: int | None,
+    least: int,
+    first: int = 0,
+    where: str = "",
+) -> _Placement:
+    """The devices of the ranks of one machine.
+
+    Args:
+        options: What the user wants.
+        host: The machine.
+        count: How many ranks it gets; None for one on each GPU.
+        least: How many it then gets on the CPU.
+        first: The first of them, for messages.
+        where: Stands behind the names of GPUs in messages.
+
+    Raises:
+        OptionsError: The machine cannot give it.
     """
     pairs = _backend_pairs(options.backend, host)
     kind = _accelerator(options, host, pairs)
     backend = ",".join(":".join(filter(None, pair)) for pair in pairs)  # torch takes no spaces
     backend = backend or ("nccl" if kind == "cuda" else "gloo")
-    notes: tuple[str, ...] = ()
     if kind == "cuda":
         uses_nccl = not pairs or any(name == "nccl" for _, name in pairs)
         if options.devices:
-            placed = chosen_gpus(host, options.devices)
+            gpus = chosen_gpus(host, options.devices)
         else:
-            placed = first_gpus(host, options.ranks, uses_nccl)
-        notes = shared_notes(host, placed, uses_nccl)
-    elif kind:
-        placed = accelerators(host, kind, options.ranks, options.devices, backend)
-    else:
-        if options.devices:
-            raise OptionsError(
-                f"devices={list(options.devices)} names GPUs, but "
-                + (
-                    f"{host.host} shows none."
-                    if not host.gpus
-                    else f"backend {backend!r} runs on the CPU: leave one of the two out."
-                )
+            gpus = first_gpus(host, count, uses_nccl)
+        return _Placement(backend, tuple(gpus), shared_notes(host, gpus, uses_nccl, first, where))
+    if kind:
+        found = accelerators(host, kind, count, options.devices, backend)
+        return _Placement(backend, tuple(found))
+    if options.devices:
+        raise OptionsError(
+            f"devices={list(options.devices)} names GPUs, but "
+            + (
+                f"{host.host} shows none."
+                if not host.gpus
+                else f"backend {backend!r} runs on the CPU: leave one of the two out."
             )
-        placed = [Device("cpu")] * (options.ranks or max(2, options.nodes))
-    if len(placed) % options.nodes:
-        raise OptionsError(_uneven(len(placed), options.nodes))
-    threads = options.threads or max(1, host.cpus // len(placed))
-    visible = tuple(device.visible for device in placed)
-    gpus = [device.gpu for device in placed if device.gpu >= 0]
-    return RankPlan(
-        len(placed),
-        tuple(device.name for device in placed),
-        backend,
-        threads,
-        options.nodes,
-        visible if any(visible) else (),
-        len(set(gpus)) < len(gpus),
-        notes,
-    )
+        )
+    return _Placement(backend, (Device("cpu"),) * (count or least))
 
 
 def _backend_pairs(backend: str | None, host: HostInfo) -> list[tuple[str, str]]:

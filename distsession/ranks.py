@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from distsession.errors import OptionsError
@@ -10,12 +11,16 @@ from distsession.errors import OptionsError
 __all__ = [
     "DeviceInfo",
     "GpuSlice",
+    "Host",
     "HostInfo",
     "RankInfo",
     "RankSelector",
     "format_ranks",
+    "host_names",
+    "hosts_of",
     "parse_ranks",
     "ranks_text",
+    "select_hosts",
     "select_ranks",
 ]
 
@@ -45,6 +50,7 @@ class DeviceInfo:
 class RankInfo:
     """Where one rank stands in the process group, and on what it runs.
 
+    ``host`` is the name of its machine, or, of several hosts, what the session calls it.
     ``torch_changes`` are sentences on what of torch has changed, and is off therefore.
     """
 
@@ -62,6 +68,25 @@ class RankInfo:
     torch_version: str = ""
     python_version: str = ""
     torch_changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the hosts of a session, or a node that a machine plays.
+
+    Attributes:
+        name: What it is called here: by the user, by itself, or ``"node1"`` if it is only played.
+        node: Its number.
+        ranks: Those that are on it.
+        gpus: The GPUs of its ranks, each as torch and the driver call it there.
+        address: Where the other hosts reach it; empty where all are one machine.
+    """
+
+    name: str
+    node: int
+    ranks: tuple[int, ...]
+    gpus: tuple[str, ...] = ()
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +134,67 @@ class HostInfo:
     slices: tuple[GpuSlice, ...] = ()
     accelerators: tuple[tuple[str, int], ...] = ()
     nccl: tuple[int, ...] = ()
+
+
+def hosts_of(infos: Sequence[RankInfo], address: Callable[[int], str]) -> tuple[Host, ...]:
+    """The hosts of ranks, in the order of the nodes.
+
+    Args:
+        infos: The facts of all ranks.
+        address: Where a node is reached.
+    """
+    nodes: dict[int, list[RankInfo]] = {}
+    for info in infos:
+        nodes.setdefault(info.node_rank, []).append(info)
+    names = [here[0].host for here in nodes.values()]
+    found = []
+    for node, here in sorted(nodes.items()):
+        name = here[0].host
+        gpus = {info.device.device: info.device.name for info in here}
+        found.append(
+            Host(
+                name if names.count(name) == 1 else f"node{node}",
+                node,
+                tuple(info.rank for info in here),
+                tuple(f"{device} ({gpu})" for device, gpu in gpus.items() if device != "cpu"),
+                address(node),
+            )
+        )
+    return tuple(found)
+
+
+def host_names(infos: Iterable[RankInfo]) -> dict[int, str]:
+    """The host of each rank; nothing where all are on one."""
+    return {info.rank: info.host for info in infos if info.nodes > 1}
+
+
+def select_hosts(wanted: Iterable[str | int], hosts: Sequence[Host]) -> tuple[int, ...]:
+    """The ranks of some hosts.
+
+    Args:
+        wanted: Their names, or numbers of nodes.
+        hosts: All that there are.
+
+    Raises:
+        OptionsError: There is no such host, or none is named.
+    """
+    chosen: set[int] = set()
+    for one in wanted:
+        number = int(one) if isinstance(one, str) and one.isdecimal() else one
+        by_name = [host for host in hosts if host.name == one]
+        found = by_name or [
+            host for host in hosts if host.node == number and not isinstance(number, bool)
+        ]
+        if not found:
+            names = ", ".join(f"{host.name} ({ranks_text(host.ranks)})" for host in hosts)
+            close = difflib.get_close_matches(str(one), [host.name for host in hosts], n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise OptionsError(f"there is no host {one!r}: this session has {names}.{hint}")
+        chosen.update(found[0].ranks)
+    if not chosen:
+        names = ", ".join(host.name for host in hosts)
+        raise OptionsError(f"no host is named: this session has {names}.")
+    return tuple(sorted(chosen))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -7,14 +7,17 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distsession.cluster.attachment import Attachment
 from distsession.cluster.base import Channel, Launcher
 from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.kept import find_kept, kept_sessions
+from distsession.cluster.kept_session import refuse_lost
 from distsession.display import panel as static_panel
 from distsession.display import render
 from distsession.display.html import element
@@ -26,6 +29,7 @@ from distsession.kernel import transfer
 from distsession.kernel.adopted_runs import AdoptedRuns
 from distsession.kernel.kept_state import look_at
 from distsession.kernel.kept_table import kept_html, kept_text
+from distsession.kernel.log_text import FarLog, LocalLog, LogSource
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import ProgressNotice
 from distsession.kernel.recovery import DIAGNOSE_TIMEOUT_S, Recovery
@@ -39,7 +43,16 @@ from distsession.options import SessionOptions, option_sources, resolve_options
 from distsession.protocol.diagnosis import diagnose
 from distsession.protocol.messages import DebugRequest
 from distsession.protocol.rank_state import AbortReason
-from distsession.ranks import RankInfo, RankSelector, ranks_text, select_ranks
+from distsession.ranks import (
+    Host,
+    RankInfo,
+    RankSelector,
+    host_names,
+    hosts_of,
+    ranks_text,
+    select_hosts,
+    select_ranks,
+)
 from distsession.results import RankResults
 from distsession.timeline.timeline import Timeline
 from distsession.view import RankView
@@ -168,17 +181,17 @@ class Session(RankView):
             SessionStateError: Somebody owns it, or it ends just now.
         """
         from distsession.cluster.attachment import connect
-        from distsession.cluster.local import LocalLauncher
 
         kept = find_kept(name)
         if (mine := _attached_to(kept.folder)) is not None:
             return mine
+        refuse_lost(kept)
         attachment = connect(kept.folder, kept.version, take=take)
         options = attachment.state.options
         session = cls.__new__(cls)
         session._prepare(options, dict.fromkeys(vars(options), "the session"), output)
         session._begin(
-            lambda: LocalLauncher(options, session._on_background, attachment),
+            lambda: _make_launcher(options, session._on_background, attachment),
             f"attaching to {kept}",
         )
         try:
@@ -303,6 +316,18 @@ class Session(RankView):
         ranks = select_ranks(selector, self.world_size)
         return RankView(self, self.requests, self.history, ranks)
 
+    def on(self, *hosts: str | int) -> RankView:
+        """The ranks of one host, or of some: ``session.on("gpu2").run(f)``.
+
+        Args:
+            *hosts: Names of :attr:`hosts`, or numbers of nodes.
+
+        Raises:
+            OptionsError: There is no such host; the message names those that there are.
+        """
+        ranks = select_hosts(hosts, self.hosts)
+        return RankView(self, self.requests, self.history, ranks)
+
     def debug(self, rank: int | None = None) -> None:
         """Open the debugger where the last cell or call failed on a rank.
 
@@ -419,6 +444,16 @@ class Session(RankView):
         return self._launcher.infos
 
     @property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts that the ranks are on, in the order of their ranks."""
+        return hosts_of(self.infos, self._launcher.host_address)
+
+    @property
+    def job(self) -> str:
+        """The id of the scheduler's job that the ranks are in; empty where there is none."""
+        return self._launcher.job
+
+    @property
     def is_open(self) -> bool:
         return not self._ended
 
@@ -503,7 +538,7 @@ class Session(RankView):
         """
         self.check_open()
         reports = self.recovery.reports(ask=True, timeout=DIAGNOSE_TIMEOUT_S)
-        return render.diagnosis_table(reports, diagnose(reports), stacks)
+        return render.diagnosis_table(reports, diagnose(reports), stacks, host_names(self.infos))
 
     def timeline(self, *, waits: bool = True) -> Timeline:
         """What the ranks did in the last cell, and who waited for whom.
@@ -533,9 +568,16 @@ class Session(RankView):
             stream: ``"stdout"`` or ``"stderr"``.
 
         Returns:
-            The path; None in an inline session.
+            The path; None in an inline session, and of a rank on another host, where the file is.
         """
         return self._launcher.log_path(rank, stream)
+
+    def log_source(self, rank: int, stream: str) -> LogSource:
+        """The same file, also of another host, to be looked through."""
+        launcher, name = self._launcher, self._launcher.log_place(rank, stream)
+        if launcher.log_path(rank, stream) is not None or not name:
+            return LocalLog(name)
+        return FarLog(name, partial(launcher.read_log, rank, stream))
 
     def show_output(
         self,
@@ -584,8 +626,10 @@ class Session(RankView):
         if dead:
             ranks = sorted(dead)
             be = "is" if len(ranks) == 1 else "are"
+            hosts = host_names(info for info in self.infos if info.rank in dead)
+            on = f"on {', '.join(dict.fromkeys(hosts.values()))}; " if hosts else ""
             return (
-                f"{ranks_text(ranks)} {be} dead ({facts}); "
+                f"{ranks_text(ranks)} {be} dead ({on}{facts}); "
                 f"session.restart({ranks}) replaces {'it' if len(ranks) == 1 else 'them'}"
             )
         running = self.channel.pending()
@@ -611,7 +655,11 @@ class Session(RankView):
     # --- life -------------------------------------------------------------------------------------
 
     def restart(
-        self, ranks: RankSelector | None = None, *, restore: str | Sequence[str] = ()
+        self,
+        ranks: RankSelector | None = None,
+        *,
+        hosts: str | Sequence[str] | Mapping[str, str] = (),
+        restore: str | Sequence[str] = (),
     ) -> None:
         """Put fresh processes in the place of all ranks, or of some.
 
@@ -619,12 +667,15 @@ class Session(RankView):
         process group, so the others must be idle. Ranks that have died are always replaced.
 
         Args:
-            ranks: Which. Default: all.
+            ranks: Which. Default: all, unless hosts are named.
+            hosts: All ranks of these, too: ``["gpu2"]``, where a host that is gone has come back;
+                ``{"gpu2": "gpu3"}`` puts another host in the place of one.
             restore: Names of variables that the replaced ranks get from the lowest of the others.
                 They are copied together, so an optimizer keeps hold of its model's parameters.
 
         Raises:
             LaunchError: They did not start.
+            OptionsError: There is no such host, or the launcher chooses its hosts itself.
             SessionStateError: Another rank still runs something; or none is left to restore from.
             RunError: A name to restore is not there, or cannot be pickled. The ranks have been
                 replaced all the same.
@@ -633,12 +684,16 @@ class Session(RankView):
         with self._lifecycle:
             self.check_open()
             chosen = None if ranks is None else select_ranks(ranks, self.world_size)
+            if hosts:
+                chosen = self._on_hosts([hosts] if isinstance(hosts, str) else hosts, chosen or ())
             if names:
                 healthy, fresh = self._sources(chosen)
                 self.restart(chosen)
-                transfer.copy(self.requests, healthy, fresh, names)
+                nodes = {self.infos[rank].node_rank for rank in (healthy, *fresh)}
+                lend = self.options.device_ipc == "auto" and len(nodes) == 1
+                transfer.copy(self.requests, healthy, fresh, names, lend=lend)
                 return
-            if self._launcher.is_alive:
+            if not self._launcher.must_start_anew(self.ranks if chosen is None else chosen):
                 self._launcher.cancel_reconnect()
                 which = ranks_text(self.ranks if chosen is None else chosen)
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
@@ -660,6 +715,18 @@ class Session(RankView):
                 raise
             if self.options.keep:
                 self._record.begin(self._launcher.folder, self._launcher.epoch)
+
+    def _on_hosts(
+        self, hosts: Sequence[str] | Mapping[str, str], ranks: Sequence[int]
+    ) -> tuple[int, ...]:
+        """These ranks and those of some hosts, of which others may take the place."""
+        chosen = select_hosts(tuple(hosts), self.hosts)
+        if isinstance(hosts, Mapping):
+            nodes = {host.name: host.node for host in self.hosts}
+            for name, other in hosts.items():
+                if other != name:
+                    self._launcher.move_host(nodes[name], other)
+        return tuple(sorted({*chosen, *ranks}))
 
     def _sources(self, chosen: Sequence[int] | None) -> tuple[int, Sequence[int]]:
         """The rank to restore from, and those to restore."""
@@ -708,7 +775,7 @@ class Session(RankView):
 
     def output(self, *, is_run: bool = True) -> Output:
         """A place for the output of one run, or for what comes between runs."""
-        log = (lambda rank: str(self.log_path(rank) or "")) if is_run else None
+        log = (lambda rank: self._launcher.log_place(rank, "stdout")) if is_run else None
         return _make_output(self._output, log, self.options)
 
     def _waiting(self, doing: str) -> ProgressNotice:
@@ -750,16 +817,25 @@ def _make_output(
     return made
 
 
-def _make_launcher(options: SessionOptions, on_background: Callable[[Any], None]) -> Launcher:
+def _make_launcher(
+    options: SessionOptions,
+    on_background: Callable[[Any], None],
+    attachment: Attachment | None = None,
+) -> Launcher:
     if options.launcher == "inline":
         from distsession.cluster.inline import InlineLauncher
 
         return InlineLauncher(options)
-    if options.launcher == "local":
-        from distsession.cluster.local import LocalLauncher
+    far = None if attachment is None else attachment.state.hosts
+    # That of a session that is there: what this process says of hosts may be another one.
+    plan = far.plan if far is not None else options.host_plan if attachment is None else None
+    if plan is not None:
+        from distsession.cluster.hosts_launcher import HostsLauncher
 
-        return LocalLauncher(options, on_background)
-    raise OptionsError(f"launcher={options.launcher!r} is not known.")
+        return HostsLauncher(options, plan, on_background, attachment)
+    from distsession.cluster.local import LocalLauncher
+
+    return LocalLauncher(options, on_background, attachment)
 
 
 def current_session() -> Session:

@@ -17,12 +17,20 @@ from distsession.kernel.kept_ranks import KeptRanks, NotThereError
 from distsession.kernel.kept_state import KeptState
 from distsession.kernel.kept_table import doing_text, owner_text
 from distsession.kernel.log_tail import texts_of_all
+from distsession.kernel.log_text import LocalLog, LogSource
 from distsession.kernel.output import Output
 from distsession.kernel.replay import show_again
 from distsession.kernel.snapshot import Snapshots
 from distsession.options import SessionOptions
 from distsession.protocol.diagnosis import diagnose
-from distsession.ranks import RankInfo, RankSelector, select_ranks
+from distsession.ranks import (
+    Host,
+    RankInfo,
+    RankSelector,
+    host_names,
+    hosts_of,
+    select_ranks,
+)
 
 __all__ = ["SessionViewer"]
 
@@ -30,7 +38,7 @@ NEEDS_OWNER = frozenset(
     (
         *("run", "submit", "execute", "evaluate", "diff", "push", "pull", "scatter", "gather"),
         *("restart", "reconnect", "interrupt", "debug", "timeline", "export", "check_export"),
-        *("client", "pending", "follow", "detach", "activate"),
+        *("client", "pending", "follow", "detach", "activate", "on"),
     )
 )
 """What a session has and somebody who looks on has not."""
@@ -92,6 +100,16 @@ class SessionViewer:
     def infos(self) -> tuple[RankInfo, ...]:
         """The facts of each rank."""
         return self._ranks.infos
+
+    @property
+    def job(self) -> str:
+        """Empty: only its owner knows of a scheduler's job."""
+        return ""
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts that the ranks are on, in the order of their ranks."""
+        return hosts_of(self.infos, lambda node: "")
 
     @property
     def world_size(self) -> int:
@@ -167,7 +185,7 @@ class SessionViewer:
             reports = self._ranks.reports()
         except NotThereError as error:
             raise self._not_now(error) from None
-        return render.diagnosis_table(reports, diagnose(reports))
+        return render.diagnosis_table(reports, diagnose(reports), hosts=host_names(self.infos))
 
     def show_output(
         self,
@@ -232,6 +250,10 @@ class SessionViewer:
             The path; None where there is none.
         """
         return self._ranks.log_path(rank, stream)
+
+    def log_source(self, rank: int, stream: str) -> LogSource:
+        """The same file, to be looked through."""
+        return LocalLog(str(self.log_path(rank, stream) or ""))
 
     def close(self) -> None:
         """Look no longer. The session goes on. Harmless when repeated."""

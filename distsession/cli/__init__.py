@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import distsession
+from distsession.cli.hosts import add_host_arguments, take_plan
 from distsession.errors import DOCTOR_REMEDY, DistsessionError, OptionsError
-from distsession.options import add_arguments
+from distsession.options import add_arguments, split_launcher_options
 
 __all__ = ["main"]
 
@@ -23,24 +24,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
     parser = argparse.ArgumentParser(prog="distsession", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=distsession.__version__)
-    commands = parser.add_subparsers(dest="command")
+    commands = parser.add_subparsers(dest="verb")
     doctor = commands.add_parser(
         "doctor", help="say what this machine has, what would go wrong, and the mend"
     )
     add_arguments(doctor)
+    add_host_arguments(doctor)
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     runner = commands.add_parser("run", help="run a script on ranks of this machine")
     _add_run_arguments(runner)
     _add_session_commands(commands)
-    given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
-    command = given.pop("command", None)
-    if command is None:
+    words, of_launcher = split_launcher_options(
+        parser, sys.argv[1:] if arguments is None else arguments
+    )
+    given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
+    if of_launcher:
+        given["launcher_options"] = {**given.get("launcher_options", {}), **of_launcher}
+    verb = given.pop("verb", None)
+    if verb is None:
         parser.print_help()
         return 0
-    if command == "run":
+    if verb == "run":
         return _run(given)
     try:
-        return _examine(given) if command == "doctor" else _on_session(command, given)
+        return _examine(given) if verb == "doctor" else _on_session(verb, given)
     except BrokenPipeError:  # as with `distsession doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -53,7 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _examine(given: dict[str, Any]) -> int:
     from distsession.cli.doctor import examine
 
-    return examine(given, as_json=given.pop("json"))
+    as_json = given.pop("json")
+    try:
+        plan = take_plan(given)
+    except OptionsError as error:
+        return _refuse(str(error), USAGE)
+    try:
+        return examine(given, hosts=plan, as_json=as_json)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _run(given: dict[str, Any]) -> int:

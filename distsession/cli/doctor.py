@@ -7,31 +7,35 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from distsession.cli import hosts as several_hosts
 from distsession.cli import machine, trial
 from distsession.cli.finding import Finding
 from distsession.cli.packages import packages
+from distsession.host_plan import HostPlan
 
 __all__ = ["examine"]
 
 Check = Callable[[], Iterable[Finding]]
 
 
-def examine(options: Mapping[str, Any], *, as_json: bool = False) -> int:
+def examine(
+    options: Mapping[str, Any], *, hosts: HostPlan | None = None, as_json: bool = False
+) -> int:
     """Look at everything, and tell.
 
     Args:
         options: Of the session that is tried.
+        hosts: Look at these instead of trying a session here.
         as_json: Print one JSON object at the end, instead of lines as things are found.
 
     Returns:
         The exit code: 1 if something does not work.
     """
-    checks: list[Check] = [
-        packages,
-        *machine.CHECKS,
-        lambda: trial.session(options),
-        trial.notebook,
-    ]
+    if hosts is not None:
+        trials: list[Check] = [lambda: several_hosts.check_hosts_of(hosts)]
+    else:
+        trials = [lambda: trial.session(options), trial.notebook]
+    checks: list[Check] = [packages, *machine.CHECKS, *trials]
     findings = []
     for finding in _found(checks):
         findings.append(finding)

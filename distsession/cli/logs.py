@@ -6,6 +6,7 @@ import sys
 from typing import BinaryIO
 
 from distsession.cluster.kept import find_kept
+from distsession.cluster.kept_session import refuse_far_logs
 from distsession.errors import KeptSessionError
 from distsession.kernel.log_tail import LogTail, looks
 from distsession.ranks import select_ranks
@@ -33,6 +34,7 @@ def show_log(
         OptionsError: It has no such rank.
     """
     kept = find_kept(name, any_version=True)
+    refuse_far_logs(kept)
     (rank,) = select_ranks(rank, kept.world_size)
     target = sys.stdout.buffer if output is None else output
     tail = LogTail(kept.folder, rank, stream, miss=tell_missing)

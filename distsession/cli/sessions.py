@@ -15,7 +15,7 @@ from distsession.cluster.session_processes import look_at_processes
 from distsession.display.render import diagnosis_text, state_and_since
 from distsession.engine.usage import GpuReader
 from distsession.errors import KeptSessionError
-from distsession.kernel.kept_state import KeptState, kept_reports, look_at
+from distsession.kernel.kept_state import KeptState, kept_reports, look_at, rank_pids
 from distsession.kernel.kept_table import doing_text, kept_text
 from distsession.protocol.diagnosis import Verdict, diagnose
 from distsession.protocol.messages import RankReport
@@ -95,7 +95,7 @@ def diagnose_session(name: str | None, *, as_json: bool) -> int:
     verdict = diagnose(reports)
     if as_json:
         facts = _verdict_facts(verdict)
-        ranks = _rank_facts(reports, processes.ranks)
+        ranks = _rank_facts(reports, rank_pids(kept, processes))
         print(json.dumps({"name": kept.name, **facts, "ranks": ranks}, indent=2))
     else:
         print(diagnosis_text(reports, verdict.sentence))

@@ -89,8 +89,11 @@ def _ranks(infos: Sequence[RankInfo]) -> Iterator[Finding]:
 
     yield Finding("backend", infos[0].backend)
     if infos[0].nodes > 1:
-        each = infos[0].local_world_size
-        yield Finding("nodes", f"{infos[0].nodes}, {each} rank{'s' * (each > 1)} on each")
+        counts = render.ranks_per_node(infos)
+        text = f"{counts[0]} rank{'s' * (counts[0] > 1)} on each"
+        if len(counts) > 1:
+            text = f"with {', '.join(map(str, counts))} ranks"
+        yield Finding("nodes", f"{infos[0].nodes}, {text}")
     for rank, *device in render.device_rows(infos):
         yield Finding(f"rank {rank}", " ".join(device))
 

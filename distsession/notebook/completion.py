@@ -201,6 +201,10 @@ class RankCompleter:
                 return [name for name in names if not name.startswith("_")]
             case "pull" | "restore" | "check":
                 return _names_on_ranks(begun)
+            case "on":
+                return _host_words()
+            case "hosts" if parser.prog.endswith(" restart"):
+                return _host_words()
             case "name" if parser.prog.endswith(" attach"):
                 return [kept.name for kept in kept_sessions()]
             case "ranks" | "debug" | "profile" if not parser.prog.endswith(" start"):
@@ -257,9 +261,18 @@ def _rank_words() -> list[str]:
     return [*map(str, ranks[:MAX_RANK_WORDS]), *([f"0-{ranks[-1]}"] if len(ranks) > 1 else [])]
 
 
+def _host_words() -> list[str]:
+    try:
+        return [host.name for host in current_session().hosts]
+    except DistsessionError:
+        return []
+
+
 def _ranks(session: Session, line: str) -> Sequence[int]:
     first = (line.split() or [""])[0]
     try:
+        if found := re.search(r"--on[ =]\s*(\S+)", line):
+            return session.on(*found[1].split(",")).ranks
         return parse_ranks(first, session.world_size) if first[:1].isdigit() else session.ranks
     except DistsessionError:
         return session.ranks

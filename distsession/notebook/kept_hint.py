@@ -31,6 +31,12 @@ def _hints() -> Iterator[str]:
     for kept in kept_sessions():
         if not kept.has_owner and kept.is_of_this_version:
             doing = _doing(look_at(kept))
+            if kept.is_keeper_gone:
+                yield (
+                    f"{kept} is lost: what held the connections to its hosts has ended. "
+                    f"`distsession stop {kept.name}`"
+                )
+                continue
             yield f"{kept} is still there: {doing}. %session attach {kept.name}"
 
 

@@ -114,12 +114,12 @@ class Magics:
         arguments = parse(session_parser(), line)
         if arguments is None:
             return None
-        command = arguments.command or "status"
-        result: Any = getattr(self, f"_{command}")(arguments)
+        verb = arguments.verb or "status"
+        result: Any = getattr(self, f"_{verb}")(arguments)
         return result
 
     def _start(self, arguments: argparse.Namespace) -> Session:
-        given = {k: v for k, v in vars(arguments).items() if k != "command" and v is not None}
+        given = {k: v for k, v in vars(arguments).items() if k != "verb" and v is not None}
         wanted = session_options.resolve_options(given)
         old = self._started
         if old is not None and old.is_open:
@@ -210,7 +210,9 @@ class Magics:
         session = self._owned()
         ranks = parse_ranks(arguments.ranks, session.world_size) if arguments.ranks else None
         names = [name.strip() for name in arguments.restore.split(",") if name.strip()]
-        session.restart(ranks, restore=names)
+        moves = (part.partition("=") for part in arguments.hosts.split(",") if part.strip())
+        hosts = {name.strip(): other.strip() or name.strip() for name, _, other in moves}
+        session.restart(ranks, hosts=hosts, restore=names)
         return _text_table(session.status())
 
     def _diagnose(self, arguments: argparse.Namespace) -> Table:
@@ -314,7 +316,7 @@ class Magics:
         pushed = self._variables_to_push(arguments.push)
         pulled = _names("--pull", arguments.pull)
         session = self._owned()
-        view = _view(session, arguments.ranks)
+        view = _view(session, arguments.ranks, arguments.on)
         label = self._label()
         timeline_output = TimelineOutput(arguments, view, label)
         if pushed:
@@ -382,7 +384,11 @@ def _is_of_another_process(kept: KeptSession) -> bool:
     return kept.has_owner and kept.owner is not None and kept.owner.pid != os.getpid()
 
 
-def _view(session: Session, ranks: str | None) -> RankView:
+def _view(session: Session, ranks: str | None, hosts: str | None) -> RankView:
+    if hosts is not None:
+        if ranks is not None:
+            raise OptionsError(f"give ranks, as in {ranks}, or --on {hosts}, not both.")
+        return session.on(*(host.strip() for host in hosts.split(",") if host.strip()))
     return session[:] if ranks is None else session[parse_ranks(ranks, session.world_size)]
 
 

@@ -117,7 +117,7 @@ class PanelWidgets:
             value=-1,
             layout={"width": "auto"},
         )
-        self._log = LogView(session.ranks, session.log_path)
+        self._log = LogView(session.ranks, session.log_source)
         self._buttons = {
             name: ipywidgets.Button(description=name, tooltip=tip, layout={"width": "auto"})
             for name, tip in TIPS.items()

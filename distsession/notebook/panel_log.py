@@ -9,7 +9,7 @@ from typing import Any
 
 from distsession.display import html
 from distsession.display.html import Html, element, join
-from distsession.kernel.log_text import LogPage, LogReader
+from distsession.kernel.log_text import LogPage, LogReader, LogSource
 from distsession.notebook.output_html import ansi_html, without_escapes
 
 __all__ = ["LogView", "log_html"]
@@ -20,7 +20,7 @@ NEAR_LINES = 8
 """Lines that are shown before and after a match."""
 STREAMS = ("stdout", "stderr")
 
-LogPath = Callable[[int, str], Any]
+LogSourceOf = Callable[[int, str], LogSource]
 
 
 class LogView:
@@ -28,13 +28,13 @@ class LogView:
 
     Args:
         ranks: Of the session.
-        log_path: Gives the path of a rank's log file; None where there is none.
+        log_source: Gives the log file of a rank's stream.
     """
 
-    def __init__(self, ranks: Sequence[int], log_path: LogPath):
+    def __init__(self, ranks: Sequence[int], log_source: LogSourceOf):
         import ipywidgets
 
-        self._log_path = log_path
+        self._log_source = log_source
         self._lock = threading.RLock()
         self._reader = LogReader("")
         self._end: int | None = None  # of the page that is shown; None: of the log
@@ -112,8 +112,8 @@ class LogView:
         with self._lock:
             if not self.is_open:
                 return
-            path = str(self._log_path(self._rank.value, self._stream.value) or "")
-            if path != self._reader.path:  # the rank was replaced
+            source = self._log_source(self._rank.value, self._stream.value)
+            if source.name != self._reader.name:  # the rank was replaced
                 self._begin()
             elif self._reader.size != self._shown_size:
                 self._reader.search(self._wanted.value)
@@ -126,9 +126,9 @@ class LogView:
         with self._lock:
             if not self.is_open:
                 return
-            path = str(self._log_path(self._rank.value, self._stream.value) or "")
-            if path != self._reader.path:
-                self._reader = LogReader(path)
+            source = self._log_source(self._rank.value, self._stream.value)
+            if source.name != self._reader.name:
+                self._reader = LogReader(source)
             self._reader.search(self._wanted.value)
             self._end, self._match = None, len(self._reader.matches) - 1
             self._show()
@@ -160,7 +160,9 @@ class LogView:
             end = size if self._end is None else self._end
             self._page = reader.before(end, PAGE_LINES)
             status = _where(self._page, size)
-        if not reader.path:
+        if reader.note:
+            status = f"{status}, {reader.note}"
+        if not reader.name:
             status = "an inline session has no log: its output is the notebook's own"
         _set_value(self._status, element("div", status, role="status", style=html.UI_FONT))
         name = f"Log of rank {self._rank.value}, {self._stream.value}"

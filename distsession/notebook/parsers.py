@@ -90,7 +90,12 @@ def flags(parser: argparse.ArgumentParser) -> list[str]:
 def parse(parser: Parser, line: str) -> argparse.Namespace | None:
     """The line's arguments; None where the user asked for help. A comment may end it."""
     try:
-        found: argparse.Namespace = parser.parse_args(shlex.split(_without_comment(line)))
+        words, of_launcher = session_options.split_launcher_options(
+            parser, shlex.split(_without_comment(line))
+        )
+        found: argparse.Namespace = parser.parse_args(words)
+        if of_launcher:
+            found.launcher_options = {**(found.launcher_options or {}), **of_launcher}
         return found
     except _HelpShown:
         return None
@@ -148,7 +153,7 @@ def distributed_help() -> str:
 def session_parser() -> Parser:
     """Of ``%session``."""
     parser = Parser(prog="%session", description="Start, look at and end the session.")
-    commands = parser.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="verb", parser_class=Parser, metavar="COMMAND")
     commands.add_parser("help", help="all commands with all their options")
     start = commands.add_parser("start", help="start ranks")
     session_options.add_arguments(start)
@@ -173,6 +178,10 @@ def session_parser() -> Parser:
     restart.add_argument(
         "--restore", metavar="A,B", default="", help="variables to copy from a rank that stays"
     )
+    restart.add_argument(
+        "--hosts", metavar="HOSTS", default="",
+        help="all ranks of these hosts: gpu2, or gpu2=gpu3 to put another one in its place",
+    )  # fmt: skip
     commands.add_parser("reconnect", help="connect the process group anew; variables stay")
     diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")
@@ -210,6 +219,9 @@ def cell_parser() -> Parser:
     """Of the first line of ``%%distributed``."""
     parser = Parser(prog="%%distributed", description="Run the cell on the ranks.")
     parser.add_argument("ranks", nargs="?", help="such as 0 or 1-3; all by default")
+    parser.add_argument(
+        "--on", metavar="HOST", help="on the ranks of a host instead, or of some: gpu1,gpu2"
+    )
     parser.add_argument("--out", metavar="NAME", help="keep the last expression's values as NAME")
     parser.add_argument(
         "--push", metavar="A,B", default="", help="variables of the notebook to set there first"
