@@ -35,6 +35,7 @@ class Backend:
             outcome is waited for elsewhere, and a mismatch is seen by who comes last, when others
             may have begun.
         is_shared: All ranks are on the first device.
+        break_device: Code that breaks the current device for the rest of the process.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Backend:
     preload: tuple[str, ...] = ()
     is_device: bool = False
     is_shared: bool = False
+    break_device: str = ""
 
     def program(self, code: str) -> str:
         """A program whose lines that end with ``; FINISH`` wait for what they have called."""
@@ -81,10 +83,19 @@ GLOO = Backend("gloo")
 STANDIN = Backend(
     "standin",
     device="standin",
-    preload=("tests.standin.register", "tests.on_device"),
+    preload=("tests.standin.register", "tests.standin.ipc", "tests.on_device"),
     is_device=True,
+    break_device="torch.standin._break()",
 )
-NCCL = Backend("nccl", device="cuda", preload=("tests.on_device",), is_device=True, is_shared=True)
+NCCL = Backend(
+    "nccl",
+    device="cuda",
+    preload=("tests.on_device",),
+    is_device=True,
+    is_shared=True,
+    # An index out of range ends all work of the process on its GPU.
+    break_device="torch.zeros(4)[torch.full((1,), 99)].sum().item()",
+)
 
 _ALL = {backend.name: backend for backend in (GLOO, STANDIN, NCCL)}
 BACKENDS = tuple(
@@ -94,14 +105,15 @@ BACKENDS = tuple(
 
 @dataclass(frozen=True)
 class Place:
-    """A backend, and a number of ranks."""
+    """A backend, a number of ranks, and how many nodes this machine plays."""
 
     backend: Backend
     ranks: int
+    nodes: int = 1
 
-    def session(self, **options: Any) -> Session:
+    def session(self, ranks: int | None = None, **options: Any) -> Session:
         """Start a session there."""
-        return self.backend.session(self.ranks, **options)
+        return self.backend.session(ranks or self.ranks, **{"nodes": self.nodes} | options)
 
 
 def places(**ranks: Iterable[int]) -> list[Any]:

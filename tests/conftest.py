@@ -161,9 +161,9 @@ def _mark_processes() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def warm(_mark_processes: None) -> Iterator[WarmProcess]:
     """What programs can be started by that start agents that have imported torch."""
-    from distsession.cluster.agents import environment
+    from distsession.engine.process import agent_environment
 
-    with contextlib.closing(WarmProcess(environment())) as process:
+    with contextlib.closing(WarmProcess(agent_environment(os.environ))) as process:
         yield process
 
 

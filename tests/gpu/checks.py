@@ -7,6 +7,7 @@ session as it would be used: the next one goes on with it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -53,6 +54,32 @@ class Shown(Output):
 
     def show(self, shown: dict[int, Bundle]) -> None:
         self.values = {rank: str(data["text/plain"]) for rank, (data, _) in shown.items()}
+
+
+class Heard(logging.Handler):
+    """What a logger is told within a block.
+
+    Args:
+        name: Of the logger.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._logger = logging.getLogger(name)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+    def __enter__(self) -> Heard:
+        self._level = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
 
 
 class Bed:
@@ -267,14 +294,41 @@ def moving(bed: Bed) -> str:
     return "40 MB from each rank, 4 MB to each, gathered"
 
 
-@check("a replaced rank gets tensors of another one on its own device")
+BORROWED = "__import__('distsession.engine.device_ipc').engine.device_ipc.borrowed_bytes()"
+"""The bytes that a rank has copied from the devices of others, past the host's memory."""
+
+
+@check("a replaced rank gets tensors of another one, from device to device")
 def restored(bed: Bed) -> str:
     session = bed.session
-    session.execute("state = torch.full((300_000,), rank + 1., device=device)")
-    session.restart([1], restore="state")
-    found = session[1].evaluate("(state.device == device, state.sum().item())")[1]
-    expect(found == (True, 300_000.0), f"restored: {found}")
+    session.execute("state = torch.arange(16_000_000., device=device) + rank; tail = state[-3:]")
+    free = session[0].evaluate("torch.accelerator.memory_allocated()")[0]
+    with Heard("distsession") as heard:
+        began = time.monotonic()
+        session.restart([1])
+        plain = time.monotonic() - began
+        session.restart([1], restore=["state", "tail"])
+        took = time.monotonic() - began - 2 * plain
+    same = "(state.device == device, state.double().sum().item(), tail.tolist())"
+    expected, found = session[0].evaluate(same)[0], session[1].evaluate(same)[1]
+    expect(found == expected, f"restored: {found}, of {expected}")
+    borrowed = session[1].evaluate(BORROWED)[1]
+    expect(borrowed == 64_000_000, f"it went through the host's memory. {heard.text}")
+    kept = session[0].evaluate("torch.accelerator.memory_allocated()")[0]
+    expect(kept <= free, f"rank 0 holds {kept - free} bytes more than before")
+    session[:2].execute("del state, tail")
     bed.works()
+    return f"64 MB from rank 0 to rank 1 in {1e3 * took:.0f} ms more than a restart without"
+
+
+@check("what cannot go from device to device goes through the host's memory")
+def restored_by_the_host(bed: Bed) -> str:
+    session = bed.start(2, device_ipc="off")
+    with contextlib.closing(session):
+        session.execute("state = torch.full((300_000,), rank + 1., device=device)")
+        session.restart([1], restore="state")
+        found = session[1].evaluate(f"(state.device == device, state.sum().item(), {BORROWED})")[1]
+    expect(found == (True, 300_000.0, 0), f"restored: {found}")
     return "1.2 MB from rank 0 to rank 1"
 
 
@@ -404,6 +458,29 @@ def failing(bed: Bed) -> str:
     expect_text(error, "ValueError on rank 1 at .*line 2: on purpose")
     bed.works()
     return f"{took:.2f} s"
+
+
+LATE = """
+from datetime import timedelta
+limited = dist.new_group(timeout=timedelta(seconds=2))
+t = torch.ones(3, device=device)
+dist.all_reduce(t, group=limited)
+t.sum().item()
+import time
+if rank == 1: time.sleep(6)
+dist.all_reduce(t, group=limited)
+t.sum().item()
+"""
+
+
+@check("a group's time limit ends a wait for the device")
+def limited(bed: Bed) -> str:
+    bed.works()
+    began = time.monotonic()
+    error = bed.fails(LATE)
+    expect_text(error, "rank 1 did not come to all_reduce.* within 2 s", "rank 1 was at .*line 8")
+    bed.works()
+    return f"{time.monotonic() - began:.2f} s"
 
 
 # --- groups and modules over a Stop ---------------------------------------------------------------

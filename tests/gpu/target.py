@@ -78,7 +78,7 @@ def standin() -> Target:
     if reason := why_not():
         raise NotHereError(reason)
     build()
-    options = {"backend": "standin", "preload": ["tests.standin.register"]}
+    options = {"backend": "standin", "preload": ["tests.standin.register", "tests.standin.ipc"]}
     limit = "the stand-in plays NCCL and its device on the CPU: nothing was seen on a GPU"
     return Target("standin", "standin", RANKS, options, (limit,), "torch.standin._break()")
 

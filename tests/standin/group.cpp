@@ -104,6 +104,11 @@ bool process_ended(int pid) {
       line[end + 2] == 'X';
 }
 
+ino_t inode_of(int file) {
+  struct stat found {};
+  return fstat(file, &found) == 0 ? found.st_ino : 0;
+}
+
 double remote_error_after() {
   const char* text = std::getenv("DISTSESSION_STANDIN_REMOTE_ERROR_S");
   return text && *text ? std::atof(text) : -1;
@@ -147,12 +152,22 @@ class Communicator {
           "no memory for a communicator: ",
           std::strerror(errno));
       map(file);
-      store.set(key, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file));
+      store.set(
+          key,
+          std::to_string(inode_of(file)) + " /proc/" + std::to_string(getpid()) + "/fd/" +
+              std::to_string(file));
     } else {
       for (int tries = 0; file < 0; ++tries) {
         raise_if_aborted();
         if (store.check({key})) {
-          file = open(store.get_to_str(key).c_str(), O_RDWR | O_CLOEXEC);
+          const auto text = store.get_to_str(key);
+          const auto space = text.find(' ');
+          file = open(text.c_str() + space + 1, O_RDWR | O_CLOEXEC);
+          // A member that was given up has closed its file, and the number may be another one's.
+          if (file >= 0 && std::to_string(inode_of(file)) != text.substr(0, space)) {
+            close(file);
+            file = -1;
+          }
         }
         if (file < 0) {
           std::this_thread::sleep_for(std::chrono::milliseconds(std::min(1 + tries, 10)));
