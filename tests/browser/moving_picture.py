@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Locator, sync_playwright
 
-from distsession.cluster.agents import environment
+from distsession.engine.process import agent_environment
 from tests.browser.conftest import chromium
 from tests.browser.lab import Lab, Notebook, Tab, write_notebook
 from tests.warm_agents import WarmProcess
@@ -199,7 +200,7 @@ def play(notebook: Notebook) -> Film:
 def opened(folder: Path) -> Iterator[Notebook]:
     """A notebook in JupyterLab in Chromium."""
     with (
-        contextlib.closing(WarmProcess(environment())) as warm,
+        contextlib.closing(WarmProcess(agent_environment(os.environ))) as warm,
         sync_playwright() as playwright,
         contextlib.closing(chromium(playwright)) as browser,
         contextlib.closing(Lab(folder, warm)) as lab,

@@ -1,8 +1,9 @@
-"""Random faults on a session of four ranks, and what must hold after each.
+"""Random faults on a session, and what must hold after each.
 
 ``python -m tests.integration.chaos --faults 1000`` (``make soak``) runs it for long. With
 ``--between 500 --faults 40`` the session ages: so many calls and cells come before each fault.
-``--backend standin`` does the same where operations are given to a device.
+``--backend standin`` does the same where operations are given to a device, and ``--ranks 32`` where
+many ranks share the processors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.conftest import held_by_others, shared_memory
 from tests.integration.conftest import Recorder
 
 RANKS = 4
-LIMIT = 30.0
+LIMIT, LIMIT_PER_RANK = 30.0, 2.0
 """Seconds after which a fault that has not come to its end counts as a hang."""
 
 SETUP = """
@@ -113,16 +114,19 @@ class Chaos:
     Args:
         seed: Decides which faults come, and where.
         backend: What the session runs on.
+        ranks: How many it has.
     """
 
-    def __init__(self, seed: int, backend: Backend = GLOO):
+    def __init__(self, seed: int, backend: Backend = GLOO, ranks: int = RANKS):
         self.seed = seed
         self.backend = backend
+        self.ranks = ranks
+        self.limit = LIMIT + LIMIT_PER_RANK * max(0, ranks - RANKS)
         self.random = random.Random(seed)
         self.calls = 0
         self._sizes = itertools.cycle(range(1, SHAPES + 1))
         self.done: list[str] = []
-        self.session = backend.session(RANKS, output=Recorder(), threads=1, hang_grace=0.3)
+        self.session = backend.session(ranks, output=Recorder(), threads=1, hang_grace=0.3)
         self.session.execute(SETUP)
         self.state = self.session.evaluate("state()")[0]
         self.faults: dict[str, Callable[[], None]] = {
@@ -140,7 +144,7 @@ class Chaos:
         future = pool.submit(self.session.execute, code, label="In[1]")
         pool.shutdown(wait=False)
         try:
-            future.result(LIMIT)
+            future.result(self.limit)
         except concurrent.futures.TimeoutError:
             raise Violation(f"hangs:\n{code}\n{self.session.diagnose(stacks=True)!r}") from None
         except expected:
@@ -150,7 +154,7 @@ class Chaos:
 
     @property
     def victim(self) -> int:
-        return self.random.randrange(RANKS)
+        return self.random.randrange(self.ranks)
 
     def later(self, seconds: float, action: Callable[[], Any]) -> threading.Timer:
         timer = threading.Timer(seconds, action)
@@ -161,7 +165,7 @@ class Chaos:
         """Press Stop some time after what comes next has begun."""
 
         def press() -> None:
-            deadline = time.monotonic() + LIMIT
+            deadline = time.monotonic() + self.limit
             while not self.session.interrupt() and time.monotonic() < deadline:
                 time.sleep(0.01)  # nothing runs yet, on a machine that has much else to do
 
@@ -236,16 +240,16 @@ class Chaos:
             kind = self.random.random()
             if kind < 0.4:
                 session.execute(f"y = torch.ones({size})\ndist.all_reduce(y)")
-                if number % 50 == 0 and session.evaluate("y[-1].item()")[0] != RANKS:
+                if number % 50 == 0 and session.evaluate("y[-1].item()")[0] != self.ranks:
                     raise Violation(f"a sum is wrong after {number} calls")
             elif kind < 0.55:
                 session.execute(f"z = [dist.all_reduce(torch.ones({size}, 2), async_op=True)]")
                 session.execute("[work.wait() for work in z]; del z")
             elif kind < 0.75:
-                if session.run(total, range(size))[RANKS - 1] != size * (size - 1) / 2:
+                if session.run(total, range(size))[self.ranks - 1] != size * (size - 1) / 2:
                     raise Violation(f"a call's result is wrong after {number} calls")
             elif kind < 0.8:
-                a, b = self.random.sample(range(RANKS), 2)
+                a, b = self.random.sample(range(self.ranks), 2)
                 session.execute(GROUP.format(a=min(a, b), b=max(a, b), size=size))
             elif kind < 0.85:
                 code = (
@@ -266,8 +270,8 @@ class Chaos:
         """The next collective is right on all ranks, and their state is what it was."""
         self.run("probe = torch.ones(3) * (rank + 1)\ndist.all_reduce(probe)")
         sums = self.session.evaluate("probe.tolist()")
-        right = [RANKS * (RANKS + 1) / 2] * 3
-        if dict(sums) != dict.fromkeys(range(RANKS), right):
+        right = [self.ranks * (self.ranks + 1) / 2] * 3
+        if dict(sums) != dict.fromkeys(self.session.ranks, right):
             raise Violation(f"the next collective is wrong: {dict(sums)}")
         for rank, state in self.session.evaluate("state()").items():
             if state != self.state:
@@ -287,7 +291,7 @@ class Chaos:
 
     def check_held(self, before: Held) -> None:
         """Nothing has grown since; a rank that is new holds less, never more."""
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + self.limit
         while True:
             now = self.held()
             most = tuple(max(counts) for counts in zip(*before.ranks, strict=True))
@@ -318,8 +322,7 @@ class Chaos:
             say: Is told how far it is.
         """
         self.use(min(between, 100))
-        for name, fault in self.faults.items():  # each once, so that all is there that will be
-            self._do(name, fault)
+        self.go_through()  # so that all is there that will be
         time.sleep(0.5)
         before = self.held()
         for number in range(faults):
@@ -330,6 +333,11 @@ class Chaos:
                 self.check_held(before)
                 say(f"{number + 1} faults")
         self.check_held(before)
+
+    def go_through(self) -> None:
+        """Do one fault of each kind, checking after each."""
+        for name, fault in self.faults.items():
+            self._do(name, fault)
 
     def _do(self, name: str, fault: Callable[[], None]) -> None:
         self.done.append(name)
@@ -348,13 +356,14 @@ def main() -> int:
     """Run it for long."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--between", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--backend", choices=[backend.name for backend in BACKENDS], default="gloo")
     arguments = parser.parse_args()
     backend = next(each for each in BACKENDS if each.name == arguments.backend)
     os.environ["PYTEST_RUN_OF"] = str(os.getpid())  # tells what it starts from what others start
-    chaos = Chaos(arguments.seed, backend)
+    chaos = Chaos(arguments.seed, backend, arguments.ranks)
     began = time.monotonic()
     try:
         chaos.go(

@@ -663,6 +663,61 @@ def check_seed_everything() -> None:
     assert len(set(dd.all_gather(torch.rand(1).item()))) == n
 
 
+def check_small_values_come_along_whatever_came_before() -> None:
+    """What fits with the headers and what does not follow each other, and differ over ranks."""
+    if not dist.is_initialized():
+        return
+    rank, size = here()
+    kinds = [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int16, torch.uint8]
+    for length in (0, 1, 3, 63, 64, 65, 511, 512, 513, 3):
+        for dtype in kinds:
+            mine = (torch.arange(length) % 7 + rank).to(dtype)
+            theirs = [(torch.arange(length) % 7 + other).to(dtype) for other in range(size)]
+            joined = dd.all_gather(mine)
+            assert torch.equal(joined, torch.cat(theirs))
+            joined.resize_(1)
+            assert joined.storage_offset() == 0
+            for got, expected in zip(dd.all_gather(mine, as_list=True), theirs, strict=True):
+                assert torch.equal(got, expected)
+                got.zero_()
+            assert torch.equal(dd.broadcast(mine.clone()), theirs[0])
+            assert torch.equal(dd.broadcast(mine if rank == 0 else None), theirs[0])
+            assert torch.equal(dd.scatter(theirs), mine)
+            got = dd.gather(mine, as_list=False)
+            assert rank or torch.equal(got, torch.cat(theirs))
+    for length in (10, 511, 512, 513):
+        ragged = torch.full((length if rank == 0 else 1,), float(rank))
+        assert dd.all_gather(ragged).tolist() == [0.0] * length + [float(r) for r in range(1, size)]
+        texts = dd.all_gather_object("x" * (length + rank))
+        assert texts == ["x" * (length + other) for other in range(size)]
+    scalars = dd.all_gather(torch.tensor(rank, requires_grad=False))
+    assert scalars.tolist() == list(range(size))
+    turned = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    got = dd.all_gather(turned)
+    assert torch.equal(got, torch.cat([turned.detach()] * size))
+    assert not got.requires_grad
+    conjugate = torch.full((2,), 1 + 2j).conj()
+    assert torch.equal(dd.broadcast(conjugate if rank == 0 else None), conjugate.resolve_conj())
+    with torch.inference_mode():
+        assert dd.all_gather(torch.ones(2)).sum() == 2 * size
+    assert dd.all_gather(torch.ones(2)).sum() == 2 * size
+
+
+def check_small_values_that_do_not_fit_raise_and_the_next_call_works() -> None:
+    rank, size = here()
+    if size == 1:
+        return
+    for _ in range(3):
+        for mine in (torch.ones(2, 1 + rank), torch.ones(2, dtype=torch.int8) if rank else [1]):
+            with raises(CollectiveMismatchError):
+                dd.all_gather(mine)
+        with raises(CollectiveMismatchError):
+            dd.broadcast(torch.ones(2 + rank))
+        with raises(CollectiveMismatchError):
+            dd.all_gather(torch.ones(2)) if rank else dd.gather(torch.ones(2))
+        assert dd.all_gather(torch.ones(2)).sum() == 2 * size
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     name.removeprefix("check_"): value
     for name, value in list(globals().items())

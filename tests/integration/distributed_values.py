@@ -178,6 +178,30 @@ def check_one_small_all_gather_is_added() -> None:
     assert max(asked) < 1000
 
 
+@shows("all of them", "", "A value of up to 512 bytes on the CPU goes along with it.")
+def check_small_values_take_one_operation() -> None:
+    if not dist.is_initialized():
+        return
+    asked: list[str] = []
+
+    def counting(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            asked.append(name)
+            return real(*args, **kwargs)
+
+        return patch.object(dist, name, counted)
+
+    with counting("all_gather"), counting("broadcast"), counting("gather"), counting("scatter"):
+        dd.all_gather(torch.ones(8))
+        dd.broadcast(torch.ones(8))
+        dd.gather(torch.ones(8))
+        dd.scatter([torch.ones(8)] * dd.get_world_size())
+        dd.all_gather_object({"x": 1})
+    assert asked == ["all_gather"] * 5
+
+
 @shows(
     "all of them",
     "",

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,21 +24,22 @@ import psutil
 
 PATIENCE_S = 120.0
 """Seconds in which a kernel attaches, and checks what it finds."""
-RUNS = ("cell", "collective", "call", "submit", "ask")
+RUNS = ("cell", "collective", "call", "submit", "ask", "debug")
 """The operations that run code of the user's."""
 LINES = 60
 """That each rank prints in an operation."""
 
 KERNEL = '''
-import hashlib, json, os, random, sys, time
+import faulthandler, json, os, random, sys, time
 from collections import Counter
 from distsession import RunError, RunInterrupt, Session
 from distsession.protocol.messages import Text
 from distsession.view import Output
 
-folder, seed, size, lines = sys.argv[1], *map(int, sys.argv[2:5])
-is_last = sys.argv[5] == "last"
-dice = random.Random(seed)
+faulthandler.enable()
+folder, seed, number, size, lines = sys.argv[1], *map(int, sys.argv[2:6])
+is_last = sys.argv[6] == "last"
+dice = random.Random(f"{seed} {number}")
 ledger = os.open(os.path.join(folder, "ledger"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 outputs = []
 is_attaching = False
@@ -54,7 +56,7 @@ class Keep(Output):
 
     def ask(self, prompt, secret):
         if is_attaching:
-            return "42"
+            return "c" if "Pdb" in prompt else "42"
         time.sleep(60)  # nobody sits there; the kernel is killed before that
 
     def write(self, message):
@@ -85,7 +87,7 @@ def work(op, size=0):
 """.format(lines=lines)
 
 name = "soak"
-if seed == 0:
+if number == 0:
     session = Session(2, keep=600, name=name, output=Keep, threads=1)
     session.execute(PRELUDE + "ran = []\\nblob = b''\\npause = 0.02")
     note(pids=[info.pid for info in session.infos])
@@ -172,19 +174,24 @@ def run_restart(op):
 def run_ask(op):
     session.execute(f"asked = int(input('op {op}? ')) == 42\\nassert asked\\nwork({op})  #op{op}")
 
+def run_debug(op):
+    session.execute(f"if rank == {op % 2}:\\n    breakpoint()\\nwork({op})  #op{op}")
+
 def run_idle(op):
-    time.sleep(0.3)
+    time.sleep(60)
 
 KINDS = {name[4:]: function for name, function in list(globals().items())
          if name.startswith("run_")}
-WEIGHTS = dict(cell=4, collective=3, call=4, submit=3, push=2, pull=2, restart=1, idle=1, ask=2)
+# The last three wait until the kernel is killed.
+WEIGHTS = dict(cell=6, collective=6, call=6, submit=6, push=6, pull=6, restart=4, idle=1, ask=1,
+               debug=1)
 op = open(os.path.join(folder, "ledger")).read().count('"begin"')
 while True:
     op += 1
     kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     note(begin=op, kind=kind)
     ids = KINDS[kind](op)
-    if kind in ("cell", "collective", "call", "ask"):
+    if kind in ("cell", "collective", "call", "ask", "debug"):
         note(ended=op)
     note(done=op, kind=kind, ids=ids or [op], seen={i: seen(i) for i in ids or [op]})
 '''
@@ -241,7 +248,8 @@ class KeepKills:
     def _kernel(self, number: int, *, is_last: bool) -> None:
         root = str(Path(__file__).parents[2])
         seen = self.text().count("\n")
-        arguments = [self.folder, str(number), str(self.size), str(LINES), "last" * is_last]
+        numbers = [str(value) for value in (self.seed, number, self.size, LINES)]
+        arguments = [self.folder, *numbers, "last" * is_last]
         errors = Path(self.folder, "errors")
         with open(errors, "wb") as file:
             kernel = subprocess.Popen(
@@ -274,9 +282,22 @@ class KeepKills:
             if kernel.poll() is not None:
                 raise Lost(f"the kernel ended before it was {word}:\n{errors.read_text()}")
             if time.monotonic() > deadline:
+                stacks = self._stacks()
                 kernel.send_signal(signal.SIGABRT)
-                raise Lost(f"the kernel never was {word}:\n{errors.read_text()}")
+                kernel.wait()
+                raise Lost(f"the kernel never was {word}:\n{errors.read_text()}\n{stacks}")
             time.sleep(0.002)
+
+    def _stacks(self) -> str:
+        """The stacks of all its processes, where py-spy is installed."""
+        spy = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
+        if spy is None:
+            return "py-spy, which would show the stacks, is not installed"
+        told = []
+        for process in self._processes():
+            command = [spy, "dump", "--pid", str(process.pid)]
+            told.append(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout)
+        return "\n".join(told)
 
     def text(self) -> str:
         return self.ledger.read_text() if self.ledger.exists() else ""

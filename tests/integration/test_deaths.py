@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from distsession import RunError, RunInterrupt, Session, errors
-from distsession.cluster.process_state import has_ended, process_state
+from distsession.engine.process_state import has_ended, process_state
 from tests.backends import Backend
 from tests.integration.conftest import Recorder
 from tests.until import LIMIT_S, Press, until, until_settled

@@ -66,16 +66,19 @@ def test_the_end_of_the_input_ends_the_run(script: str, text: str | None) -> Non
 
 @pytest.fixture
 def terminal():
-    child = spawn_ipython(env=environment(), timeout=40)
-    child.expect(r"In \[1\]: ")
-    child.sendline("%load_ext distsession")
-    child.sendline("%session start 2 --backend gloo")
-    child.expect("2 ranks, gloo")
-    child.sendline("session = __import__('distsession').current_session()")
-    yield child
-    child.sendline("exit")
-    child.expect(pexpect.EOF)
-    child.wait()
+    child = spawn_ipython(env=environment(), timeout=90)
+    try:
+        child.expect(r"In \[1\]: ")
+        child.sendline("%load_ext distsession")
+        child.sendline("%session start 2 --backend gloo")
+        child.expect("2 ranks, gloo")
+        child.sendline("session = __import__('distsession').current_session()")
+        yield child
+        child.sendline("exit")
+        child.expect(pexpect.EOF)
+        child.wait()
+    finally:
+        child.close(force=True)
 
 
 CELL = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,8 +76,8 @@ def test_what_a_plan_says_of_gpus_comes_to_the_ranks_and_to_the_user(
 ) -> None:
     """The plan is one for GPUs, and the ranks are on the CPU."""
 
-    def plan(options: SessionOptions, host: HostInfo) -> RankPlan:
-        found = plan_ranks(options, host)
+    def plan(options: SessionOptions, hosts: Sequence[HostInfo]) -> RankPlan:
+        found = plan_ranks(options, hosts)
         return replace(found, visible=("MIG-a", ""), is_shared=True, notes=("They share it.",))
 
     monkeypatch.setattr(local, "plan_ranks", plan)

@@ -204,6 +204,16 @@ MISMATCHED = {
     ),
 }
 
+CROSSED = Broken(
+    "for group in (None, others): dist.all_reduce(some, group=group); FINISH\n"
+    "if odd: dist.all_reduce(some, group=others)\n"
+    "dist.all_reduce(some)\n"
+    "if not odd: dist.all_reduce(some, group=others)\n"
+    "print(some.sum().item())",
+    line=(2, 3),
+    also=("(ranks 0-3)", "each waits for the other", "in different orders"),
+)
+
 HUNG = {
     "a call that one rank skips": Broken("if not odd:\n    dist.all_reduce(some); FINISH", line=2),
     "one rank calls alone": Broken(
@@ -243,6 +253,7 @@ HUNG = {
         what="recv",
         line=4,
     ),
+    "two groups in different orders": CROSSED,
     "objects in an all_gather": Broken(
         "if not odd:\n    dist.all_gather_object([None] * 4, rank)", what="all_gather", line=2
     ),
@@ -365,7 +376,8 @@ RAISED = {
         line=3,
     ),
     "an error in a thread": Broken(
-        "def reduce(): dist.all_reduce(torch.ones(4 if odd else 2))\n"
+        # Made here, for a thread has torch's own default device.
+        "def reduce(tensor=torch.ones(4 if odd else 2)): dist.all_reduce(tensor)\n"
         "thread = threading.Thread(target=reduce)\n"
         "thread.start()\n"
         "thread.join()",
@@ -402,6 +414,21 @@ def test_the_first_lines_say_who_in_what_and_where(
             check_works(session)
 
 
+def test_no_rank_goes_on_with_what_came_of_operations_in_different_orders(
+    session: Session, backend: Backend
+) -> None:
+    session.execute("passed = False")
+    # The devices of the others go on to what rank 2 waits for before it is freed itself.
+    session[2].execute(
+        "from distsession.engine import control\n"
+        "grace, control.ABORT_GRACE_S = control.ABORT_GRACE_S, 0.5"
+    )
+    check_lines(fail(session, f"{backend.program(CROSSED.code)}\npassed = True"), CROSSED)
+    assert dict(session.evaluate("passed")) == dict.fromkeys(session.ranks, False)
+    session[2].execute("control.ABORT_GRACE_S = grace")
+    check_works(session)
+
+
 DEATHS = {
     "an exit code": Broken(
         "if odd: os._exit(3)\ndist.all_reduce(some); FINISH", what="exit code 3"
@@ -429,12 +456,45 @@ def test_the_first_lines_of_a_death_say_who_and_how(
 
 LIMITED = {
     "a late rank": Broken(
-        "if odd: time.sleep(5)\ndist.all_reduce(torch.ones(4))",
+        "if odd: time.sleep(5)\ndist.all_reduce(torch.ones(4)); FINISH",
         line=(1, 2),
         also=("within 2 s", "rank 2 was at In[7] line 1"),
     ),
+    "a late rank, where the outcome is needed": Broken(
+        "total = torch.ones(4)\n"
+        "if odd: time.sleep(5)\n"
+        "dist.all_reduce(total)\n"
+        "print(total.sum().item())",
+        line=(2, 3),
+        also=("within 2 s", "rank 2 was at In[7] line 2"),
+    ),
+    "a late rank, in a barrier": Broken(
+        "if odd: time.sleep(5)\ndist.barrier()",
+        what="barrier",
+        line=(1, 2),
+        also=("within 2 s", "rank 2 was at In[7] line 1"),
+    ),
+    "a late rank of a group with its own limit": Broken(
+        "from datetime import timedelta\n"
+        "group = dist.new_group(timeout=timedelta(seconds=1))\n"
+        "dist.all_reduce(torch.ones(4), group=group); FINISH\n"
+        "if odd: time.sleep(5)\n"
+        "dist.all_reduce(torch.ones(4), group=group); FINISH",
+        line=(4, 5),
+        also=("within 1 s", "rank 2 was at In[7] line 4"),
+    ),
+    "a late rank of a group that is given another limit": Broken(
+        "from datetime import timedelta\n"
+        "group = dist.new_group()\n"
+        "dist.all_reduce(torch.ones(4), group=group); FINISH\n"
+        "dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)\n"
+        "if odd: time.sleep(5)\n"
+        "dist.all_reduce(torch.ones(4), group=group); FINISH",
+        line=(5, 6),
+        also=("within 1 s",),
+    ),
     "a late rank, asynchronously": Broken(
-        "if odd: time.sleep(5)\ndist.all_reduce(torch.ones(4), async_op=True).wait()",
+        "if odd: time.sleep(5)\ndist.all_reduce(torch.ones(4), async_op=True).wait(); FINISH",
         line=(1, 2),
         also=("rank 2 was at In[7] line 1",),
     ),
@@ -442,12 +502,12 @@ LIMITED = {
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
         "out = model(torch.ones(1, 4)).sum()\n"
         "if odd: time.sleep(5)\n"
-        "out.backward()",
+        "out.backward(); FINISH",
         line=(3, 4),
     ),
     "a late sender": Broken(
         "if odd: time.sleep(5); dist.send(torch.ones(4), 0)\n"
-        "if rank == 0: dist.recv(torch.ones(4), 2)",
+        "if rank == 0: dist.recv(torch.ones(4), 2); FINISH",
         what="recv",
         line=(1, 2),
         also=("rank 2 did not send to rank 0 within 2 s",),
@@ -456,16 +516,37 @@ LIMITED = {
 
 
 @pytest.fixture(scope="module")
-def limited() -> Iterator[Session]:
-    with Session(4, threads=1, timeout=2) as session:
+def limited(backend: Backend) -> Iterator[Session]:
+    with backend.session(4, threads=1, timeout=2) as session:
         session.execute("import time\nodd = rank == 2\nnumber = 40 + rank")
+        check_works(session)  # or all meet for a first operation, on whatever backend
         yield session
 
 
 @pytest.mark.parametrize("broken", LIMITED.values(), ids=LIMITED)
-def test_a_time_limit_says_who_is_late_and_where_it_is(limited: Session, broken: Broken) -> None:
-    check_lines(fail(limited, broken.code), broken)
+def test_a_time_limit_says_who_is_late_and_where_it_is(
+    limited: Session, backend: Backend, broken: Broken
+) -> None:
+    check_lines(fail(limited, backend.program(broken.code)), broken)
     check_works(limited)
+
+
+@only("device", "gloo ends an operation at its limit, whether somebody waits for it or not")
+def test_a_rank_that_does_not_wait_yet_is_not_cut_off_at_a_limit(
+    limited: Session, backend: Backend
+) -> None:
+    limited.execute(
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "total = torch.ones(2)\n"
+        "if odd: time.sleep(3)\n"
+        "work = dist.all_reduce(total, async_op=True)\n"
+        "if odd: store.set('came', '')\n"
+        "while not store.check(['came']): time.sleep(0.05)\n"
+        "work.wait()\n"
+        "total = total.tolist()",
+        timeout=60,
+    )
+    assert all(total == [4.0, 4.0] for total in limited.evaluate("total").values())
 
 
 def test_of_two_ranks_both_sides_are_told(start, backend: Backend) -> None:

@@ -560,6 +560,17 @@ def test_a_submitted_run_is_looked_after_too(two: Session) -> None:
             run.result(LONG)
 
 
+def test_what_was_submitted_behind_others_is_looked_after_when_its_turn_comes(
+    two: Session,
+) -> None:
+    with kept(two):
+        before = [two.submit(time.sleep, 0.01) for _ in range(200)]
+        run = two.submit(by_value("def f():\n    if rank == 0: dist.barrier()", "f"))
+        with pytest.raises(errors.CollectiveHangError, match="rank 0 waits in barrier"):
+            run.result(LONG)
+        assert all(future.done() for future in before)
+
+
 def test_what_a_rank_does_between_runs_is_not_watched(two: Session) -> None:
     two.execute("thread = threading.Thread(target=dist.barrier)\nif rank == 0: thread.start()")
     time.sleep(1)  # five times the grace of this session

@@ -293,6 +293,31 @@ def test_a_rank_in_c_code_that_lets_no_thread_run_is_waited_for(kernels: Kernels
     assert session.evaluate("value") == {0: 0, 1: 1}
 
 
+def test_what_only_a_rank_in_c_code_was_asked_is_waited_for_and_not_said_to_be_lost(
+    kernels: Kernels,
+) -> None:
+    kernels.leave(
+        "session = Session(2, name='held', keep=60)\n"
+        "session.execute('import ctypes, time\\nran = 0')\n"
+        "def hold():\n"
+        "    import __main__\n"
+        "    __import__('ctypes').PyDLL(None).sleep(9)\n"
+        "    __main__.ran += 1\n"
+        "    return 'held'\n"
+        "def count():\n"
+        "    return __import__('__main__').ran\n"
+        "session[1].submit(hold)\n"
+        "session[1].submit(count)\n"
+        "time.sleep(0.5)"
+    )
+    said: list[str] = []
+    session = kernels.attach("held")
+    session.follow(said.append)
+    assert not said
+    assert [future.result(60) for future in session.pending()] == [{1: "held"}, {1: 1}]
+    assert meet(session) == 2
+
+
 def test_a_broken_group_is_connected_anew_by_who_attaches(kernels: Kernels) -> None:
     kernels.leave(
         "session = Session(2, name='broken', keep=60)\n"

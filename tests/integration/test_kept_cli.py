@@ -20,7 +20,7 @@ import pytest
 from distsession import Session
 from distsession.cli import logs, main
 from distsession.cluster.kept import find_kept
-from distsession.cluster.process_state import STOPPED, process_state
+from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import SessionStateError
 from distsession.protocol.attach import attach_path
 from tests.conftest import assert_nothing_left, traces

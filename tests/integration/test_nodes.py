@@ -1,4 +1,4 @@
-"""A session of several nodes, played by one machine: payloads cross between them by relays."""
+"""A session of several nodes, played by one machine: everything crosses between them by relays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ import psutil
 import pytest
 import torch
 
-from distsession import EngineDiedError, LaunchError, RunError, RunInterrupt, Session
+from distsession import (
+    CollectiveHangError,
+    EngineDiedError,
+    LaunchError,
+    RunError,
+    RunInterrupt,
+    Session,
+    SessionStateError,
+)
+from distsession.cluster.local import LocalLauncher
 from distsession.cluster.relay import Relay
 from distsession.protocol import shared_memory
 from tests.conftest import assert_nothing_left, traces
@@ -31,6 +40,22 @@ LARGE = 300_000  # elements, well above what goes with a message
 def four() -> Iterator[Session]:
     """Four ranks on two nodes that the tests of this module share."""
     with Session(4, nodes=2) as session:
+        yield session
+
+
+def apart(ranks: int, **options: Any) -> Session:
+    """Two nodes whose ranks share no board, as those of two hosts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalLauncher, "shares_board", False)
+        session = Session(ranks, nodes=2, **options)
+    session._launcher.shares_board = False
+    return session
+
+
+@pytest.fixture(scope="module")
+def four_apart() -> Iterator[Session]:
+    """The same as ``four``, with a board for each node."""
+    with apart(4) as session:
         yield session
 
 
@@ -244,6 +269,171 @@ with Session(4, nodes=2) as session:
     assert gather < 128 * 1.1
 
 
+# --- boards ---------------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_a_node_have_a_board_of_their_own(four_apart: Session) -> None:
+    def boards(pid: int) -> set[int]:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {int(line.split()[4]) for line in maps if "distsession-board" in line}
+
+    found = [boards(info.pid) for info in four_apart.infos]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert not found[0] & found[2]
+    assert [len(each) for each in found] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "dist.all_reduce(t, op=dist.ReduceOp.MAX if rank > 1 else dist.ReduceOp.SUM)",
+            "ranks 0-1 called all_reduce with sum, ranks 2-3 with max, at In",
+        ),
+        (
+            "dist.all_reduce(t) if rank < 2 else dist.barrier()",
+            r"ranks 0-1 called all_reduce \(float32 \[4\], sum\), ranks 2-3 called barrier, at In",
+        ),
+        (
+            "dist.all_reduce(t, op=dist.ReduceOp.MAX if rank == 2 else dist.ReduceOp.SUM)",
+            "rank 2 called all_reduce with max, ranks 0-1,3 with sum, at In",
+        ),
+        (
+            "for i in range(300):\n"
+            "    odd = rank > 1 and i == 17\n"
+            "    dist.all_reduce(t, op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)",
+            "called different operations before|called all_reduce with sum, ranks 2-3 with max",
+        ),
+    ],
+    ids=["operation that ends", "operation that hangs", "within a node", "among many"],
+)
+def test_what_ranks_of_two_nodes_call_is_compared(
+    four_apart: Session, code: str, said: str
+) -> None:
+    four_apart.execute("t = torch.ones(4)")
+    with pytest.raises(RunError, match=rf"^CollectiveMismatchError: .*({said})") as caught:
+        four_apart.execute(code)
+    shown = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+    assert "so its tensors may have changed" in shown
+    assert reduced(four_apart) == [4.0] * 4
+
+
+def test_a_mismatch_of_which_a_rank_dies_comes_first() -> None:
+    said = r"^CollectiveMismatchError: rank 0 called .* rank 1 with"
+    with apart(2) as session:
+        with pytest.raises(RunError, match=said):
+            session.execute("dist.all_reduce(torch.ones(4 + rank))")
+        session.restart()
+        assert reduced(session) == [2.0] * 2
+
+
+def test_who_waits_for_whom_is_known_of_both_nodes(four_apart: Session) -> None:
+    future = four_apart.submit(_barrier_unless_last, 60)
+    until(lambda: "ranks 0-2 wait in barrier" in repr(four_apart.diagnose()))
+    assert "for rank 3, which runs" in repr(four_apart.diagnose())
+    assert four_apart.interrupt()
+    with pytest.raises(RunInterrupt):
+        future.result(20)
+    assert reduced(four_apart) == [4.0] * 4
+
+
+def test_a_certain_deadlock_across_nodes_is_ended(four_apart: Session) -> None:
+    with pytest.raises(CollectiveHangError, match=r"rank 0 waits in all_reduce .* for ranks 1-3"):
+        four_apart.execute("if rank == 0:\n    dist.all_reduce(torch.ones(()))")
+    with pytest.raises(RunError, match=r"^ZeroDivisionError on rank 3"):
+        four_apart.execute("dist.barrier() if rank < 3 else 1 / 0")
+    assert reduced(four_apart) == [4.0] * 4
+
+
+@pytest.mark.parametrize("receiver", [0, 3])
+def test_a_message_is_received_from_whichever_node_sends(
+    four_apart: Session, receiver: int
+) -> None:
+    four_apart.execute(
+        f"if rank == {receiver}:\n"
+        "    seen = sorted(dist.recv(torch.zeros(3)) for _ in range(3))\n"
+        "else:\n"
+        f"    dist.send(torch.ones(3), {receiver})"
+    )
+    others = sorted({0, 1, 2, 3} - {receiver})
+    assert four_apart[receiver].evaluate("seen")[receiver] == others
+
+
+def test_operations_that_match_are_never_said_not_to(four_apart: Session) -> None:
+    four_apart.execute(
+        "t = torch.ones(4)\n"
+        "pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]\n"
+        "for i in range(500):\n"
+        "    dist.all_reduce(t, op=dist.ReduceOp.MAX)\n"
+        "    dist.all_reduce(t, op=dist.ReduceOp.MAX, group=pairs[rank % 2])\n"
+        "    work = dist.all_reduce(t, op=dist.ReduceOp.MAX, async_op=True)\n"
+        "    dist.send(t, 3 - rank) if rank < 2 else dist.recv(t, 3 - rank)\n"
+        "    work.wait()"
+    )
+    assert four_apart.evaluate("float(t[0])")[3] == 1.0
+    assert four_apart.status().endswith("idle (4 ranks, gloo)")
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def messages(session: Session) -> int:
+    """Messages that went to the second node by now."""
+    return session._launcher.channel.links.sent[1]
+
+
+def test_a_call_is_one_message_for_a_node(four: Session) -> None:
+    before = messages(four)
+    for _ in range(10):
+        four.run(int)
+    assert messages(four) - before == 10
+    four.diagnose()  # asks the control threads
+    assert messages(four) - before <= 11
+    four[:2].run(int)
+    assert messages(four) - before <= 11
+
+
+def test_a_large_payload_comes_with_one_message_for_a_node(four: Session) -> None:
+    x = torch.randn(LARGE)
+    before = messages(four)
+    assert [float(value) for value in four.run(torch.Tensor.numel, x).values()] == [LARGE] * 4
+    assert messages(four) - before == 1
+
+
+def test_many_calls_leave_nothing_in_a_relay(four: Session) -> None:
+    def resident() -> int:
+        return sum(process.memory_info().rss for process in (processes(four)["relay"], kernel))
+
+    kernel = psutil.Process()
+    for _ in range(2000):
+        four.run(int)
+    before = resident()
+    for _ in range(5000):
+        four.run(int)
+        four[2:].submit(print, "x" * 100).result(20)
+    assert resident() - before < 8 << 20
+    flows = four._launcher.channel.links._flows.values()
+    assert not any(flow.held for flow in flows)
+    assert all(flow.under_way < 64 for flow in flows)
+
+
+def test_a_stopped_rank_does_not_hold_up_the_others_of_its_node(
+    start: Callable[..., Session],
+) -> None:
+    session = start(4, nodes=2)
+    stopped = session.infos[3].pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        futures = [session[3].submit(bytes.__len__, bytes(10_000)) for _ in range(2000)]
+        for _ in range(100):
+            assert dict(session[:3].evaluate("rank")) == {0: 0, 1: 1, 2: 2}
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [future.result(60)[3] for future in futures] == [10_000] * 2000
+    assert reduced(session) == [4.0] * 4
+
+
 # --- stop -----------------------------------------------------------------------------------------
 
 
@@ -309,9 +499,16 @@ def test_a_stopped_relay_can_be_left(start: Callable[..., Session]) -> None:
         threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
         with pytest.raises(RunInterrupt, match="nothing was sent"):
             session.push(x=torch.ones(5_000_000))
-        assert dict(session.pull("x")) == {0: 1, 1: 1}  # what is small needs no relay
+        assert f"The relay of node 1 (pid {found.pid}) is stopped by SIGSTOP" in session.status()
+        assert session[0].pull("x")[0] == 1  # no relay is needed for it
+        threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
+        with pytest.raises(RunInterrupt):
+            session.run(int)
+        with pytest.raises(SessionStateError, match=rf"`kill -CONT {found.pid}` lets it go on"):
+            session.restart([1])
     finally:
         found.send_signal(signal.SIGCONT)
+    assert dict(session.pull("x")) == {0: 1, 1: 1}
     session.push(x=torch.ones(LARGE))
     assert session.pull("x")[1].sum() == LARGE
 
@@ -319,30 +516,51 @@ def test_a_stopped_relay_can_be_left(start: Callable[..., Session]) -> None:
 # --- ends -----------------------------------------------------------------------------------------
 
 
-def test_without_its_relay_a_node_is_served_through_sockets(
+def test_the_end_of_a_nodes_relay_is_told_and_mended(
     start: Callable[..., Session], caplog: pytest.LogCaptureFixture
 ) -> None:
     session = start(4, nodes=2)
-    session.push(x=torch.ones(LARGE))
+    session.execute("x = torch.full((300_000,), rank)")
+    pids = {info.pid for info in session.infos}
+    future = session.submit(torch.distributed.barrier)
+    future.result(20)
+    future = session[2:].submit(time.sleep, 60)
     with caplog.at_level(logging.WARNING):
         processes(session)["relay"].kill()
-        until(lambda: "relay" in session.status())
-        until(lambda: "the relay of node 1 has ended" in caplog.text)
-    assert "session.restart() starts another" in session.status()
-    session.push(y=torch.arange(LARGE))
-    assert torch.equal(session.pull("y")[3], torch.arange(LARGE))
-    session.scatter("z", torch.arange(LARGE))
-    assert torch.equal(session.gather("z"), torch.arange(LARGE))
+        with pytest.raises(
+            RunError, match=r"rank 2 .* cannot be reached: the relay of node 1 .* ranks 2-3"
+        ):
+            future.result(20)
+    assert "the relay of node 1" in caplog.text
+    with pytest.raises(EngineDiedError, match=r"rank 2 .* cannot be reached: the relay of node 1"):
+        session.run(int)
+    assert "ranks 2-3 are dead" in session.status()
+    assert dict(session[:2].evaluate("float(x[0])")) == {0: 0.0, 1: 1.0}
+    session.restart([3], restore="x")  # and rank 2, which nobody reaches either
+    assert [float(value[0]) for value in session.pull("x").values()] == [0.0, 1.0, 0.0, 0.0]
     assert reduced(session) == [4.0] * 4
-    session.restart([3])  # only this one takes the new road
-    session.push(y=torch.arange(LARGE))
-    assert torch.equal(session.pull("y")[2], torch.arange(LARGE))
-    assert torch.equal(session.pull("y")[3], torch.arange(LARGE))
+    fresh = {info.pid for info in session.infos}
+    assert len(fresh & pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids - fresh)
+
+
+def test_ranks_that_wait_for_some_behind_a_killed_relay_are_freed(
+    start: Callable[..., Session],
+) -> None:
+    session = start(4, nodes=2)
+    future = session.submit(_barrier_unless_last, 60)
+    until(lambda: "barrier" in repr(session.diagnose()))
+    processes(session)["relay"].kill()
+    with pytest.raises(RunError, match="cannot be reached: the relay of node 1"):
+        future.result(20)
     session.restart()
-    assert "relay" not in session.status()
-    before = crossed(session)[0]
-    session.push(y=torch.arange(LARGE))
-    assert crossed(session)[0] - before < 8 * LARGE + 2000
+    assert reduced(session) == [4.0] * 4
+
+
+def _barrier_unless_last(seconds: float) -> None:
+    if os.environ["RANK"] == "3":
+        time.sleep(seconds)
+    torch.distributed.barrier()
 
 
 def test_a_relay_that_dies_in_the_middle_of_a_transfer_is_told(
@@ -359,18 +577,23 @@ def test_a_relay_that_dies_in_the_middle_of_a_transfer_is_told(
 
     thread = threading.Thread(target=kill, args=[1])
     thread.start()
-    with pytest.raises(RunError, match="on rank 2: the result did not arrive: the relay of node 1"):
+    with pytest.raises(
+        RunError, match=r"on rank 2 \(node1\): the result did not arrive: the relay of node 1"
+    ):
         session[2].pull("x")
     thread.join()
-    assert session[2].evaluate("x.sum().item()")[2] == 100_000_000
+    until(lambda: "ranks 2-3 are dead" in session.status())
     session.restart()
     found = processes(session)["relay"]
     began = 0
     thread = threading.Thread(target=kill, args=[0])
     thread.start()
-    session[2:].push(y=torch.ones(50_000_000))  # then by sockets
+    with pytest.raises(RunError, match=r"rank 2 .* cannot be reached: the relay of node 1"):
+        session[2:].push(y=torch.ones(50_000_000))
     thread.join()
-    assert dict(session[2:].evaluate("y.sum().item()")) == {2: 50_000_000, 3: 50_000_000}
+    assert dict(session[:2].evaluate("rank")) == {0: 0, 1: 1}
+    session.restart([2, 3])
+    assert reduced(session) == [4.0] * 4
 
 
 def test_a_killed_rank_is_told_during_a_transfer_and_replaced(
@@ -516,3 +739,71 @@ def test_no_socket_of_a_relay_is_open_to_others(four: Session) -> None:
         assert listening == []
         paths = [c.laddr for c in process.net_connections("unix") if c.laddr]
         assert all(str(path).startswith(str(folder)) for path in paths)
+
+
+# --- check="strict" over nodes that have boards of their own --------------------------------------
+
+
+@pytest.fixture(scope="module")
+def strict_apart() -> Iterator[Session]:
+    with apart(4, check="strict", hang_grace=0.5) as session:
+        yield session
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
+def test_strict_ranks_of_several_nodes_meet_before_each_operation(
+    strict_apart: Session, name: str
+) -> None:
+    call = {
+        "all_reduce": "dist.all_reduce(t)",
+        "broadcast": "dist.broadcast(t, 3)",
+        "all_gather": "dist.all_gather([torch.empty(4) for _ in range(4)], t)",
+    }[name]
+    strict_apart.execute(f"t = torch.ones(4)\nfor _ in range(20): {call}")
+    assert reduced(strict_apart) == [4.0] * 4
+
+
+def test_strict_ranks_of_several_nodes_alter_nothing_where_they_differ(
+    strict_apart: Session,
+) -> None:
+    strict_apart.execute("t = torch.ones(4) * (1 + rank)")
+    for _ in range(3):
+        with pytest.raises(RunError, match=r"ranks 0-1 called all_reduce with sum.* ranks 2-3"):
+            strict_apart.execute(
+                "dist.all_reduce(t, op=dist.ReduceOp.MAX if rank > 1 else dist.ReduceOp.SUM)"
+            )
+    assert [float(t[0]) for t in strict_apart.pull("t").values()] == [1.0, 2.0, 3.0, 4.0]
+    assert reduced(strict_apart) == [4.0] * 4
+
+
+def test_a_strict_rank_that_others_of_another_node_miss_is_named(strict_apart: Session) -> None:
+    with pytest.raises(CollectiveHangError, match=r"ranks 0-1,3 wait in all_reduce #\d+ .* rank 2"):
+        strict_apart.execute("if rank != 2: dist.all_reduce(torch.ones(4))")
+    assert reduced(strict_apart) == [4.0] * 4
+
+
+def test_a_stop_frees_strict_ranks_that_wait_for_another_node(strict_apart: Session) -> None:
+    strict_apart.execute("kept = rank")
+    code = "import time\nif rank > 1: time.sleep(60)\ndist.all_reduce(torch.ones(4))"
+    thread = stop_when(lambda: "wait in all_reduce" in repr(strict_apart.diagnose()))
+    with pytest.raises(RunInterrupt):
+        strict_apart.execute(code)
+    thread.join()
+    assert list(strict_apart.pull("kept").values()) == [0, 1, 2, 3]
+    assert reduced(strict_apart) == [4.0] * 4
+
+
+def test_strict_subgroups_over_nodes_meet_too(strict_apart: Session) -> None:
+    strict_apart.execute(
+        "group = dist.new_group([1, 2])\nt = torch.ones(1)\n"
+        "if rank in (1, 2): dist.all_reduce(t, group=group)"
+    )
+    assert [float(t) for t in strict_apart.pull("t").values()] == [1.0, 2.0, 2.0, 1.0]
+    strict_apart.execute("t = torch.ones(1) * (1 + rank)")
+    with pytest.raises(RunError, match=r"rank 1 called .* rank 2"):
+        strict_apart.execute(
+            "op = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM\n"
+            "if rank in (1, 2): dist.all_reduce(t, op=op, group=group)"
+        )
+    assert [float(t) for t in strict_apart.pull("t").values()] == [1.0, 2.0, 3.0, 4.0]
+    assert reduced(strict_apart) == [4.0] * 4

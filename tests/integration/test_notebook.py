@@ -120,7 +120,7 @@ def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -
         ),
         ("%session diagnose --stakcs", "unrecognized arguments: --stakcs: did you mean --stacks?"),
         ("%session start 2 --bakend=gloo", "did you mean --backend? See %session start --help."),
-        ("%session start 2 --launcher lcoal", "did you mean local? It takes local, inline."),
+        ("%session start 2 --launcher lcoal", "did you mean local? It takes local, inline, ssh, "),
         ("%%distributed --timeot 3\n1", "did you mean --timeout or --timeline? See %%d"),
         ("%distributed x = 1", "x = 1 is a statement, and %distributed takes an expression: "),
         ("%distributed import os; 1", "write it into a cell that begins with %%distributed."),

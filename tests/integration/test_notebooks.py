@@ -113,6 +113,20 @@ def check_what_is_kept(cells):
     assert any("nobody since" in text for text in texts)
 
 
+def check_what_two_hosts_do(cells):
+    """A host is lost while both train, and another one trains on in its place."""
+    [error] = [error for cell in cells for error in outputs(cell, "error")]
+    assert re.match(r"EngineDiedError: rank 2 .*the agent on gpu2 ", plain(error))
+    texts = [
+        "".join(str(out.get("text") or out["data"]["text/plain"]) for out in cell.outputs)
+        for cell in cells
+        if not outputs(cell, "error")
+    ]
+    assert any("node 1, gpu2: ranks (2, 3)" in text for text in texts)
+    assert any("ranks 2-3 are dead (on gpu2; 4 ranks, gloo)" in text for text in texts)
+    assert any("equal weights on all ranks of gpu1 and gpu3" in text for text in texts)
+
+
 def plain(error: Any) -> str:
     """What a cell shows of its error, without colours."""
     return re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
@@ -143,6 +157,8 @@ def test_a_notebook_runs_through(path, this_python):
         check_what_is_seen(cells)
     if path.stem == "06_keep":
         check_what_is_kept(cells)
+    if path.stem == "07_several_hosts":
+        check_what_two_hosts_do(cells)
     if path.stem == "02_when_a_rank_fails":
         errors = [error for cell in cells for error in outputs(cell, "error")]
         assert [error.ename for error in errors] == [

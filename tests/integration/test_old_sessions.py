@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from distsession import RunError, RunInterrupt, Session, errors
+from tests.backends import Backend
+from tests.integration.chaos import DEVICE_STREAMS
 from tests.integration.conftest import Recorder
 from tests.until import until
 
 pytestmark = pytest.mark.timeout(300)
 
 RANKS = 3
+MEMORY_GROWTH = 16 << 20
+"""Bytes by which a rank may be larger."""
 
 # Broadcasts, each from another rank: an all_reduce takes twice as long and is noted alike.
 OPERATIONS = """
@@ -47,17 +52,18 @@ def age(session: Session, *, operations: int, shapes: int, groups: int, cells: i
 
 
 @pytest.fixture(scope="module")
-def aged() -> Iterator[Session]:
-    with Session(RANKS, output=Recorder(), threads=1, hang_grace=0.5) as session:
+def aged(backend: Backend) -> Iterator[Session]:
+    with backend.session(RANKS, output=Recorder(), threads=1, hang_grace=0.5) as session:
         session.execute("x = torch.arange(3.0) + rank")
-        age(session, operations=20_000, shapes=10_000, groups=300, cells=2000)
+        half = 2 if backend.is_device else 1
+        age(session, operations=20_000 // half, shapes=10_000, groups=300, cells=2000 // half)
         yield session
 
 
 @pytest.fixture
-def old(aged: Session) -> Session:
+def old(aged: Session, backend: Backend) -> Session:
     """The same; an earlier test has connected its group anew, so it is used some more."""
-    age(aged, operations=600, shapes=600, groups=70, cells=300)
+    age(aged, operations=600, shapes=600, groups=70, cells=100 if backend.is_device else 300)
     return aged
 
 
@@ -113,24 +119,23 @@ def test_ranks_that_wait_for_one_another_are_freed(old: Session) -> None:
     check(old)
 
 
-def test_a_receive_without_a_send_is_freed(old: Session) -> None:
-    text = failure(
-        old, "if rank == 1:\n    dist.recv(torch.ones(2), src=0, tag=7)", errors.CollectiveHangError
-    )
-    assert "rank 1 waits in recv #" in text
+def test_a_receive_without_a_send_is_freed(old: Session, backend: Backend) -> None:
+    code = backend.program("if rank == 1:\n    dist.recv(torch.ones(2), src=0, tag=7); FINISH")
+    text = failure(old, code, errors.CollectiveHangError)
+    assert f"rank 1 {backend.waits()} recv #" in text
     assert "at In[7] line 2 for rank 0" in text
     check(old)
 
 
 def test_an_operation_behind_a_hundred_others_is_known_while_it_is_waited_for(
-    old: Session,
+    old: Session, backend: Backend
 ) -> None:
     code = """if rank:
     works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(100)]
-    works[0].wait()
+    works[0].wait(); FINISH
 """
-    text = failure(old, code, errors.CollectiveHangError)
-    assert "ranks 1-2 wait in all_reduce #" in text
+    text = failure(old, backend.program(code), errors.CollectiveHangError)
+    assert f"ranks 1-2 {backend.waits(2)} all_reduce #" in text
     assert "at In[7] line 2 for rank 0" in text
     check(old)
 
@@ -165,16 +170,20 @@ def test_a_group_made_of_other_ranks_on_one_rank_is_told(old: Session) -> None:
 
 
 LATE_MISMATCHES = {
-    "an async operation that is waited for": "dist.all_reduce(x.clone(), async_op=True).wait()",
-    "a backward of DistributedDataParallel": "model(torch.ones(1, 4)).sum().backward()",
+    "an async operation that is waited for": (
+        "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH"
+    ),
+    "a backward of DistributedDataParallel": "model(torch.ones(1, 4)).sum().backward(); FINISH",
 }
 
 
 @pytest.mark.parametrize("code", LATE_MISMATCHES.values(), ids=LATE_MISMATCHES)
-def test_who_has_begun_what_another_refuses_is_freed(old: Session, code: str) -> None:
+def test_who_has_begun_what_another_refuses_is_freed(
+    old: Session, backend: Backend, code: str
+) -> None:
     old.execute("model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))")
     late = f"import time\nif rank != 1:\n    {code}\nelse:\n    time.sleep(0.5)\n    dist.barrier()"
-    text = failure(old, late, RunError)
+    text = failure(old, backend.program(late), RunError)
     assert text.startswith("CollectiveMismatchError: rank 1 called barrier at In[7] line 6")
     assert "and were freed" in text
     check(old)
@@ -196,6 +205,26 @@ def test_groups_that_members_make_alone_agree_also_with_a_fresh_rank(old: Sessio
     old.execute(code)
     old[0].execute("del mine")
     check(old)
+
+
+def test_more_use_takes_no_more_memory_and_no_more_handles(old: Session, backend: Backend) -> None:
+    """What a device's streams have a thread for are used again, up to so many."""
+    ranks = [psutil.Process(info.pid) for info in old.infos]
+
+    def held() -> list[tuple[int, int, int]]:
+        return [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in ranks]
+
+    streams = DEVICE_STREAMS if backend.is_device else 0
+
+    def has_grown() -> bool:
+        return any(
+            now[0] > then[0] or now[1] > then[1] + streams or now[2] > then[2] + MEMORY_GROWTH
+            for now, then in zip(held(), before, strict=True)
+        )
+
+    before = held()
+    age(old, operations=1000, shapes=1000, groups=100, cells=100)
+    until(lambda: not has_grown(), "what was held before")
 
 
 # --- many ranks -----------------------------------------------------------------------------------

@@ -378,6 +378,34 @@ def test_a_failing_rank_frees_the_others(cluster: Cluster, code: str) -> None:
     cluster.check()
 
 
+ON_DEVICE = only("device", "gloo puts nothing together on a device")
+LEFT_OPEN = {
+    "on all ranks": "with dist._coalescing_manager():\n    dist.all_reduce(x.clone()); {error}",
+    "on a device": pytest.param(
+        "with dist._coalescing_manager(device=device):\n    dist.all_reduce(x.clone()); {error}",
+        marks=ON_DEVICE,
+    ),
+    "on a device, on one rank": pytest.param(
+        "with dist._coalescing_manager(device=device):\n"
+        "    dist.all_reduce(x.clone())\n    if rank == 1: {error}",
+        marks=ON_DEVICE,
+    ),
+    "on messages that nobody takes": (
+        "ends = dist.P2POp(dist.isend, torch.ones(300_000), (rank + 1) % world_size), "
+        "dist.P2POp(dist.irecv, torch.ones(500, 600).t(), (rank - 1) % world_size)\n"
+        "dist.batch_isend_irecv(list(ends))"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", LEFT_OPEN.values(), ids=LEFT_OPEN)
+def test_a_block_of_operations_that_an_error_leaves_is_over(cluster: Cluster, code: str) -> None:
+    """torch would put the operations of the next cells into it, and never do them."""
+    with pytest.raises(RunError, match=r"ValueError|contiguous"):
+        cluster.session.execute(code.replace("{error}", "raise ValueError(rank)"))
+    cluster.check()
+
+
 def test_a_wait_that_nobody_can_end_ends_by_itself(cluster: Cluster) -> None:
     with pytest.raises(errors.CollectiveHangError) as caught:
         cluster.session.execute(
@@ -556,6 +584,44 @@ def test_a_dead_rank_is_named_and_replaced(cluster: Cluster, code: str, how: str
     session.execute("optim.zero_grad(); loss().backward(); optim.step()")
     same = session.evaluate("[p.tolist() for p in model.parameters()]")
     assert len({repr(value) for value in same.values()}) == 1
+    cluster.prepare()
+
+
+LOST = """
+w = torch.arange(3.) + 5
+store = dist.distributed_c10d._get_default_store()
+if rank == world_size - 1:
+    store.wait(["lost"])  # the others are in it, and one of them has no device any more
+t = torch.ones(300_000)
+dist.all_reduce(t)
+if rank == 1:
+    BREAK
+    store.set("lost", "")
+t.sum().item()
+"""
+
+
+@only("device", "the CPU is lost with its process alone")
+def test_a_rank_that_loses_its_device_in_a_collective_is_named_and_replaced(
+    cluster: Cluster,
+) -> None:
+    session = cluster.session
+    session.execute("dist.all_reduce(x.clone()); torch.accelerator.synchronize()")
+    with pytest.raises(RunError) as caught:
+        session.execute(LOST.replace("BREAK", cluster.backend.break_device), label="In[7]")
+    assert caught.value.first_rank == 1
+    assert re.search(r"^\w+Error on rank 1 at In\[7\] line 1[12]: ", str(caught.value))
+    text = "\n".join(caught.value._render_traceback_())
+    assert re.search(r"The device \w+:\d of rank 1 is lost to its process", text)
+    assert "session.restart([1]) replaces the rank" in text
+    with pytest.raises(RunError, match=r"session\.restart\(\[1\]"):
+        session.execute("dist.barrier()")
+    session.restart([1], restore=["w", "model", "optim", "x", "loss", "state"])
+    found = session.evaluate("(w.tolist(), w.device == device)")
+    assert dict(found) == dict.fromkeys(session.ranks, ([5.0, 6.0, 7.0], True))
+    session[1].execute("number = 41\nx = x * 0 + 2\nimport os, time, ctypes, asyncio")
+    cluster.check()
+    session.execute("optim.zero_grad(); loss().backward(); optim.step()")
     cluster.prepare()
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 from distsession import RunInterrupt, Session, errors
+from distsession.engine.agent import PRELOAD_IDLE_S
+from tests.backends import Backend
 from tests.integration.conftest import Recorder
 from tests.until import press_at, until
 
@@ -23,8 +26,8 @@ LARGE = 300_000
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Session]:
-    with Session(2, output=Recorder(), threads=1) as session:
+def two(backend: Backend) -> Iterator[Session]:
+    with backend.session(2, output=Recorder(), threads=1) as session:
         session.execute("kept = 40 + rank")
         yield session
 
@@ -126,9 +129,9 @@ def test_a_stop_of_the_restart_of_all_ranks_is_taken_back(
 
 
 def test_a_stop_while_a_lost_node_comes_back_is_taken_back(
-    start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+    backend: Backend, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = start(2, nodes=2)
+    session = start(2, nodes=2, **backend.options(2))
     session.execute("kept = 40 + rank")
     agent = psutil.Process(session.infos[1].pid).parent()
     assert agent is not None
@@ -143,12 +146,13 @@ def test_a_stop_while_a_lost_node_comes_back_is_taken_back(
 
 @pytest.mark.parametrize("waits", ["_monitor.wait_store", "channel.payloads.relays.wait_up"])
 def test_a_stop_while_ranks_of_another_node_are_started_waits_for_none_of_them(
+    backend: Backend,
     start: Callable[..., Session],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     waits: str,
 ) -> None:
-    session = start(2, nodes=2)
+    session = start(2, nodes=2, **backend.options(2))
     session.execute("kept = 40 + rank")
     owner, _, name = waits.rpartition(".")
     press_after(monkeypatch, attrgetter(owner)(session._launcher), name)
@@ -170,3 +174,20 @@ def test_stop_is_pressed_at_any_moment_of_a_restart(two: Session) -> None:
             two.restart([1])
         check(two)
     assert psutil.Process().num_fds() <= descriptors + 2
+
+
+@pytest.mark.usefixtures("cold_agents")
+def test_what_the_agent_imports_later_is_no_rubbish_to_be_looked_through() -> None:
+    """The agent of a test's session has imported all of it before, that of a user's has not."""
+    with Session(1, threads=1) as session:
+        session.execute("import sys")
+
+        def restart() -> bool:
+            time.sleep(2 * PRELOAD_IDLE_S)  # it imports when it has had nothing to do for a while
+            session.restart()
+            session.execute("import gc, sys")
+            return bool(session.evaluate("'torch.onnx' in sys.modules")[0])
+
+        until(restart)
+        found = "[each.__name__ for each in gc.get_objects() if each is sys.modules['sympy']]"
+        assert session.evaluate(found)[0] == []

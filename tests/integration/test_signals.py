@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distsession import RunError, Session
-from tests.until import until
+from distsession import RunError, RunInterrupt, Session
+from tests.until import Press, until
 
 LOADER = """
 import torch.utils.data
@@ -159,3 +160,42 @@ def test_signals_of_user_code_reach_no_report_of_an_error(session: Session, outp
         session[0].execute("raise Odd")
     session[0].execute("pass")
     assert "TimeoutError: in between" in output.text(0, "stderr")
+
+
+# --- Stop within an import ------------------------------------------------------------------------
+
+PACKAGE = """
+import {name}.part, time
+import torch.distributed as dist
+pauses = 2000
+while pauses:  # for a second once Stop has come
+    pauses = min(pauses - 1, 100 if dist.group.WORLD._recorder.abort else 2000)
+    time.sleep(0.01)
+kept = {name}.part.number
+"""
+
+
+def make_package(folder: Path, name: str) -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "part.py").write_text("number = 5")
+    (folder / name / "__init__.py").write_text(PACKAGE.format(name=name))
+
+
+def test_a_stop_lets_the_import_of_a_library_come_to_its_end(
+    session: Session, tmp_path: Path
+) -> None:
+    """Cut off, it would be missing what it had imported by then, whenever it is imported again."""
+    folder = tmp_path / "site-packages"
+    make_package(folder, "sluggish")
+    session.execute(f"import sys; sys.path.insert(0, {str(folder)!r})")
+    with Press(session, session.interrupt), pytest.raises(RunInterrupt):
+        session.execute("import sluggish\nwhile True: pass")
+    assert session.execute("import sluggish\nsluggish.kept", fetch=True) == {0: 5, 1: 5}
+
+
+def test_a_stop_cuts_off_the_import_of_ones_own_file(session: Session, tmp_path: Path) -> None:
+    make_package(tmp_path, "mine")
+    session.execute(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    with Press(session, session.interrupt), pytest.raises(RunInterrupt):
+        session.execute("import mine")
+    assert session.evaluate("'mine' in sys.modules")[0] is False

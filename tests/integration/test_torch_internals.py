@@ -161,6 +161,25 @@ def test_gloo_goes_on_listening_where_members_connect_when_they_first_need_to(
         lazy.execute("dist.all_reduce(probe)\ndist.all_reduce(probe, group=pair)")
 
 
+def test_the_addresses_of_members_are_brought_in_one_request(session: Session) -> None:
+    session.execute(
+        "from distsession.engine import store\n"
+        "asked, plain = [], store.Store._await\n"
+        "def counted(self, code, keys, *args, **options):\n"
+        "    asked.extend([list(keys)] if 'cpu//0/' in keys[0] else [])\n"
+        "    return plain(self, code, keys, *args, **options)\n"
+        "store.Store._await = counted"
+    )
+    try:
+        session.execute("pair = dist.new_group([0, 1])\ndist.all_reduce(torch.ones(1), group=pair)")
+    finally:
+        session.execute("store.Store._await = plain")
+    for rank, requests in session.evaluate("asked").items():
+        ends = [[key.partition("cpu//cpu//")[2] for key in keys] for keys in requests]
+        assert ends == [["0/0", "0/1"], [f"0/{rank}"]]  # then its own, for the port to be closed
+    session.execute("dist.destroy_process_group(pair); del pair, asked, store, plain")
+
+
 def test_code_can_be_hidden_from_the_compiler_without_importing_dynamo() -> None:
     program = (
         "import sys, torch\n"

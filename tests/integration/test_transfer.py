@@ -30,6 +30,7 @@ from distsession.errors import (
 )
 from distsession.kernel import progress
 from distsession.protocol import shared_memory
+from tests.backends import BACKENDS, Place, only
 from tests.integration.conftest import Recorder
 from tests.unit.test_tensors import nested, same
 from tests.until import Press
@@ -37,22 +38,35 @@ from tests.until import Press
 LARGE = 300_000  # elements, well above what goes with a message
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def nodes(request: pytest.FixtureRequest) -> int:
-    """How many nodes this machine plays."""
-    return int(request.param)
+PLACES = [
+    pytest.param(place := Place(backend, 2, nodes), id=f"{place.backend}, {nodes} nodes")
+    for backend in BACKENDS
+    for nodes in (1, 2)[: 1 if backend.is_device else 2]
+]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    """A backend, and how many nodes this machine plays."""
+    found: Place = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def _shared(nodes: int) -> Iterator[tuple[Session, Recorder]]:
+def nodes(place: Place) -> int:
+    return place.nodes
+
+
+@pytest.fixture(scope="module")
+def _shared(place: Place) -> Iterator[tuple[Session, Recorder]]:
     recorder = Recorder()
-    with Session(2, nodes=nodes, output=recorder) as session:
+    with place.session(output=recorder) as session:
         yield session, recorder
 
 
 @pytest.fixture(scope="module")
-def four(nodes: int) -> Iterator[Session]:
-    with Session(4, nodes=nodes) as session:
+def four(place: Place) -> Iterator[Session]:
+    with place.session(4) as session:
         yield session
 
 
@@ -120,7 +134,7 @@ def test_what_values_share_is_shared_there(session: Session) -> None:
     model = torch.nn.Linear(300, 300)
     session.push(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
     session.execute(
-        "model(torch.ones(1, 300)).sum().backward(); before = model.weight.clone(); "
+        "model(torch.ones(1, 300, device='cpu')).sum().backward(); before = model.weight.clone(); "
         "optimizer.step(); moved = (before - model.weight).abs().min().item()"
     )
     assert session.pull("moved")[0] == pytest.approx(0.5)
@@ -142,6 +156,38 @@ def test_arguments_and_results_take_the_same_road(session: Session, nodes: int) 
     del results
     gc.collect()
     assert segments() == before
+
+
+@pytest.mark.parametrize("size", [3, LARGE, 40 * LARGE], ids=["small", "large", "in pieces"])
+def test_what_ranks_compute_is_pulled_once_it_is_there(session: Session, size: int) -> None:
+    """On a device it is only begun when the pull asks for it."""
+    session.execute(
+        f"x = torch.zeros({size}, dtype=torch.int32)\n"
+        "for _ in range(20): x += rank + 1\n"
+        "both = {'x': x, 'views': [x[1:], x[:1]], 'parameter': torch.nn.Parameter(x.float()[:2])}"
+    )
+    for rank, both in session.pull("both").items():
+        assert both["x"].device.type == "cpu"
+        assert both["x"].shape == (size,)
+        assert (both["x"] == 20 * (rank + 1)).all()
+        assert both["views"][0].data_ptr() == both["x"][1:].data_ptr()
+        assert both["parameter"].tolist() == [20.0 * (rank + 1)] * 2
+        assert both["parameter"].requires_grad
+    sums = session.run(torch.sum, both["x"])
+    assert [int(total) for total in sums.values()] == [40 * size] * 2
+
+
+@only("device", "the CPU's memory is counted by shared segments")
+def test_what_was_pulled_and_pushed_holds_no_memory_of_the_device(session: Session) -> None:
+    held = "torch.accelerator.memory_allocated()"
+    session.execute("x = torch.ones(3_000_000)")
+    before = dict(session.evaluate(held))
+    for _ in range(3):
+        back = session.pull("x")
+        session.push(y=back[0])
+        session.run(torch.sum, back[1])
+    assert dict(session.evaluate("y.device.type")) == {0: "cpu", 1: "cpu"}
+    assert dict(session.evaluate(held)) == before
 
 
 def test_numpy_arrays_and_tables_travel_too(session: Session) -> None:
@@ -288,8 +334,8 @@ SHARDED = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 whole = torch.arange(35.).reshape(7, 5)
-flat = init_device_mesh("cpu", (4,))
-square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+flat = init_device_mesh(device.type, (4,))
+square = init_device_mesh(device.type, (2, 2), mesh_dim_names=("a", "b"))
 rows = distribute_tensor(whole, flat, [Shard(0)])
 columns = distribute_tensor(whole, flat, [Shard(1)])
 copies = distribute_tensor(whole, flat, [Replicate()])
@@ -333,9 +379,10 @@ def test_a_sharded_tensor_needs_all_ranks_of_its_mesh(four: Session) -> None:
 
 def test_a_name_that_is_not_there_is_said_with_the_ranks(session: Session) -> None:
     session[0].push(only_there=1)
-    with pytest.raises(RunError, match=r"NameError on rank 1: name 'only_there' is not defined"):
+    said = r"NameError on rank 1( \(node1\))?: name 'only_there' is not defined"
+    with pytest.raises(RunError, match=said):
         session.pull("only_there")
-    with pytest.raises(RunError, match=r"on ranks 0-1: name 'nowhere' is not defined"):
+    with pytest.raises(RunError, match=r"on ranks 0-1( .*)?: name 'nowhere' is not"):
         session.gather("nowhere")
 
 
@@ -407,7 +454,7 @@ def test_sizes_that_do_not_fit_are_refused(session: Session) -> None:
         ("x = torch.ones(2).to([torch.int8, torch.int16][rank])", r"the dtypes differ"),
         ("x = torch.ones(2) if rank else [1]", r"the ranks hold different things"),
         ("x = {'a': 1}", r"joins tensors, numpy arrays or lists, not what the ranks hold \(a dict"),
-        ("x = torch.ones(3).to_sparse()", r"quantized, nested or sparse"),
+        ("x = torch.ones(3, device='cpu').to_sparse()", r"quantized, nested or sparse"),
     ],
 )
 def test_what_does_not_fit_together_is_not_joined(

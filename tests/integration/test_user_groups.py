@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from distsession import Session
-from distsession.errors import CollectiveHangError, RunError, SessionStateError
+from distsession.errors import CollectiveHangError, RunError, RunInterrupt, SessionStateError
+from tests.backends import Backend, only
 from tests.integration.conftest import Recorder
-from tests.until import until
+from tests.until import Press, until
 
 SUM = "t = torch.ones(1)\ndist.all_reduce(t)"
+
+
+@pytest.fixture(scope="module")
+def _shared(backend: Backend) -> Iterator[tuple[Session, Recorder]]:
+    recorder = Recorder()
+    with backend.session(2, output=recorder) as session:
+        yield session, recorder
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +49,10 @@ def total(session: Session) -> list[float]:
     ],
 )
 def test_making_a_group_that_is_there_warns_and_goes_on(
-    session: Session, output: Recorder, call: str
+    session: Session, output: Recorder, backend: Backend, call: str
 ) -> None:
     output.clear()
+    call = call.replace("cpu:gloo", f"{backend.device}:gloo").replace("gloo", backend.name)
     session.execute(f"import warnings; warnings.simplefilter('always')\n{call}")
     assert "in a process group already" in output.text(0, "stderr")
     assert total(session) == [2, 2]
@@ -57,20 +66,25 @@ def test_making_a_group_that_is_there_warns_and_goes_on(
         ("dist.init_process_group('gloo', world_size=4, rank=rank)", "with world_size=2, not 4"),
     ],
 )
-def test_making_one_that_contradicts_it_says_what(session: Session, call: str, why: str) -> None:
+def test_making_one_that_contradicts_it_says_what(
+    session: Session, backend: Backend, call: str, why: str
+) -> None:
+    call, why = (text.replace("gloo", backend.name) for text in (call, why))
     with pytest.raises(RunError, match=f"ValueError .*{why}. Leave the call out, or call"):
         session.execute(call)
     assert total(session) == [2, 2]
 
 
-def test_a_tutorials_setup_and_cleanup_run_again_and_again(session: Session) -> None:
+def test_a_tutorials_setup_and_cleanup_run_again_and_again(
+    session: Session, backend: Backend
+) -> None:
     """With its own port, which torch would open, and find in use the second time."""
     session.execute(
         "import os\n"
         "def setup(rank, world_size):\n"
         "    os.environ['MASTER_ADDR'] = 'localhost'\n"
         "    os.environ['MASTER_PORT'] = '12355'\n"
-        "    dist.init_process_group('gloo', rank=rank, world_size=world_size)\n"
+        f"    dist.init_process_group('{backend}', rank=rank, world_size=world_size)\n"
         "def demo(rank, world_size):\n"
         "    setup(rank, world_size)\n"
         "    t = torch.ones(1)\n"
@@ -83,7 +97,9 @@ def test_a_tutorials_setup_and_cleanup_run_again_and_again(session: Session) -> 
         assert list(session.evaluate("got").values()) == [2, 2]
 
 
-def test_without_a_group_the_status_says_so_and_how_to_get_one(session: Session) -> None:
+def test_without_a_group_the_status_says_so_and_how_to_get_one(
+    session: Session, backend: Backend
+) -> None:
     session.execute("dist.destroy_process_group()")
     assert "no process group on ranks 0-1" in session.status()
     assert "session.reconnect()" in session.status()
@@ -92,7 +108,7 @@ def test_without_a_group_the_status_says_so_and_how_to_get_one(session: Session)
         session.execute(SUM)
     assert "session.reconnect()" in "\n".join(raised.value._render_traceback_())
     session.reconnect()
-    assert "idle (2 ranks, gloo)" in session.status()
+    assert f"idle (2 ranks, {backend})" in session.status()
     assert total(session) == [2, 2]
 
 
@@ -104,6 +120,52 @@ def test_what_holds_the_group_goes_on_after_a_reconnect(session: Session) -> Non
     assert list(gradients.values()) == [[[1.5, 1.5]]] * 2
 
 
+KINDS = """
+import time
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+import distsession.distributed as dd
+if device.type != "cpu":  # only then can a group be split
+    dist.destroy_process_group()
+    dist.init_process_group(device_id=device)
+mesh = init_device_mesh(device.type, (1, 2), mesh_dim_names=("one", "two"))
+whole = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh["two"], [Shard(0)])
+groups = {
+    "new": dist.new_group([0, 1]),
+    "own": dist.new_group([rank], use_local_synchronization=True),
+    "parts": dd.split_group(1),
+    "one": mesh.get_group("one"),
+    "two": mesh.get_group("two"),
+}
+if device.type != "cpu":
+    groups["split"] = dist.split_group(split_ranks=[[0, 1]])
+
+def use():
+    for group in groups.values():
+        t = torch.full((3,), rank + 1.0)
+        dist.all_reduce(t, group=group)
+        yield t[0].item()
+    yield whole.full_tensor().sum().item()
+    yield whole.redistribute(mesh["two"], [Replicate()]).to_local().sum().item()
+"""
+STUCK_IN = ["groups['new']", "groups['parts']", "groups['two']"]
+
+
+def test_groups_of_every_kind_go_on_after_a_stop_within_one(
+    session: Session, backend: Backend
+) -> None:
+    session.execute(KINDS)
+    split = [3.0] * backend.is_device
+    right = {rank: [3.0, rank + 1.0, 3.0, rank + 1.0, 3.0, *split, 28.0, 28.0] for rank in (0, 1)}
+    assert dict(session.evaluate("list(use())")) == right
+    for group in [*STUCK_IN, *["groups['split']"] * backend.is_device]:
+        code = f"if rank: time.sleep(60)\ndist.all_reduce(torch.ones(3), group={group}); FINISH"
+        with Press(session, session.interrupt), pytest.raises(RunInterrupt, match="waits"):
+            session.execute(backend.program(code))
+        assert dict(session.evaluate("list(use())")) == right
+    session.execute("dist.destroy_process_group()")
+
+
 def test_a_reconnect_waits_for_nobody(session: Session) -> None:
     future = session.submit(lambda: __import__("time").sleep(60))
     with pytest.raises(SessionStateError, match=r"ranks 0-1 still run something: wait for it, or"):
@@ -113,10 +175,12 @@ def test_a_reconnect_waits_for_nobody(session: Session) -> None:
         future.result(30)
 
 
-def test_a_rank_that_does_not_come_is_named_and_the_wait_ends(session: Session) -> None:
+def test_a_rank_that_does_not_come_is_named_and_the_wait_ends(
+    session: Session, backend: Backend
+) -> None:
     session.execute("dist.destroy_process_group()")
     with pytest.raises(CollectiveHangError) as raised:
-        session.execute("if rank == 0:\n    dist.init_process_group('gloo')", timeout=60)
+        session.execute(f"if rank == 0:\n    dist.init_process_group('{backend}')", timeout=60)
     text = "\n".join(raised.value._render_traceback_())
     assert "rank 0 waits for the key 'rendezvous of 2 ranks" in text
     assert "rank 1 finished its part without it" in text
@@ -124,10 +188,11 @@ def test_a_rank_that_does_not_come_is_named_and_the_wait_ends(session: Session) 
     assert total(session) == [2, 2]
 
 
-def test_stop_ends_the_wait_and_keeps_the_variables(session: Session) -> None:
+def test_stop_ends_the_wait_and_keeps_the_variables(session: Session, backend: Backend) -> None:
     session.execute("dist.destroy_process_group()")
     code = (
-        "import time\nif rank == 0:\n    dist.init_process_group('gloo')\nelse:\n    time.sleep(60)"
+        f"import time\nif rank == 0:\n    dist.init_process_group('{backend}')\n"
+        "else:\n    time.sleep(60)"
     )
     stopper = threading.Thread(
         target=lambda: (
@@ -143,13 +208,14 @@ def test_stop_ends_the_wait_and_keeps_the_variables(session: Session) -> None:
     assert total(session) == [2, 2]
 
 
-def test_a_time_limit_of_ones_own_counts_and_the_next_try_works(session: Session) -> None:
+def test_a_time_limit_of_ones_own_counts_and_the_next_try_works(
+    session: Session, backend: Backend
+) -> None:
     session.execute("dist.destroy_process_group()\nfrom datetime import timedelta")
+    making = f"dist.init_process_group('{backend}', timeout=timedelta(seconds=0.3))"
     with pytest.raises(RunError, match="timeout"):
-        session.execute(
-            "if rank == 0:\n    dist.init_process_group('gloo', timeout=timedelta(seconds=0.3))"
-        )
-    session.execute("dist.is_initialized() or dist.init_process_group('gloo')", timeout=60)
+        session.execute(f"if rank == 0:\n    {making}")
+    session.execute(f"dist.is_initialized() or dist.init_process_group('{backend}')", timeout=60)
     assert total(session) == [2, 2]
 
 
@@ -157,7 +223,8 @@ def test_rpc_works_beside_the_group_and_without_it(session: Session) -> None:
     code = (
         "from torch.distributed import rpc\n"
         "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=world_size)\n"
-        "got = rpc.rpc_sync(f'worker{1 - rank}', torch.add, args=(torch.ones(1), rank)).item()\n"
+        "one = torch.ones(1, device='cpu')\n"
+        "got = rpc.rpc_sync(f'worker{1 - rank}', torch.add, args=(one, rank)).item()\n"
         "rpc.shutdown()"
     )
     for before in ("", "dist.destroy_process_group()\n"):
@@ -165,10 +232,13 @@ def test_rpc_works_beside_the_group_and_without_it(session: Session) -> None:
         assert list(session.evaluate("got").values()) == [1, 2]
 
 
-def test_a_group_of_some_of_the_ranks_is_given_back(start: Callable[..., Session]) -> None:
-    session = start(3)
+def test_a_group_of_some_of_the_ranks_is_given_back(
+    start: Callable[..., Session], backend: Backend
+) -> None:
+    session = start(3, **backend.options(3))
     session.execute("dist.destroy_process_group()")
-    session[:2].execute("dist.init_process_group('gloo', rank=rank, world_size=2)", timeout=30)
+    making = f"dist.init_process_group('{backend}', rank=rank, world_size=2)"
+    session[:2].execute(making, timeout=30)
     session[:2].execute(SUM)
     assert list(session[:2].evaluate("t.item()").values()) == [2, 2]
     assert "no process group on rank 2" in session.status()
@@ -176,6 +246,10 @@ def test_a_group_of_some_of_the_ranks_is_given_back(start: Callable[..., Session
     assert total(session) == [3, 3, 3]
 
 
+OWN = only("gloo", "that group is of torch's own gloo on each")
+
+
+@OWN
 def test_a_world_that_is_larger_than_the_session_is_torchs_own_affair(session: Session) -> None:
     session.execute("dist.destroy_process_group()\nfrom datetime import timedelta")
     with pytest.raises(RunError) as raised:
@@ -187,6 +261,7 @@ def test_a_world_that_is_larger_than_the_session_is_torchs_own_affair(session: S
     assert "rendezvous of" not in str(raised.value)
 
 
+@OWN
 def test_processes_that_a_rank_spawns_meet_at_a_port_of_their_own(
     session: Session, tmp_path: Path, port: int
 ) -> None:
@@ -212,8 +287,7 @@ def test_processes_that_a_rank_spawns_meet_at_a_port_of_their_own(
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2.0", "2.0"]
 
 
-def test_a_reconnect_needs_all_ranks(start: Callable[..., Session]) -> None:
-    session = start(2)
+def test_a_reconnect_needs_all_ranks(session: Session) -> None:
     os.kill(session.infos[1].pid, signal.SIGKILL)
     until(lambda: "dead" in session.status())
     with pytest.raises(SessionStateError, match="rank 1 died and has to be replaced first"):

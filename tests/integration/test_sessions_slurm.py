@@ -1,0 +1,167 @@
+"""Sessions in jobs of Slurm's, and of MPI's and a command's: starting, Stop, and their ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distsession
+from distsession import (
+    EngineDiedError,
+    LaunchError,
+    OptionsError,
+    RunError,
+    RunInterrupt,
+    Session,
+    SessionStateError,
+)
+from tests.integration.host_lab import need
+from tests.integration.host_sessions import reduced
+from tests.integration.slurm_lab import SlurmLab, slurm_lab
+from tests.until import Press, until
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(distsession.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[SlurmLab]:
+    """Slurm, whose commands talk to it."""
+    with slurm_lab() as found, pytest.MonkeyPatch.context() as patch:
+        for name, value in found.environment.items():
+            patch.setenv(name, value)
+        for name in [name for name in os.environ if name.startswith(("SLURM_J", "SLURM_N"))]:
+            patch.delenv(name)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(lab: SlurmLab) -> Iterator[None]:
+    yield
+    until(lambda: not lab.queue(), "an empty queue")
+    assert not list(lab.folder.glob("distsession-*"))
+
+
+def options_of(lab: SlurmLab, **changes: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"launcher": "slurm", "nodes": 2, "ranks_per_host": [1, 1]}
+    return {**given, "folder": str(lab.folder), **changes}
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def python(code: str, *before: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*before, sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_session_runs_in_a_job_of_its_own_and_outlives_a_rank(lab: SlurmLab) -> None:
+    with Session(**options_of(lab)) as session:
+        assert session.job in lab.queue()
+        assert [(host.name, host.ranks) for host in session.hosts] == [("n1", (0,)), ("n2", (1,))]
+        assert reduced(session) == {2.0}
+        session.execute("kept = rank + 1")
+        with Press(session, stop), pytest.raises(RunInterrupt):
+            session.execute("dist.barrier() if rank else __import__('time').sleep(600)")
+        assert reduced(session) == {2.0}
+        os.kill(session.infos[1].pid, signal.SIGKILL)
+        with pytest.raises((RunError, EngineDiedError), match=r"rank 1 .* was killed by SIGKILL"):
+            session.execute("dist.barrier()")
+        session.restart(hosts=["n2"], restore="kept")
+        assert dict(session.pull("kept")) == {0: 1, 1: 1}
+        assert reduced(session) == {2.0}
+        with pytest.raises(OptionsError, match="chooses the hosts itself"):
+            session.restart(hosts={"n2": "n3"})
+
+
+def test_a_job_that_is_cancelled_is_told_and_another_takes_its_place(lab: SlurmLab) -> None:
+    with Session(**options_of(lab)) as session:
+        first = session.job
+        future = session.submit(_sleep)
+        subprocess.run(["scancel", session.job], check=True)
+        with pytest.raises(RunError, match=r"rank 0 .* is gone: the agent on n1"):
+            future.result(60)
+        with pytest.raises(SessionStateError, match=r"restart\(\) starts all of them anew"):
+            session.restart([0])
+        session.restart()
+        assert session.job != first
+        assert session.job in lab.queue()
+        assert reduced(session) == {2.0}
+
+
+def _sleep() -> None:
+    import time
+
+    time.sleep(600)
+
+
+def test_stop_while_a_job_waits_takes_it_back(lab: SlurmLab) -> None:
+    options = options_of(lab, launcher_options={"begin": "now+1hour"})
+    waits = python(f"from distsession import Session\nSession(**{options!r})")
+    until(lambda: "PD" in lab.queue(), "a job that waits")
+    waits.send_signal(signal.SIGINT)
+    _, written = waits.communicate(timeout=60)
+    assert written.rstrip().endswith("KeyboardInterrupt")
+    assert not lab.queue()
+
+
+def test_a_killed_kernel_gives_its_job_back(lab: SlurmLab) -> None:
+    code = f"from distsession import Session\ns = Session(**{options_of(lab)!r})\n"
+    kernel = python(f"{code}print('ready', flush=True)\nimport time\ntime.sleep(600)")
+    assert kernel.stdout is not None
+    assert kernel.stdout.readline() == "ready\n"
+    kernel.kill()
+    kernel.communicate()
+    until(lambda: not lab.queue(), "an empty queue")
+    for folder in lab.folder.glob("distsession-start-*"):
+        assert not (folder / "keys").exists()
+        with Session(**options_of(lab)):  # whoever comes next removes it
+            assert not folder.exists()
+
+
+def test_within_an_allocation_the_ranks_are_a_step_of_it(lab: SlurmLab) -> None:
+    code = (
+        "import os\n"
+        "from distsession import Session\n"
+        f"with Session(launcher='slurm', ranks_per_host=[1, 1], folder={str(lab.folder)!r}) as s:\n"
+        "    s.execute('t = torch.ones(())\\ndist.all_reduce(t)')\n"
+        "    print([host.name for host in s.hosts], s.job == os.environ['SLURM_JOB_ID'])\n"
+        "    print([float(value) for value in s.pull('t').values()])\n"
+    )
+    inside = python(code, "salloc", "--nodes=2", "--quiet")
+    told, written = inside.communicate(timeout=110)
+    assert told.splitlines() == ["['n1', 'n2'] True", "[2.0, 2.0]"], told + written
+
+
+def test_a_command_of_the_users_own_starts_a_session(lab: SlurmLab) -> None:
+    options = options_of(lab, launcher="command", command="srun -N2 --ntasks-per-node=1 {agent}")
+    with Session(**options) as session:
+        assert [(host.name, host.ranks) for host in session.hosts] == [("n1", (0,)), ("n2", (1,))]
+        assert reduced(session) == {2.0}
+
+
+def test_mpi_starts_a_session(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("mpiexec")
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    arguments = "--oversubscribe --bind-to none"
+    options = options_of(lab, launcher="mpi", nodes=1, ranks_per_host=[2])
+    with Session(**{**options, "launcher_options": {"args": arguments}}) as session:
+        assert [host.ranks for host in session.hosts] == [(0, 1)]
+        assert reduced(session) == {2.0}
+
+
+def test_a_partition_that_is_unknown_is_named(lab: SlurmLab) -> None:
+    with pytest.raises(LaunchError, match="invalid partition specified: nosuch"):
+        Session(**options_of(lab, launcher_options={"partition": "nosuch"}))

@@ -1,0 +1,177 @@
+"""Ends of processes, hosts and networks under a session on hosts by ssh."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+
+from distsession import EngineDiedError, RunError, Session
+from distsession.cluster import hosts as cluster_hosts
+from distsession.cluster.host_links import HostLinks
+from distsession.cluster.hosts import LOST_S
+from tests.integration.host_lab import HostLab, host_lab
+from tests.integration.host_sessions import nothing_left, processes, reduced, start
+from tests.until import until, until_settled
+
+pytestmark = pytest.mark.timeout(90)
+
+NAMES = ("gpu1", "gpu2", "gpu3")
+PATIENCE_S = 8.0
+"""Of hosts with a kernel that is silent; shorter than theirs, for a test waits for it."""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[HostLab]:
+    with host_lab((*NAMES, "gpu4")) as found:
+        yield found
+        nothing_left(found)
+        assert not list(found.folder.glob("distsession-*"))
+
+
+@pytest.fixture(scope="module")
+def six(lab: HostLab) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_hosts, "HostLinks", partial(HostLinks, patience_s=PATIENCE_S))
+        with start(lab, *NAMES) as session:
+            yield session
+
+
+@pytest.fixture(autouse=True)
+def _keeps_its_variables(six: Session) -> Iterator[None]:
+    """Whatever a test does, ranks that it does not harm keep what they have."""
+    hosts = six.hosts
+    six.execute("kept = rank")
+    before = {info.rank: info.pid for info in six.infos}
+    yield
+    values = six.pull("kept")
+    for info in six.infos:
+        if info.pid == before[info.rank]:
+            assert values[info.rank] == info.rank
+    assert reduced(six) == {6.0}
+    assert [host.ranks for host in six.hosts] == [host.ranks for host in hosts]
+
+
+def in_a_barrier(session: Session) -> Future[Any]:
+    """All ranks but one wait for it, which is in a sleep."""
+    future = session.submit(_sleep_or_wait)
+    until_settled(session)
+    return future
+
+
+def _sleep_or_wait() -> None:
+    import torch
+
+    time.sleep(600) if torch.distributed.get_rank() == 3 else torch.distributed.barrier()
+
+
+def kill(session: Session, which: str) -> None:
+    if which == "rank":
+        os.kill(session.infos[3].pid, signal.SIGKILL)
+    else:
+        processes(session, "gpu2")[which].kill()
+
+
+KILLED = {
+    "rank": r"rank 3 \(pid \d+\) was killed by SIGKILL",
+    "agent": r"rank 2 \(pid \d+\) is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
+    "relay": r"rank 2 \(pid \d+\) cannot be reached: the relay of gpu2",
+    "host": r"rank 2 \(pid \d+\) is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
+}
+
+
+@pytest.mark.parametrize("which", KILLED)
+def test_the_end_of_a_process_frees_the_others_and_is_mended(
+    lab: HostLab, six: Session, which: str
+) -> None:
+    future = in_a_barrier(six)
+    before = {info.pid for info in six.infos}
+    kill(six, which)
+    with pytest.raises(RunError, match=f"^EngineDiedError: {KILLED[which]}"):
+        future.result(30)
+    assert dict(six.on("gpu1", "gpu3").evaluate("kept")) == {0: 0, 1: 1, 4: 4, 5: 5}
+    with pytest.raises(EngineDiedError, match=KILLED[which]):
+        six.run(int)
+    six.restart(hosts=["gpu2"], restore="kept")
+    assert reduced(six) == {6.0}
+    assert dict(six.on("gpu2").evaluate("kept")) == {2: 0, 3: 0}
+    gone = before - {info.pid for info in six.infos}
+    assert len(gone) == 2
+    until(lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of the old ranks")
+    assert len(lab["gpu2"].left()) == 1  # of the agent that is there now
+
+
+def test_a_network_that_is_cut_for_two_seconds_costs_nothing(lab: HostLab, six: Session) -> None:
+    pids = [info.pid for info in six.infos]
+    future = six.submit(_count, 30)
+    with lab["gpu2"].unplugged():
+        time.sleep(2)
+    assert list(future.result(60).values()) == [30 * 6.0] * 6
+    assert reduced(six) == {6.0}
+    assert [info.pid for info in six.infos] == pids
+
+
+def _count(times: int) -> float:
+    import torch
+
+    total = torch.zeros(())
+    for _ in range(times):
+        one = torch.ones(())
+        torch.distributed.all_reduce(one)
+        total += one
+        time.sleep(0.1)
+    return float(total)
+
+
+def test_a_kernel_that_is_held_up_gives_up_no_host(six: Session) -> None:
+    pids = [info.pid for info in six.infos]
+    ctypes.PyDLL(None).sleep(round(LOST_S) + 2)  # holds the interpreter's lock
+    time.sleep(1)
+    assert reduced(six) == {6.0}
+    assert [info.pid for info in six.infos] == pids
+
+
+@pytest.mark.parametrize("crashes", [True, False], ids=["crashed", "cut off for a while"])
+def test_a_host_that_is_lost_is_named_and_taken_in_again(
+    lab: HostLab, six: Session, crashes: bool
+) -> None:
+    future = in_a_barrier(six)
+    with lab["gpu2"].unplugged():
+        if crashes:
+            lab["gpu2"].crash()
+        with pytest.raises(RunError, match=f"^EngineDiedError: {KILLED['host']}"):
+            future.result(30)
+        assert dict(six.on("gpu1", "gpu3").evaluate("kept")) == {0: 0, 1: 1, 4: 4, 5: 5}
+    six.restart(hosts=["gpu2"], restore=["kept"])
+    assert reduced(six) == {6.0}
+    assert dict(six.on("gpu2").evaluate("kept")) == {2: 0, 3: 0}
+    assert len(lab["gpu2"].left()) == 1
+
+
+def test_another_host_takes_the_place_of_one_that_is_cut_off(
+    lab: HostLab, six: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    future = in_a_barrier(six)
+    with lab["gpu2"].unplugged():
+        with pytest.raises(RunError, match=f"^EngineDiedError: {KILLED['host']}"):
+            future.result(30)
+        six.restart(hosts={"gpu2": "gpu4"}, restore="kept")
+        assert [host.name for host in six.hosts] == ["gpu1", "gpu4", "gpu3"]
+        assert dict(six.on("gpu4").run(lambda: os.uname().nodename)) == {2: "gpu4", 3: "gpu4"}
+        assert reduced(six) == {6.0}
+        until(lambda: not lab["gpu2"].processes(), "the end of what is cut off")
+        assert lab["gpu2"].left() == []
+    six.restart(hosts={"gpu4": "gpu2"}, restore="kept")
+    until(lambda: not lab["gpu4"].processes(), "the end of what was replaced")
+    assert dict(six.on("gpu2").run(lambda: os.uname().nodename)) == {2: "gpu2", 3: "gpu2"}
+    warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert warnings == ["the host gpu2 is silent: it counts as gone"]
