@@ -155,9 +155,8 @@ class Host:
 
     def make(self, node: int = 0) -> Agent:
         """An agent whose ranks need no store."""
-        self.agent = Agent(self._its, node, self.kernel)  # type: ignore[arg-type]
+        self.agent = Agent(self._its, node, self.kernel, self.folder)  # type: ignore[arg-type]
         self._agents.append(self.agent)
-        self.agent._folder = self.folder
         self.agent._store_pid = self.agent._tcp_store_pid = -1
         return self.agent
 
@@ -301,6 +300,28 @@ def test_a_rank_that_does_not_leave_when_it_is_asked_to_is_killed(
     host.agent._handle(StopRanks((0,)))
     [ended] = host.received()
     assert (ended.returncode, ended.expected) == (-signal.SIGKILL, True)
+
+
+def test_ranks_that_share_a_processor_have_time_to_leave(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXIT_LIMIT_S", 60.0)
+    cpu = min(os.sched_getaffinity(0))
+
+    def leave_slowly(memory: Any) -> None:
+        os.sched_setaffinity(0, {cpu})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        memory[:2] = b"b\0"
+        signal.sigwait({signal.SIGTERM})
+        until_used = time.process_time() + 0.1
+        while time.process_time() < until_used:
+            pass
+        os._exit(7)
+
+    host.start(*[leave_slowly] * 12)  # 1.2 s together, with 0.4 s for each
+    until(lambda: all(rank.memory[:1] == b"b" for rank in host.agent._ranks.values()))
+    host.agent._handle(StopRanks(tuple(range(12))))
+    assert [ended.returncode for ended in host.received()] == [7] * 12
 
 
 def test_what_a_rank_has_started_ends_with_it(host: Host) -> None:
@@ -504,7 +525,7 @@ def lives(pid: int) -> bool:
 def test_another_nodes_agent_has_a_relay_in_the_place_of_stores(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_relay, "serve", pause)
+    monkeypatch.setattr(engine_relay, "serve", lambda _, ready, *__: (ready.close(), pause()))
     agent = host.make(node=1)
     for _ in range(2):
         agent._handle(host.message(node=1))

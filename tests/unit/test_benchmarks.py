@@ -16,10 +16,11 @@ from distsession.kernel.output import Notice
 from distsession.protocol.messages import Text
 from distsession.view import Output
 from tests.benchmarks import bench as bench_module
-from tests.benchmarks import recovery, starts
+from tests.benchmarks import many, recovery, starts
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.bench import Bench
-from tests.benchmarks.figures import NotInstalled, take_turns
+from tests.benchmarks.calls import rows_beside_raw
+from tests.benchmarks.figures import Arm, NotInstalled, take_turns
 from tests.benchmarks.markdown import BEGIN, END, LINES, markdown
 from tests.benchmarks.output import Counter
 from tests.benchmarks.processes import Snapshot, program, run_program
@@ -38,7 +39,7 @@ def test_a_peer_that_is_not_installed_has_no_end(bench: Bench) -> None:
     def measure() -> float:
         raise NotInstalled("not installed")
 
-    arm = starts._arm(bench, "peer", measure)
+    arm = starts.swept_arm(bench, "peer", measure)
     take_turns([arm], 2)
     assert (arm.note, arm.failed) == ("not installed", False)
     assert (bench.ends, bench.left_behind()) == ({}, [])
@@ -53,7 +54,7 @@ def test_every_start_has_an_end_also_one_that_failed(bench: Bench) -> None:
             raise outcome
         return outcome
 
-    arm = starts._arm(bench, "peer", measure)
+    arm = starts.swept_arm(bench, "peer", measure)
     take_turns([arm], 2)
     assert (arm.rounds, arm.note) == ([(1.0,)], "failed: RuntimeError: no")
     assert bench.ends == {"peer": 2}
@@ -68,6 +69,19 @@ def test_a_session_can_write_all_that_it_has_to_say_to_the_counter() -> None:
     counter.notify(Notice("rank 1 waits"))
     counter.write(Text(0, 0, "stdout", "a\nb\n"))
     assert counter.lines == 2
+
+
+def test_a_call_to_many_ranks_is_measured_beside_the_floor() -> None:
+    raw, ours = Arm("raw pyzmq", lambda: []), Arm("distsession", lambda: [])
+    raw.rounds, ours.rounds = [(4.0, 4.0), (6.0,)], [(5.6, 5.6), (12.0,)]
+    least, beside, above = rows_beside_raw("call, N=16", 16, raw, ours)
+    assert (least.is_met, beside.is_met, above.is_met) == (None, False, False)
+    assert beside.ratio is not None
+    assert above.figure is not None
+    assert beside.ratio.values == pytest.approx((1.4, 2.0))
+    assert above.figure.values == pytest.approx((100, 375))
+    ours.rounds = [(5.6,), (6.8,)]
+    assert [each.is_met for each in rows_beside_raw("call, N=16", 16, raw, ours)][1:] == [True] * 2
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -86,8 +100,9 @@ def test_a_program_that_fails_says_why() -> None:
         run_program([sys.executable, "-c", "1 / 0"])
 
 
-def test_the_cost_of_recording_is_measured_without_waiting() -> None:
-    [(plain, recorded, compared)] = json.loads(run_program(program("record_cost", 3, 1)))
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_cost_of_recording_is_measured_without_waiting(backend: str) -> None:
+    [(plain, recorded, compared)] = json.loads(run_program(program("record_cost", 3, 1, backend)))
     assert 0 < plain < recorded
     assert 0 < plain < compared
 
@@ -164,6 +179,23 @@ def test_the_long_table_has_what_was_measured() -> None:
         "`python -m tests.benchmarks --quick` made them.",
         END,
     ]
+
+
+def test_what_many_ranks_were_measured_at_is_in_the_long_table_alone() -> None:
+    rows = [
+        row("close(), 64 ranks", "distsession", 1.5, "s"),
+        row("restart() of all, 64 ranks", "plain gloo, forked warm", 2.0, "s"),
+        row("restart() of all, 64 ranks", "distsession", 3.0, "s", ratio=1.5),
+    ]
+    lines = markdown({**FACTS, "rows": rows}).splitlines()
+    assert "| close(), 64 ranks | 1.50 s | |" in lines
+    assert [line for line in lines if line.startswith("| restart() of all, 64 ranks | 1.50 ")]
+    assert "64 ranks" not in markdown({**FACTS, "rows": rows}, main_only=True)
+
+
+def test_plain_processes_pass_their_barrier() -> None:
+    with many.PlainGloo(2) as plain:
+        assert [seconds > 0 for seconds in (*plain.measure(), *plain.measure())] == [True, True]
 
 
 def test_the_table_is_printed_without_measuring(

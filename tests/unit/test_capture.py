@@ -45,10 +45,20 @@ class Rank:
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Rank]:
-    paths = [str(tmp_path / name) for name in ("out", "err")]
+    yield from make_rank(tmp_path)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Rank]:
+    """One whose session is kept: what it puts out is not acknowledged yet."""
+    yield from make_rank(tmp_path, acknowledged=lambda: 0)
+
+
+def make_rank(folder: Path, **options: Any) -> Iterator[Rank]:
+    paths = [str(folder / name) for name in ("out", "err")]
     files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths]
     sent: list[Any] = []
-    capture = Capture(3, (paths[0], paths[1]), 1 << 30, sent.append)
+    capture = Capture(3, (paths[0], paths[1]), 1 << 30, sent.append, **options)
     yield Rank(capture, sent, files)
     for descriptor in (*files, *(log._descriptor for log in capture._files)):
         os.close(descriptor)
@@ -185,3 +195,49 @@ def test_each_text_says_where_it_lies_in_its_file(
             at = text.end
         assert at == len(data)
         assert rank.text(texts, stream) == data.decode()
+
+
+def test_another_kernel_is_told_what_none_has_acknowledged(kept: Rank) -> None:
+    with kept:
+        os.write(1, b"of the first\n")
+        assert kept.text(kept.drained()) == "of the first\n"
+        kept.capture.detach()
+        os.write(1, b"of none\n")
+        assert kept.drained() == []
+        kept.capture.resume(lambda: None)
+        kept.capture._send_retained()
+        assert kept.text(kept.sent) == "of the first\nof none\n"
+
+
+def test_a_kernel_that_went_at_once_is_told_nothing(kept: Rank) -> None:
+    allowed: list[str] = []
+    with kept:
+        os.write(1, b"text\n")
+        kept.drained()
+        kept.capture.detach()
+        kept.capture.resume(lambda: allowed.append("the first"))
+        kept.capture.detach()
+        kept.capture._send_retained()
+        assert (kept.sent, allowed) == ([], [])
+
+
+def test_one_that_goes_while_it_is_told_gets_nothing_of_what_comes_then(kept: Rank) -> None:
+    with kept:
+        os.write(1, b"text\n")
+        kept.drained()
+        kept.capture.detach()
+        send = kept.capture._send_now
+
+        def send_and_go(message: Any) -> None:
+            send(message)
+            kept.capture.detach()
+
+        kept.capture._send_now = send_and_go
+        kept.capture.resume(lambda: None)
+        kept.capture._send_retained()
+        kept.capture._send_now = send
+        os.write(1, b"more\n")
+        assert kept.text(kept.drained()) == "text\n"
+        kept.capture.resume(lambda: None)
+        kept.capture._send_retained()
+        assert kept.text(kept.sent) == "text\nmore\n"

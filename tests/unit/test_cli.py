@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from distsession import __version__
 from distsession.cli import main
+from distsession.host_plan import HostPlan
 from distsession.options import SessionOptions
 
 
@@ -44,7 +46,7 @@ def test_the_help_of_doctor_has_every_option(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     "arguments",
-    [("nurse",), ("doctor", "--no-such"), ("doctor", "two"), ("doctor", "--launcher", "slurm")],
+    [("nurse",), ("doctor", "--no-such"), ("doctor", "two"), ("doctor", "--launcher", "flux")],
 )
 def test_what_is_not_understood_ends_with_the_usage(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -61,3 +63,31 @@ def test_a_script_is_not_run_where_a_package_is_missing(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("distsession: import of distsession.scripts.run halted")
     assert "distsession doctor" in line
+
+
+def test_the_doctor_looks_at_hosts_with_the_launchers_own_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def examine(given: dict[str, Any], *, hosts: HostPlan | None, as_json: bool) -> int:
+        seen.append((given, hosts))
+        return 0
+
+    monkeypatch.setattr("distsession.cli.doctor.examine", examine)
+    typed = "doctor --launcher slurm --nodes 2 --partition gpu --time 10:00 --option gres=gpu:8"
+    assert main([*typed.split(), "--address", "10.0.0.1", "--folder", "/scratch"]) == 0
+    options = {"partition": "gpu", "time": "10:00", "gres": "gpu:8"}
+    plan = HostPlan(
+        launcher="slurm", nodes=2, options=options, addresses=("10.0.0.1",), folder="/scratch"
+    )
+    assert seen == [({}, plan)]
+
+
+def test_flags_of_hosts_that_do_not_fit_together_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--hosts", "a"]) == 2
+    assert "--hosts is for several hosts: give --launcher" in capsys.readouterr().err
+    assert main(["doctor", "--launcher", "mpi", "--nodes", "2", "--map-by", "x"]) == 2
+    assert "launcher='mpi' has no option 'map-by'" in capsys.readouterr().err

@@ -22,7 +22,7 @@ import distsession
 from distsession.cli import logs, main
 from distsession.cluster import end_kept
 from distsession.cluster.kept import find_kept, time_text
-from distsession.cluster.process_state import STOPPED, process_state
+from distsession.engine.process_state import STOPPED, process_state
 from distsession.engine.usage import GpuReader
 from distsession.kernel.kept_state import look_at
 from distsession.kernel.kept_table import doing_text, kept_html, kept_text, owner_text

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.protocol import diagnosis
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, diagnose
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
@@ -852,6 +853,137 @@ def test_a_rank_that_has_died_replays_no_graph() -> None:
     assert diagnose(reports).kind is Kind.DEADLOCK
 
 
+# --- what devices were given in different orders --------------------------------------------------
+
+
+def queued(rank: int, *operations: Operation, stream: int = 1) -> Reports:
+    """A rank that waits for its device, which has these in one stream."""
+    given = [
+        replace(op, is_enqueued=True, device_stream=stream, seconds=9.0 - n, is_waiting=n == 0)
+        for n, op in enumerate(operations)
+    ]
+    begun = {op.group: op.sequence for op in operations}
+    # The one that is waited for comes last.
+    return on(rank, "running", operations=(*given[1:], given[0]), sequences=begun)
+
+
+def cast(root: int) -> Operation:
+    return replace(ON_B, name="broadcast", detail=f"float32 [4], root {root}")
+
+
+CROSSED = {
+    "each has both": queued(0, ON_A, ON_B) | queued(1, ON_B, ON_A),
+    "one has not issued the other yet": queued(0, ON_A, ON_B) | queued(1, ON_B),
+    "one of them comes from the other's root": queued(0, ON_A, cast(0)) | queued(1, cast(0), ON_A),
+    "with others that wait for one of them": queued(0, SUM, ON_A)
+    | queued(1, ON_A, SUM)
+    | queued(2, SUM)
+    | queued(3, SUM),
+}
+NOT_CROSSED = {
+    "in one order": queued(0, ON_A, ON_B) | queued(1, ON_A, ON_B),
+    "in two streams": queued(0, ON_A)
+    | {1: replace(queued(1, ON_B)[1], operations=queued(1, ON_A, stream=2)[1].operations)},
+    "in streams that are not known": queued(0, ON_A, ON_B, stream=0)
+    | queued(1, ON_B, ON_A, stream=0),
+    "a root that need not wait": queued(0, ON_A, cast(1)) | queued(1, cast(1), ON_A),
+}
+
+
+@pytest.mark.parametrize("reports", CROSSED.values(), ids=CROSSED)
+def test_devices_that_have_two_groups_operations_in_different_orders_wait_for_ever(
+    reports: Reports,
+) -> None:
+    verdict = diagnose(reports)
+    assert verdict.kind is Kind.ORDER
+    assert verdict.reason is AbortReason.MISMATCH
+    assert set(verdict.waiting) == set(reports)
+
+
+def test_of_devices_that_wait_for_each_other_both_operations_and_lines_are_named() -> None:
+    assert diagnose(CROSSED["each has both"]).sentence == (
+        f"rank 0 waits for its device in {ON_A_TEXT}, rank 1 in {ON_B_TEXT}: "
+        f"each waits for the other. {OTHER_ORDER}"
+    )
+
+
+@pytest.mark.parametrize("reports", NOT_CROSSED.values(), ids=NOT_CROSSED)
+def test_devices_that_may_go_on_are_left_alone(reports: Reports) -> None:
+    assert diagnose(reports).kind in (Kind.NOTHING, Kind.WAIT)
+
+
+def test_devices_that_may_wait_for_each_other_are_named_and_left_alone() -> None:
+    verdict = diagnose(NOT_CROSSED["in streams that are not known"])
+    assert verdict.kind is Kind.NOTHING
+    assert verdict.is_crossed
+    assert verdict.lines[0] == f"rank 0 has given its device {ON_A_TEXT}"
+    assert verdict.lines[1] == (
+        f"before {ON_B_TEXT}, rank 1 the other way round: "
+        "the devices may be waiting for each other."
+    )
+    assert verdict.lines[2].startswith("No rank waits for a missing one: ")
+
+
+FIRST_A, NEXT_A = ON_A, replace(ON_A, sequence=ON_A.sequence + 1)
+NOT_EVEN_PERHAPS = {
+    "in one order": queued(0, ON_A, ON_B, stream=0) | queued(1, ON_A, ON_B, stream=0),
+    "of one group": queued(0, FIRST_A, NEXT_A, stream=0) | queued(1, FIRST_A, NEXT_A, stream=0),
+    "one is over": queued(0, ON_A, ON_B, stream=0) | queued(1, ON_B, stream=0),
+}
+
+
+@pytest.mark.parametrize("reports", NOT_EVEN_PERHAPS.values(), ids=NOT_EVEN_PERHAPS)
+def test_of_devices_that_go_on_nothing_is_said(reports: Reports) -> None:
+    assert not diagnose(reports).is_crossed
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> dict[int, list[Operation]]:
+    """What the devices of some ranks are given, in any orders of the groups."""
+    groups = {"a": (0, 1), "b": (0, 1), "c": (0, 1, 2), "d": (1, 2)}
+    order = draw(st.lists(st.sampled_from(sorted(groups)), min_size=1, max_size=5))
+    made = [
+        Operation("all_reduce", name, groups[name], order[: n + 1].count(name))
+        for n, name in enumerate(order)
+    ]
+    found = {}
+    for rank in range(3):
+        own = [op for op in made if rank in op.members]
+        shuffled = draw(st.permutations([op.group for op in own]))
+        numbered = [(name, shuffled[: n + 1].count(name)) for n, name in enumerate(shuffled)]
+        found[rank] = [next(o for o in own if (o.group, o.sequence) == key) for key in numbered]
+    return found
+
+
+@given(programs())
+def test_devices_are_said_to_wait_for_ever_when_they_do_and_never_when_they_come_through(
+    left: dict[int, list[Operation]],
+) -> None:
+    verdicts = []
+    while True:
+        reports: Reports = {}
+        for rank, operations in left.items():
+            # Those that are complete are still counted.
+            one = queued(rank, *operations) if operations else finished(rank)
+            counts = dict.fromkeys("abcd", 9)
+            reports |= {rank: replace(one[rank], sequences=counts)}
+        verdicts.append(diagnose(reports).kind)
+        ready = {
+            (op.group, op.sequence)
+            for op in (operations[0] for operations in left.values() if operations)
+            if all(left[m] and left[m][0] == op for m in op.members)
+        }
+        if not ready:
+            break
+        left = {
+            r: [o for o in ops if (o.group, o.sequence) not in ready] for r, ops in left.items()
+        }
+    if any(left.values()):
+        assert verdicts[-1] is Kind.ORDER
+    else:
+        assert set(verdicts) <= {Kind.NOTHING, Kind.WAIT}
+
+
 # --- whatever is reported -------------------------------------------------------------------------
 
 RANKS = range(5)
@@ -1004,3 +1136,22 @@ def test_the_numbers_of_the_ranks_are_only_names(reports: Reports, names: list[i
 def test_a_rank_that_failed_by_a_mismatch_is_told_as_one() -> None:
     reports = waiting(0) | failed(1, "CollectiveMismatchError: x")
     assert diagnose(reports).reason is AbortReason.MISMATCH
+
+
+def test_whom_many_ranks_miss_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    before = diagnosis._takes_part
+
+    def takes_part(report: RankReport, operation: Operation) -> bool:
+        looked.append(report.rank)
+        return before(report, operation)
+
+    monkeypatch.setattr(diagnosis, "_takes_part", takes_part)
+    many = 256
+    operations = [replace(SUM, members=tuple(range(many))) for _ in range(many)]
+    reports = computing(many - 1)
+    for rank in range(many - 1):
+        reports |= waiting(rank, op=operations[rank])
+    verdict = diagnose(reports)
+    assert (verdict.kind, verdict.missing) == (Kind.WAIT, (many - 1,))
+    assert sorted(looked) == list(range(many))

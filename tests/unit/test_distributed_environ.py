@@ -36,6 +36,7 @@ def test_torchruns_variables_are_read_as_they_are_written() -> None:
         world_size=4,
         local_world_size=2,
         node_rank=1,
+        nodes=2,
         address="here",
         port=29500,
         threads=1,
@@ -63,7 +64,7 @@ def test_what_is_not_known_of_a_place_is_not_written() -> None:
 
 def test_a_rank_has_all_that_torchrun_sets() -> None:
     given = rank_environment(
-        rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1,
+        rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1, nodes=2,
         address="here", port=29500, threads=2, run_id="x",
     )  # fmt: skip
     assert given == {

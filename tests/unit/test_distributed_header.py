@@ -125,6 +125,13 @@ def test_an_epoch_has_another_order() -> None:
     assert list(sampler) != first
 
 
+def test_the_order_is_the_same_on_whatever_default_device() -> None:
+    sampler = ExactSampler(range(50), 1, 0, shuffle=True)
+    first = list(sampler)
+    with torch.device("meta"):
+        assert list(sampler) == first
+
+
 def test_samplers_refuse_what_cannot_be() -> None:
     with pytest.raises(OptionsError, match="choose one"):
         get_sampler(range(3), exact=True, drop_last=True)  # type: ignore[arg-type]

@@ -40,9 +40,11 @@ def test_where_no_rank_came_up_each_full_gpu_is_named_once() -> None:
 
 def test_what_the_ranks_hold_themselves_does_not_count() -> None:
     own = replace(FULL, holders=(GpuHolder(100, "bob", 78 * GIB),))
-    assert full_gpus({0: [own]}, [rank(0, "GPU-a")], [100]) == ()
+    assert full_gpus({0: [own]}, [rank(0, "GPU-a")], {0: {100}}) == ()
+    # On another host, a process of that number is somebody else's.
+    assert full_gpus({0: [own]}, [rank(0, "GPU-a")], {1: {100}}) != ()
     both = replace(FULL, holders=(ALICE, GpuHolder(100, "bob", GIB)))
-    [text] = full_gpus({0: [both]}, [rank(0, "GPU-a")], [100])
+    [text] = full_gpus({0: [both]}, [rank(0, "GPU-a")], {0: {100}})
     assert text.endswith("has 2.2 of 80 GiB free: pid 4711 of alice holds 78 GiB.")
 
 

@@ -284,7 +284,7 @@ def on_devices(ranks: list[Process]) -> list[SwappableGroup]:
     groups = [process.hold(backend="nccl") for process in ranks]
     for group in groups:
         group.inner.make_work = Given
-        group._met.add("cpu")  # its communicator has been made
+        group._met.add("cuda")  # its communicator has been made
     return groups
 
 
@@ -352,6 +352,24 @@ def test_what_is_put_together_is_enqueued_at_the_end_of_that(
     work.is_over = True
     ranks[0].recorder.note_completed()
     assert under_way(ranks[0]) == []
+
+
+def test_what_an_error_leaves_open_is_ended_and_connected_anew(
+    ranks: list[Process], on_devices: list[SwappableGroup]
+) -> None:
+    group, cpu = on_devices[0], torch.device("cpu")
+    group.leave_coalescing(cpu)
+    group._start_coalescing(cpu)
+    group.leave_coalescing(cpu)
+    assert group.inner.calls == [("start",), ("end",)]
+    assert not ranks[0].region.is_damaged  # nothing was put into it
+    group._start_coalescing(cpu)
+    group.send([torch.ones(2)], 1, 0)
+    group.leave_coalescing(cpu)
+    assert group.inner.calls[-1] == ("end",)
+    assert ranks[0].region.is_damaged
+    group.send([torch.ones(2)], 1, 0)
+    assert all(operation.is_enqueued for operation in under_way(ranks[0]))
 
 
 def test_a_mixed_group_does_each_operation_as_its_tensors_device_does(rank: Process) -> None:

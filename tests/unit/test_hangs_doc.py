@@ -30,6 +30,7 @@ RECONNECT = "integration/test_reconnect.py::"
 STORE = "integration/test_store.py::"
 RENDER = "unit/test_render.py::"
 OLD = "integration/test_old_sessions.py::"
+HOSTS = "integration/test_sessions_ssh.py::"
 
 ALONE = f"{HERE}test_a_rank_that_is_alone_waits_and_is_told_with_what"
 SLOW = f"{RECOVERY}test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is"
@@ -160,6 +161,13 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     ),
     "A cell that is run while a rank still has not come back waits for it, and a notice says why.": (
         "integration/test_forks.py::test_a_cell_after_a_stop_waits_for_a_worker_that_cannot_be_stopped",
+    ),
+    "The import of a library comes to its end first, for up to 20 seconds: Python cannot use a package whose import was cut off.": (
+        "integration/test_signals.py::test_a_stop_lets_the_import_of_a_library_come_to_its_end",
+        "unit/test_interrupter.py::test_an_import_that_takes_too_long_is_cut_off",
+    ),
+    "Your own files are cut off at once.": (
+        "integration/test_signals.py::test_a_stop_cuts_off_the_import_of_ones_own_file",
     ),
     "Some things cannot be stopped: C code, until it returns; code that catches every `KeyboardInterrupt`; and a process that is itself stopped, by SIGSTOP or a debugger.": (
         CANNOT_BE_STOPPED,
@@ -318,10 +326,23 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         f"{HERE}test_a_wait_in_a_store_of_ones_own_counts_as_code_that_runs",
     ),
     "NCCL, and what else waits on a device:  says what is different there.": "it promises nothing",
-    "Several hosts: All ranks of a session are on one machine.": (
-        "integration/test_nodes.py::test_each_rank_knows_its_node",
+    "Several hosts: Who waits for whom is said as on one, with the same first line, and Stop, a certain deadlock, an error or a death frees ranks on all of them.": (
+        f"{HOSTS}test_the_first_line_of_an_error_is_as_on_one_host",
+        f"{HOSTS}test_stop_ends_a_collective_that_waits_and_a_sleep_on_other_hosts",
+        "integration/test_sessions_ssh_kills.py::test_the_end_of_a_process_frees_the_others_and_is_mended",
+        "integration/test_nodes.py::test_who_waits_for_whom_is_known_of_both_nodes",
     ),
-    'What compares them is memory that they share, so it would not reach further; `check="detail"` would.': "there is no session on several hosts to try it with",
+    "But what compares ranks before they begin is memory that those of one host share.": (
+        "integration/test_nodes.py::test_the_ranks_of_a_node_have_a_board_of_their_own",
+    ),
+    "Ranks of other hosts are compared a moment later: the error is the same, and tensors may have been changed by then.": (
+        "integration/test_nodes.py::test_what_ranks_of_two_nodes_call_is_compared",
+        f"{HOSTS}test_the_first_line_of_an_error_is_as_on_one_host",
+    ),
+    'With `check="strict"` ranks of all hosts meet before a collective that is waited for begins, at the cost of a round trip to the notebook\'s host.': (
+        "integration/test_nodes.py::test_strict_ranks_of_several_nodes_alter_nothing_where_they_differ",
+        "integration/test_nodes.py::test_strict_ranks_of_several_nodes_meet_before_each_operation",
+    ),
     "The odd ranks out come first, and of what is equal nothing is said.": (
         MISMATCH_SHOWN,
         "unit/test_cause.py::test_who_called_what",
@@ -371,12 +392,11 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "The option `check` says how:": (
         "unit/test_options.py::test_every_option_can_be_given_as_a_keyword",
     ),
-    "`shared`: As above, in memory that the ranks share.": (SYNCHRONOUS,),
-    "The default.": (DEFAULTS,),
-    "For `gloo` on one machine.": (
+    "`shared`: As above, in memory that the ranks of a host share.": (
         SYNCHRONOUS,
-        "integration/test_nodes.py::test_each_rank_knows_its_node",
+        "integration/test_nodes.py::test_the_ranks_of_a_node_have_a_board_of_their_own",
     ),
+    "The default.": (DEFAULTS,),
     "`detail`: Through the group itself, as torch does with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.": (
         DETAIL,
         f"{MISMATCH}test_torchs_own_check_can_be_had_instead",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from distsession.engine.collectives.in_flight import InFlight, instruction, is_device_wait
+from distsession.engine.collectives.operation_log import BLOCKED, ENDED, Entry
 from distsession.protocol import board as layout
 from tests.until import until
 
@@ -39,13 +41,22 @@ def words() -> memoryview:
     return words
 
 
+@dataclass
+class Stream:
+    """Where operations are posted."""
+
+    words: memoryview
+    name: str = "world"
+
+
 @pytest.fixture
 def in_flight(words: memoryview) -> Callable[[int], Work]:
-    flight = InFlight()
+    flight, stream = InFlight(), Stream(words)
 
     def add(number: int) -> Work:
-        work = Work()
-        flight.add(work, words, number * layout.SLOT, number + 1, None)
+        work, at = Work(), number * layout.SLOT
+        words[at + layout.STATE] = layout.ENQUEUED
+        flight.add((work, stream, at, number + 1, None, 0, 60.0))
         return work
 
     add.flight = flight  # type: ignore[attr-defined]
@@ -106,6 +117,15 @@ def test_nothing_is_asked_while_a_graph_is_captured(in_flight: Any) -> None:
     in_flight.flight.end_capture()
     in_flight.flight.note_completed()
     assert work.asked == 1
+
+
+def test_a_limit_counts_from_when_an_operation_began_or_from_later(in_flight: Any) -> None:
+    work = in_flight(0)  # long ago, and it may take a minute
+    flight, now = in_flight.flight, 10**20
+    assert flight.overdue(0, now)[0] is work
+    assert flight.overdue(now - 10**9, now) is None
+    work.is_over = True
+    assert flight.overdue(0, now) is None
 
 
 # --- who waits ------------------------------------------------------------------------------------
@@ -219,3 +239,46 @@ def test_a_loop_in_python_is_no_call() -> None:
         goes_on[0] = False
         thread.join()
     assert seen == {0}
+
+
+# --- what is noted of waits -----------------------------------------------------------------------
+
+
+def logged(flight: InFlight, words: memoryview, number: int) -> tuple[Work, Entry]:
+    """An operation that is under way, with its entry in the log of a cell."""
+    work, entry = Work(), [None, number + 1, (), 0, 1, 0, 0, 0]
+    flight.add((work, Stream(words), number * layout.SLOT, number + 1, entry, 1, 60.0))
+    return work, entry
+
+
+def test_a_wait_is_noted_of_what_is_under_way_meanwhile(words: memoryview, frame_of: Any) -> None:
+    innermost, flight = frame_of(waits), InFlight()
+    until(lambda: is_device_wait(innermost()))
+    work, first = logged(flight, words, 0)
+    _, second = logged(flight, words, 1)
+    flight.note_wait(innermost)
+    assert first[BLOCKED] == 0  # the device may be getting on
+    flight.note_wait(innermost)
+    began = first[BLOCKED]
+    assert 0 < began == second[BLOCKED]
+    flight.note_wait(innermost)
+    assert first[BLOCKED] == began
+    work.is_over = True
+    flight.note_wait(innermost)
+    assert began < first[ENDED]
+    assert not second[ENDED]
+
+
+def test_what_a_rank_has_gone_on_without_was_not_waited_for(
+    words: memoryview, frame_of: Any
+) -> None:
+    waiting, flight = frame_of(waits), InFlight()
+    until(lambda: is_device_wait(waiting()))
+    work, came = logged(flight, words, 0)
+    _, never = logged(flight, words, 1)
+    for _ in range(2):
+        flight.note_wait(waiting)
+    work.is_over = True
+    flight.note_wait(frame_of(computes))
+    assert came[BLOCKED] > 0
+    assert never[BLOCKED] == 0

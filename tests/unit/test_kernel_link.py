@@ -24,7 +24,7 @@ from distsession.protocol.messages import (
     decode,
     encode,
 )
-from distsession.protocol.shared_memory import LinkListener
+from distsession.protocol.shared_memory import Link, LinkListener
 from distsession.protocol.wire import memory_path, socket_path
 from tests.until import until
 
@@ -235,6 +235,25 @@ def test_an_answer_that_was_acknowledged_is_let_go_of(host: Host, value: bytes) 
     host.link.resume(())
     assert host.link.state() == (None, (), ())
     assert host.kernel.has_nothing()
+
+
+def test_memory_handed_to_one_kernel_is_not_told_to_the_next_as_its_own(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.kernel.send(1)
+    received = host.receive()
+    memory = host.link._memory
+
+    def send(segment: Any) -> Shared:
+        shared = Link.send(memory, segment)
+        host.replace()  # just between the memory and the message that refers to it
+        return shared
+
+    monkeypatch.setattr(memory, "send", send)
+    host.answer(received, LARGE)
+    assert host.kernel.has_nothing()
+    host.link.resume(())
+    assert host.kernel.value() == (1, LARGE)
 
 
 def test_what_ends_while_nobody_is_there_is_told_who_comes(host: Host) -> None:

@@ -16,7 +16,10 @@ HEAVY = (
     *("torch", "ipyparallel", "ipywidgets", "IPython", "ipykernel", "jupyter_client", "traitlets"),
     *("numpy", "pandas", "asyncio", "pynvml", "packaging"),
 )
-BESIDE_A_SESSION = ("zmq", "cloudpickle", "distsession.session", "email", "importlib.metadata")
+BESIDE_A_SESSION = (
+    *("zmq", "cloudpickle", "cryptography", "distsession.session", "email"),
+    "importlib.metadata",
+)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distsession.engine.log_file import PIECE_BYTES, read_piece
 from distsession.kernel import log_text
-from distsession.kernel.log_text import LogReader
+from distsession.kernel.log_text import FarLog, LogReader
+from distsession.protocol.messages import LogPiece
 
 
 @pytest.fixture
@@ -102,3 +105,52 @@ def test_a_log_that_is_gone_is_empty(tmp_path: Path) -> None:
     reader = LogReader(str(tmp_path / "none"))
     reader.search("x")
     assert (reader.size, reader.matches, reader.before(0, 10).text) == (0, [], "")
+
+
+# --- of another host ------------------------------------------------------------------------------
+
+
+def far(path: Path) -> FarLog:
+    def ask(begin: int, count: int) -> LogPiece:
+        return LogPiece(1, 1, *read_piece(str(path), begin, count))
+
+    return FarLog(f"gpu2:{path}", ask)
+
+
+def test_a_log_of_another_host_is_read_in_pieces_and_without_its_holes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    data = os.urandom(3 * PIECE_BYTES)
+    with open(path, "wb") as file:
+        file.seek(5 * PIECE_BYTES)  # what was given back
+        file.write(data)
+    end = path.stat().st_size
+    assert far(path).size == end
+    pieces = list(far(path).read(0, end))
+    assert b"".join(piece for _, piece in pieces) == data
+    assert pieces[0][0] == 5 * PIECE_BYTES
+    assert max(len(piece) for _, piece in pieces) == PIECE_BYTES
+    [(at, some)] = far(path).read(6 * PIECE_BYTES, 6 * PIECE_BYTES + 10)
+    assert (at, some) == (6 * PIECE_BYTES, data[PIECE_BYTES : PIECE_BYTES + 10])
+    assert list(far(path).read(0, 100)) == []
+
+
+def test_only_the_end_of_a_long_log_of_another_host_is_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_text, "FAR_SEARCH_BYTES", 1000)
+    path = tmp_path / "log"
+    path.write_text("here\n" + "x" * 5000 + "\nhere\n")
+    reader = LogReader(far(path))
+    reader.search("here")
+    assert reader.matches == [5006]
+    whole = LogReader(str(path))
+    whole.search("here")
+    assert whole.matches == [0, 5006]
+
+
+def test_a_log_that_is_gone_or_does_not_answer_is_empty(tmp_path: Path) -> None:
+    reader = LogReader(far(tmp_path / "none"))
+    assert (reader.size, reader.before(100, 10).text) == (0, "")
+    silent = FarLog("gpu2:log", lambda begin, count: None)
+    assert (silent.size, list(silent.read(0, 10))) == (0, [])
+    assert silent.note == "in gpu2:log, which cannot be read now"

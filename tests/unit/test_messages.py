@@ -42,6 +42,8 @@ from distsession.protocol.messages import (
     GpuRequest,
     InputReply,
     InputRequest,
+    LogPiece,
+    LogRequest,
     MalformedMessage,
     Mismatch,
     Operation,
@@ -60,6 +62,7 @@ from distsession.protocol.messages import (
     ReconnectRequest,
     Reply,
     Resume,
+    ReturnRequest,
     ShardsRequest,
     Shared,
     StackReply,
@@ -104,6 +107,8 @@ START = StartRanks(
 EXAMPLES: list[Any] = [
     AgentFailed("no such module"),
     UsageRequest(4, {0: "GPU-1"}),
+    LogRequest(4, 2, 1, "out", 1 << 40, 1000, 1),
+    LogPiece(4, 1, 1 << 41, 1 << 40, b"text"),
     GpuRequest(1),
     GpuReply(1, (GpuMemory(0, "GPU-1", "A GPU", 1 << 30, 1 << 36, (GpuHolder(7, "al", 9),)),)),
     GpuMemory(0, "GPU-1", "A GPU", 1 << 30, 1 << 36),
@@ -119,7 +124,8 @@ EXAMPLES: list[Any] = [
     CommitRequest(4, keep=True),
     FillRequest(4, "x", (4, 3), {0: (0, 0), 1: (2, 0)}),
     PartsRequest(4, ("['a']", "")),
-    PullRequest(4, ("model", "optim")),
+    PullRequest(4, ("model", "optim"), lend=True),
+    ReturnRequest(5),
     SummaryRequest(4, "model", "In[4]"),
     Shared("0.1", 3, (10, 2000)),
     ShardsRequest(4, "x"),
@@ -142,7 +148,7 @@ EXAMPLES: list[Any] = [
     EngineRegistered(1, 0, 4),
     dataclasses.replace(ERROR, cause=ERROR, cause_is_explicit=True),
     FRAME,
-    Abort(AbortReason.STOP, "stopped", 3, interrupt=9, refuse=(10, 11)),
+    Abort(AbortReason.STOP, "stopped", 3, interrupt=9, refuse=(10, 11), stuck=(0, 2)),
     OutputEnd(0, 2),
     PrepareAgent(("json",), ("/lib",)),
     RankExited(1, 0, 77, -9, False, "last words"),
@@ -201,6 +207,14 @@ def test_a_message_can_say_where_its_payload_is() -> None:
 def test_any_text_of_a_rank_arrives(stream: str, request: int, text: str) -> None:
     message = Text(3, request, stream, text)
     assert decode(encode(message))[0] == message
+
+
+def test_a_node_has_a_block_of_ranks() -> None:
+    assert START.here == range(2)
+    second = dataclasses.replace(
+        START, node=1, nodes=2, first_rank=4, devices=("cpu",) * 3, host="gpu2"
+    )
+    assert second.here == range(4, 7)
 
 
 def test_the_environment_stays_out_of_what_is_printed() -> None:

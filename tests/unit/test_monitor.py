@@ -11,7 +11,7 @@ import pytest
 
 from distsession.cluster.deaths import death_error
 from distsession.cluster.local import LocalLauncher
-from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported
+from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, RelayGone
 from distsession.errors import (
     EngineDiedError,
     LaunchError,
@@ -182,6 +182,40 @@ def test_the_end_of_a_nodes_agent_takes_its_ranks_alone(heard: Heard) -> None:
     heard.monitor.expect(1)
     with pytest.raises(LaunchTimeoutError):
         heard.monitor.wait_ready(range(4), 1, now())
+
+
+def test_the_end_of_a_nodes_relay_cuts_off_its_ranks(heard: Heard) -> None:
+    for rank in range(4):
+        heard.ready(rank, node_rank=rank // 2, nodes=2)
+    heard.monitor.handle(exited(3))
+    heard.monitor.handle(RelayGone(1))
+    assert [death.rank for death in heard.deaths] == [3, 2]
+    text = str(heard.monitor.dead[2])
+    assert "rank 2 (pid 1002) cannot be reached: the relay of node 1" in text
+    assert "session.restart([2])" in text
+    assert heard.monitor.cut_off == {2}
+    with pytest.raises(LaunchError, match="the relay of node 1 ended"):
+        heard.monitor.wait_ready(range(4), 1, now(10))
+    heard.monitor.expect_relay(1)
+    with pytest.raises(LaunchTimeoutError):
+        heard.monitor.wait_ready((0, 1, 2), 1, now())
+
+
+def test_who_is_cut_off_is_waited_for_when_it_is_replaced(heard: Heard) -> None:
+    heard.ready(2, node_rank=1, nodes=2)
+    heard.monitor.handle(RelayGone(1))
+    assert heard.monitor.wait_exited([2], 0.0)  # as it counts as dead
+    heard.monitor.forget(heard.monitor.cut_off)
+    assert not heard.monitor.wait_exited([2], 0.0)
+    heard.monitor.handle(exited(2))
+    assert heard.monitor.wait_exited([2], 0.0)
+
+
+def test_who_was_cut_off_is_gone_with_its_agent(heard: Heard) -> None:
+    heard.ready(2, node_rank=1, nodes=2)
+    heard.monitor.handle(RelayGone(1))
+    heard.monitor.handle(NodeGone(1))
+    assert heard.monitor.cut_off == set()
 
 
 def test_each_nodes_agent_is_waited_for(heard: Heard) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from distsession.errors import OptionsError
+from distsession.host_plan import HostPlan
 from distsession.options import (
     SessionOptions,
     add_arguments,
@@ -17,6 +18,7 @@ from distsession.options import (
     read_duration,
     read_size,
     resolve_options,
+    split_launcher_options,
 )
 
 NAMES = [option.name for option in fields(SessionOptions)]
@@ -36,6 +38,7 @@ TYPED: dict[str, tuple[str, Any]] = {
     "start_timeout": ("9", 9.0),
     "check": ("detail", "detail"),
     "groups": ("torch", "torch"),
+    "device_ipc": ("off", "off"),
     "hang_grace": ("0.5", 0.5),
     "ipyparallel": ("eager", "eager"),
     "text_bars": ("yes", True),
@@ -43,11 +46,31 @@ TYPED: dict[str, tuple[str, Any]] = {
     "name": ("digits", "digits"),
     "keep_idle": ("2h", 7200.0),
     "keep_output": ("500M", 500 << 20),
+    "hosts": ("gpu1, me@gpu2:2222", ("gpu1", "me@gpu2:2222")),
+    "ranks_per_host": ("2, 1", (2, 1)),
+    "launcher_options": (
+        "partition=gpu --exclude=a,b comment='a b' exclusive",
+        {"partition": "gpu", "exclude": "a,b", "comment": "a b", "exclusive": ""},
+    ),
+    "command": ("srun -N2 {agent}", "srun -N2 {agent}"),
+    "addresses": ("10.0.0.1, fd00::1", ("10.0.0.1", "fd00::1")),
+    "python": ("/opt/python", "/opt/python"),
+    "folder": ("/scratch/me", "/scratch/me"),
+}
+
+# What has to be given with an option.
+BESIDE: dict[str, dict[str, Any]] = {
+    "hosts": {"launcher": "ssh"},
+    "launcher_options": {"launcher": "slurm", "nodes": 2},
+    "command": {"launcher": "command", "nodes": 2},
+    "addresses": {"launcher": "slurm", "nodes": 2},
+    "python": {"launcher": "ssh", "hosts": ("gpu1",)},
+    "folder": {"launcher": "mpi", "nodes": 2},
 }
 
 BAD: dict[str, list[Any]] = {
     "ranks": [0, -1, 2.0, "2", True],
-    "nodes": [0, -1, 2.0, "2", True, None],
+    "nodes": [0, -1, 2.0, "2", True],
     "backend": ["", "  ", 3],
     "devices": [(), [-1], ["0"], ["GPU-"], ["cuda:0"], [True], [1.5], "0,2", 0, [[0]]],
     "timeout": [0, -1.0, float("nan"), float("inf"), "5", True],
@@ -55,10 +78,11 @@ BAD: dict[str, list[Any]] = {
     "seed_per_rank": [1, "yes", None],
     "threads": [0, -2, 1.0, "2", True],
     "preload": ["numpy", [1], None, 3],
-    "launcher": ["slurm", "", None, 1],
+    "launcher": ["flux", "", None, 1],
     "start_timeout": [0, -1, float("nan"), float("inf"), "9", None],
     "check": ["on", "", None, True],
     "groups": ["ours", "", None, True],
+    "device_ipc": ["on", "", None, True],
     "hang_grace": [-1, float("nan"), float("inf"), "2", None, True],
     "ipyparallel": ["never", "", None, True],
     "text_bars": [1, "yes", None],
@@ -79,6 +103,13 @@ BAD: dict[str, list[Any]] = {
     "name": ["", "my run", "a/b", "..\n", "42", "-x", "x" * 65, 3, True],
     "keep_idle": [-1.0, float("inf"), "a while", None, False, True],
     "keep_output": [0, -1, "0", "64k", 1.5, "much", "1 Gx", "", None, True],
+    "hosts": ["gpu1", [""], [1], None, 3],
+    "ranks_per_host": [(), [0], [1.5], [True], ["2"], "2,1", 2],
+    "launcher_options": [{"a": 1}, {1: "a"}, {"--a": "b"}, {"a b": "c"}, {"": "c"}, "a=b", ["a"]],
+    "command": ["", 3],
+    "addresses": ["10.0.0.1", [""], [1], None, 3],
+    "python": ["", " ", 3],
+    "folder": ["", 3],
 }
 
 
@@ -97,6 +128,104 @@ def test_ranks_that_cannot_be_shared_out_over_the_nodes_are_refused() -> None:
         SessionOptions(ranks=3, nodes=2)
     with pytest.raises(OptionsError, match=r"ranks=1 cannot .* over nodes=3: .* 3 or 6 ranks"):
         SessionOptions(ranks=1, nodes=3)
+
+
+def test_each_node_may_have_a_number_of_ranks_of_its_own() -> None:
+    assert SessionOptions(ranks_per_host=[2, 1]).nodes == 2  # type: ignore[arg-type]
+    assert SessionOptions(ranks=3, nodes=2, ranks_per_host=[2, 1]).counts == (2, 1)  # type: ignore[arg-type]
+    assert SessionOptions(ranks=4, nodes=2).counts == (2, 2)
+    assert SessionOptions(nodes=2).counts is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"ranks": 5, "nodes": 3},
+            r"Ask for 3 or 6 ranks, .* ranks_per_host=\[2, 2, 1\]",
+        ),
+        ({"ranks": 4, "ranks_per_host": [2, 1]}, r"ranks=4, but ranks_per_host=\[2, 1\] makes 3"),
+        ({"nodes": 3, "ranks_per_host": [2, 1]}, r"is for 2 hosts, but there are 3"),
+        ({"ranks_per_host": [1, 1], "devices": [0]}, r"ranks=2 but devices names 1 GPUs"),
+        ({"launcher": "inline", "ranks_per_host": [1, 1]}, "nodes=2 asks for more"),
+        ({"hosts": ["a"]}, r"hosts=\('a',\) is for several hosts, .* give launcher='ssh'"),
+        ({"command": "x {agent}"}, r"is for several hosts, .* give launcher='command'"),
+        ({"launcher_options": {"a": "b"}}, r"give one of ssh, slurm, .* as launcher"),
+        ({"python": "/py", "launcher": "inline"}, r"launcher='inline' starts all ranks on this"),
+        ({"launcher": "ssh"}, r"launcher='ssh' needs hosts="),
+        ({"launcher": "ssh", "hosts": ["a", "a"]}, r"the host a is named 2 times"),
+        ({"launcher": "ssh", "hosts": ["a b"]}, r"'a b' is no host"),
+        ({"launcher": "ssh", "hosts": ["a", "b"], "nodes": 3}, r"nodes=3, but 2 hosts are named"),
+        ({"launcher": "ssh", "hosts": ["a", "b"], "nodes": 1}, r"nodes=1, but 2 hosts are named"),
+        ({"launcher": "ssh", "hosts": ["a", "b"], "ranks": 3}, r"ranks_per_host=\[2, 1\]"),
+        ({"launcher": "ssh", "hosts": ["a", "b"], "ranks_per_host": [3]}, r"for 1 host, but .* 2"),
+        ({"launcher": "slurm"}, r"launcher='slurm' needs the number of hosts"),
+        ({"launcher": "slurm", "nodes": 2, "hosts": ["a"]}, r"hosts= are for launcher='ssh'"),
+        ({"launcher": "command", "nodes": 2}, r"launcher='command' and command="),
+        ({"launcher": "command", "command": "srun", "nodes": 2}, r"has no \{agent\}"),
+        ({"launcher": "mpi", "nodes": 2, "launcher_options": {"np": "2"}}, r"no option 'np'; it"),
+        ({"launcher": "mpi", "nodes": 2, "ranks": 2, "devices": [0, 1]}, r"of each host.* 1, 1 ra"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_refused_at_once(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionsError, match=says):
+        SessionOptions(**given)
+
+
+def test_the_number_of_hosts_follows_from_what_is_said_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert SessionOptions().nodes == 1
+    assert SessionOptions().host_plan is None
+    ssh = SessionOptions(launcher="ssh", hosts=["gpu1", "gpu2"], start_timeout=7)  # type: ignore[arg-type]
+    assert ssh.nodes == 2
+    assert ssh.host_plan == HostPlan(launcher="ssh", hosts=("gpu1", "gpu2"), nodes=2, timeout=7)
+    assert SessionOptions(launcher="mpi", ranks_per_host=[1, 2]).nodes == 2  # type: ignore[arg-type]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    assert SessionOptions(launcher="slurm").nodes == 3
+
+
+def test_hosts_of_the_environment_do_not_count_where_a_session_here_is_asked_for() -> None:
+    environ = {"DISTSESSION_LAUNCHER": "ssh", "DISTSESSION_HOSTS": "a,b"}
+    assert resolve_options({}, environ).hosts == ("a", "b")
+    assert resolve_options({"launcher": "local"}, environ) == SessionOptions()
+    with pytest.raises(OptionsError, match="is for several hosts"):
+        resolve_options({}, {"DISTSESSION_HOSTS": "a,b"})
+
+
+def _split(*typed: str, **environ: str) -> tuple[list[str], dict[str, str]]:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return split_launcher_options(parser, typed, environ)
+
+
+def test_flags_that_no_option_has_are_the_launchers() -> None:
+    typed = ["16", "--launcher", "slurm", "--nodes", "2", "--partition", "gpu", "--time=1:00"]
+    left, taken = _split(*typed, "--exclusive", "--seed", "3", "--qos")
+    assert left == ["16", "--launcher", "slurm", "--nodes", "2", "--seed", "3"]
+    assert taken == {"partition": "gpu", "time": "1:00", "exclusive": "", "qos": ""}
+    in_environment = {"DISTSESSION_LAUNCHER": "mpi"}
+    assert _split("--args", "-x", **in_environment)[1] == {"args": ""}
+    assert _split("--seed-per-rank", "--args=-x y", **in_environment)[1] == {"args": "-x y"}
+
+
+@pytest.mark.parametrize("typed", [["4", "--part", "x"], ["--launcher", "local", "--time", "1"]])
+def test_other_launchers_have_no_such_flags(typed: list[str]) -> None:
+    assert _split(*typed, DISTSESSION_LAUNCHER="slurm" if typed[0] != "4" else "") == (typed, {})
+
+
+def test_the_flags_of_a_script_are_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, ranks_flags=("-n",))
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    typed = ["-n", "4", "--launcher=slurm", "--nodes=2", "--qos", "a", "train.py", "--lr", "1"]
+    left, taken = split_launcher_options(parser, typed, {})
+    assert left == ["-n", "4", "--launcher=slurm", "--nodes=2", "train.py", "--lr", "1"]
+    assert taken == {"qos": "a"}
 
 
 def test_an_inline_session_is_one_node() -> None:
@@ -189,14 +318,15 @@ def test_a_session_that_is_not_kept_may_have_a_name() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_can_be_given_as_a_keyword(name: str) -> None:
     value = TYPED[name][1]
-    assert getattr(resolve_options({name: value}, {}), name) == value
+    assert getattr(resolve_options({**BESIDE.get(name, {}), name: value}, {}), name) == value
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_can_be_set_in_the_environment(name: str) -> None:
     text, value = TYPED[name]
-    options = resolve_options({}, {f"DISTSESSION_{name.upper()}": text})
-    assert options == SessionOptions(**{name: value})
+    beside = BESIDE.get(name, {})
+    options = resolve_options(beside, {f"DISTSESSION_{name.upper()}": text})
+    assert options == SessionOptions(**{**beside, name: value})
 
 
 def test_what_torchs_own_groups_do_cannot_be_compared() -> None:
@@ -216,7 +346,8 @@ def test_every_option_can_be_typed_on_the_command_line(name: str) -> None:
     typed = [flag, text]
     if name in ("ranks", "seed_per_rank", "text_bars"):
         typed = [text] if name == "ranks" else [flag]
-    assert _from_command_line(*typed) == SessionOptions(**{name: value})
+    beside = BESIDE.get(name, {})
+    assert _from_command_line(*typed, **beside) == SessionOptions(**{**beside, name: value})
 
 
 def test_flags_together_make_the_same_options_as_keywords() -> None:
@@ -228,11 +359,11 @@ def test_no_flags_leave_every_default() -> None:
     assert _from_command_line() == SessionOptions()
 
 
-def _from_command_line(*typed: str) -> SessionOptions:
+def _from_command_line(*typed: str, **beside: Any) -> SessionOptions:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = {k: v for k, v in vars(parser.parse_args(typed)).items() if v is not None}
-    return resolve_options(given, {})
+    return resolve_options({**beside, **given}, {})
 
 
 @pytest.mark.parametrize(
@@ -241,7 +372,7 @@ def _from_command_line(*typed: str) -> SessionOptions:
         ["x"],
         ["--devices", "a"],
         ["--devices", "0,GPU"],
-        ["--launcher", "slurm"],
+        ["--launcher", "flux"],
         ["--timeout", "soon"],
     ],
 )

@@ -19,15 +19,15 @@ def host(gpus: int = 0, cpus: int = 16) -> HostInfo:
 
 
 def plan(gpus: int = 0, cpus: int = 16, **options: object) -> RankPlan:
-    return plan_ranks(SessionOptions(**options), host(gpus, cpus))  # type: ignore[arg-type]
+    return plan_ranks(SessionOptions(**options), [host(gpus, cpus)])  # type: ignore[arg-type]
 
 
 def test_two_ranks_on_the_cpu_are_the_default_without_gpus() -> None:
-    assert plan() == RankPlan(2, ("cpu", "cpu"), "gloo", 8)
+    assert plan() == RankPlan(("cpu", "cpu"), "gloo", (8,), (2,))
 
 
 def test_one_rank_for_each_gpu_is_the_default_with_gpus() -> None:
-    assert plan(gpus=3) == RankPlan(3, ("cuda:0", "cuda:1", "cuda:2"), "nccl", 5)
+    assert plan(gpus=3) == RankPlan(("cuda:0", "cuda:1", "cuda:2"), "nccl", (5,), (3,))
 
 
 def test_fewer_ranks_take_the_first_gpus() -> None:
@@ -94,12 +94,12 @@ def test_a_backend_for_gpus_without_any_is_refused(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
 def test_a_backend_for_each_device_type_puts_the_ranks_on_gpus(backend: str) -> None:
-    assert plan(gpus=2, backend=backend) == RankPlan(2, ("cuda:0", "cuda:1"), backend, 8)
+    assert plan(gpus=2, backend=backend) == RankPlan(("cuda:0", "cuda:1"), backend, (8,), (2,))
 
 
 @pytest.mark.parametrize("backend", ["cuda:gloo", "cpu:gloo,cuda:gloo", "cuda:gloo,cpu:gloo"])
 def test_gloo_for_cuda_puts_the_ranks_on_gpus(backend: str) -> None:
-    assert plan(gpus=2, backend=backend) == RankPlan(2, ("cuda:0", "cuda:1"), backend, 8)
+    assert plan(gpus=2, backend=backend) == RankPlan(("cuda:0", "cuda:1"), backend, (8,), (2,))
     with pytest.raises(OptionsError, match="needs a GPU, and alpha shows none"):
         plan(backend=backend)
 
@@ -143,10 +143,10 @@ def test_gloo_means_the_cpu_also_where_there_are_gpus(backend: str) -> None:
 
 
 def test_processors_are_shared_out_as_threads() -> None:
-    assert plan(ranks=4, cpus=16).threads == 4
-    assert plan(ranks=3, cpus=16).threads == 5
-    assert plan(ranks=8, cpus=2).threads == 1
-    assert plan(ranks=8, cpus=2, threads=6).threads == 6
+    assert plan(ranks=4, cpus=16).threads == (4,)
+    assert plan(ranks=3, cpus=16).threads == (5,)
+    assert plan(ranks=8, cpus=2).threads == (1,)
+    assert plan(ranks=8, cpus=2, threads=6).threads == (6,)
 
 
 # --- GPUs by their UUIDs, and slices of them ------------------------------------------------------
@@ -155,7 +155,7 @@ UUIDS = ("GPU-5f2a11", "GPU-5f3b22", "GPU-77cc33")
 
 
 def named(**options: object) -> RankPlan:
-    return plan_ranks(SessionOptions(**options), replace(host(3), gpu_uuids=UUIDS))  # type: ignore[arg-type]
+    return plan_ranks(SessionOptions(**options), [replace(host(3), gpu_uuids=UUIDS)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["GPU-77cc33", "GPU-77", "gpu-77CC", "GPU-7"])
@@ -166,7 +166,7 @@ def test_a_gpu_is_named_by_the_beginning_of_its_uuid(name: str) -> None:
 
 def test_a_whole_uuid_is_meant_though_another_goes_on_behind_it() -> None:
     both = replace(host(2), gpu_uuids=("GPU-5f2a", "GPU-5f2a11"))
-    assert plan_ranks(SessionOptions(devices=("GPU-5f2a",)), both).devices == ("cuda:0",)
+    assert plan_ranks(SessionOptions(devices=("GPU-5f2a",)), [both]).devices == ("cuda:0",)
 
 
 def test_a_uuid_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -186,7 +186,7 @@ def test_a_beginning_of_several_uuids_is_refused_with_these() -> None:
 def test_only_some_of_many_uuids_are_named() -> None:
     many = replace(host(12), gpu_uuids=tuple(f"GPU-{n:02}" for n in range(12)))
     with pytest.raises(OptionsError, match=r"GPU-07 and 4 more\. "):
-        plan_ranks(SessionOptions(devices=("GPU-x",)), many)
+        plan_ranks(SessionOptions(devices=("GPU-x",)), [many])
 
 
 def divided(nccl: tuple[int, ...] = (2, 30, 7), **options: object) -> RankPlan:
@@ -195,7 +195,7 @@ def divided(nccl: tuple[int, ...] = (2, 30, 7), **options: object) -> RankPlan:
     there = replace(
         host(4), gpu_uuids=(*UUIDS, "GPU-ff"), divided=(0, 1, 3), slices=slices, nccl=nccl
     )
-    return plan_ranks(SessionOptions(**options), there)  # type: ignore[arg-type]
+    return plan_ranks(SessionOptions(**options), [there])  # type: ignore[arg-type]
 
 
 def test_a_slice_is_the_only_device_that_its_rank_sees() -> None:
@@ -244,14 +244,14 @@ def test_a_gpu_without_the_slices_that_it_is_to_have_is_refused() -> None:
         divided(devices=[1])
     empty = replace(host(1), gpu_uuids=("GPU-a",), divided=(0,))
     with pytest.raises(OptionsError, match="GPU 0 of alpha is to be divided"):
-        plan_ranks(SessionOptions(), empty)
+        plan_ranks(SessionOptions(), [empty])
 
 
 # --- several ranks on one GPU ---------------------------------------------------------------------
 
 
 def crowded(nccl: tuple[int, ...], **options: object) -> RankPlan:
-    return plan_ranks(SessionOptions(**options), replace(host(2), nccl=nccl))  # type: ignore[arg-type]
+    return plan_ranks(SessionOptions(**options), [replace(host(2), nccl=nccl)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nccl", [(2, 30, 1), (2, 31, 0), (3, 0)])
@@ -295,7 +295,7 @@ def accelerated(gpus: int = 0, **options: object) -> RankPlan:
         backends=(*BACKENDS, ("toyccl", ("toy",)), ("xccl", ("xpu",))),
         accelerators=(("toy", 3), ("zpu", 1)),
     )
-    return plan_ranks(SessionOptions(**options), there)  # type: ignore[arg-type]
+    return plan_ranks(SessionOptions(**options), [there])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["toyccl", "toy:toyccl", "cpu:gloo,toy:toyccl"])
@@ -327,3 +327,74 @@ def test_names_of_gpus_are_none_of_other_accelerators() -> None:
 def test_a_rank_has_one_accelerator(backend: str) -> None:
     with pytest.raises(OptionsError, match="a rank has one device, of one type"):
         accelerated(gpus=2, backend=backend)
+
+
+# --- several hosts --------------------------------------------------------------------------------
+
+
+def test_nodes_may_have_different_numbers_of_ranks() -> None:
+    made = plan(ranks_per_host=(2, 1, 3))
+    assert made.counts == (2, 1, 3)
+    assert (made.world_size, made.nodes, made.threads) == (6, 3, (2, 2, 2))
+    assert [list(made.ranks_of(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
+    assert [made.node_of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
+    assert plan(gpus=3, ranks_per_host=(2, 1)).devices == ("cuda:0", "cuda:1", "cuda:2")
+
+
+def on_hosts(*hosts: HostInfo, **options: object) -> RankPlan:
+    names = tuple(each.host for each in hosts)
+    return plan_ranks(SessionOptions(launcher="ssh", hosts=names, **options), hosts)  # type: ignore[arg-type]
+
+
+BIG = replace(host(4, cpus=64), host="big")
+SMALL = replace(host(2, cpus=8), host="small")
+BARE = replace(host(0, cpus=4), host="bare")
+
+
+def test_each_gpu_of_each_host_has_a_rank() -> None:
+    made = on_hosts(BIG, SMALL)
+    assert made.counts == (4, 2)
+    assert made.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1")
+    assert (made.backend, made.threads, made.is_shared) == ("nccl", (16, 4), False)
+    assert on_hosts(BIG, SMALL, ranks=4).devices == ("cuda:0", "cuda:1") * 2
+    assert on_hosts(BIG, SMALL, ranks_per_host=(3, 1)).counts == (3, 1)
+    assert on_hosts(BIG, SMALL, threads=3).threads == (3, 3)
+
+
+def test_hosts_without_gpus_have_as_many_ranks_as_one_machine() -> None:
+    other = replace(BARE, host="other")
+    assert on_hosts(BARE, other).counts == (2, 2)
+    assert on_hosts(BARE, other, ranks=6).threads == (1, 1)
+    assert on_hosts(BIG, BARE, backend="gloo", ranks=2).devices == ("cpu", "cpu")
+
+
+def test_the_devices_that_are_named_are_those_of_each_host() -> None:
+    assert on_hosts(BIG, SMALL, devices=(1, 0)).devices == ("cuda:1", "cuda:0") * 2
+    with pytest.raises(OptionsError, match=r"small shows 2 \(there is no GPU 3\)"):
+        on_hosts(BIG, SMALL, devices=(3,))
+
+
+def test_hosts_with_and_without_gpus_are_no_group() -> None:
+    with pytest.raises(OptionsError, match=r"big, small have GPUs and bare has none.*'gloo'"):
+        on_hosts(BIG, SMALL, BARE)
+    with pytest.raises(OptionsError, match="needs a GPU, and bare shows none"):
+        on_hosts(BIG, BARE, backend="nccl")
+
+
+def test_hosts_whose_gpus_differ_are_told_how_to_have_all() -> None:
+    with pytest.raises(
+        OptionsError, match=r"3 on each of 2 hosts.* \(big 4, small 2\).*ranks_per_host=\[4, 2\]"
+    ):
+        on_hosts(BIG, SMALL, ranks=6)
+    with pytest.raises(OptionsError, match=r"^3 ranks need a GPU each, but small shows 2"):
+        on_hosts(SMALL, replace(SMALL, host="b"), ranks=6)
+
+
+def test_a_gpu_that_ranks_share_is_named_with_its_host() -> None:
+    new = [replace(each, nccl=(2, 30)) for each in (BIG, SMALL)]
+    made = on_hosts(*new, devices=(1, 1))
+    assert made.is_shared
+    assert [note.partition(",")[0] for note in made.notes] == [
+        "Ranks 0-1 share GPU 1 of big",
+        "Ranks 2-3 share GPU 1 of small",
+    ]

@@ -18,6 +18,8 @@ from distsession.protocol.attach import (
     Attached,
     AttachRefused,
     AttachRequest,
+    BoardReply,
+    BoardRequest,
     Ended,
     EndSession,
     Fenced,
@@ -48,6 +50,9 @@ class Agent:
     def attached(self, epoch: int) -> Attached:
         return Attached(epoch, HOST, 4711, {0: (0, 7)}, (), os.getpid())
 
+    def read_board(self, whole: bool) -> BoardReply:
+        return BoardReply([b"whole" if whole else b"new"], 1)
+
     def connect(self, wanted: Any) -> tuple[Any, Any]:
         """Somebody connects: what the agent does then, and what the one who connects is told."""
         told: list[Any] = []
@@ -62,7 +67,7 @@ class Agent:
 
         thread = Thread(target=ask)
         thread.start()
-        found = self.owners.accept(self.link, self.attached)
+        found = self.owners.accept(self.link, self.attached, self.read_board)
         thread.join()
         return found, told[0]
 
@@ -183,7 +188,7 @@ def test_who_attaches_and_does_not_wait_leaves_it_to_nobody(
         client.close()  # the machine is busy, and this takes longer than somebody waits
         return agent.attached(epoch)
 
-    assert agent.owners.accept(agent.link, attached) == (None, 22)
+    assert agent.owners.accept(agent.link, attached, agent.read_board) == (None, 22)
     if is_owned:
         assert isinstance(agent.kernel.recv(), Fenced)
         agent.link = None
@@ -197,7 +202,7 @@ def test_who_ends_it_need_not_wait(make: Callable[..., Agent]) -> None:
     client = Client(attach_path(agent.folder, 0), family="AF_UNIX")
     client.send(EndSession("somebody has ended it"))
     client.close()
-    assert isinstance(agent.owners.accept(agent.link, agent.attached), EndSession)
+    assert isinstance(agent.owners.accept(agent.link, agent.attached, agent.read_board), EndSession)
 
 
 def test_another_version_is_refused_with_both(make: Callable[..., Agent]) -> None:
@@ -230,5 +235,19 @@ def test_who_connects_and_says_nothing_does_not_keep_the_agent(
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.05)
     agent = make()
     with Client(attach_path(agent.folder, 0), family="AF_UNIX"):
-        assert agent.owners.accept(agent.link, agent.attached) is None
+        assert agent.owners.accept(agent.link, agent.attached, agent.read_board) is None
     assert agent.owner.pid == 11
+
+
+def test_who_looks_at_the_board_owns_nothing(make: Callable[..., Agent]) -> None:
+    agent = make()
+    for whole, told in ((True, b"whole"), (False, b"new")):
+        found, said = agent.connect(BoardRequest(whole))
+        assert found is None
+        assert said == BoardReply([told], 1)
+    assert agent.owner.pid == 11
+    agent.owners.leave()
+    agent.now += 59
+    agent.connect(BoardRequest(whole=True))
+    agent.now += 2
+    assert agent.owners.problem(idle)

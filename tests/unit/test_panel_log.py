@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from distsession.engine.log_file import read_piece
+from distsession.kernel.log_text import FarLog, LocalLog
 from distsession.notebook.panel_log import PAGE_LINES, LogView, log_html
+from distsession.protocol.messages import LogPiece
 
 
 @pytest.fixture
@@ -15,7 +18,7 @@ def view(tmp_path: Path) -> LogView:
         text = "".join(f"rank {rank} line {number}\n" for number in range(1000))
         (tmp_path / f"{rank}-stdout").write_text(text)
         (tmp_path / f"{rank}-stderr").write_text(f"oops {rank}\n")
-    return LogView((0, 1, 2), lambda rank, stream: tmp_path / f"{rank}-{stream}")
+    return LogView((0, 1, 2), lambda rank, stream: LocalLog(str(tmp_path / f"{rank}-{stream}")))
 
 
 def text(view: LogView) -> str:
@@ -84,7 +87,7 @@ def test_a_search_shows_the_last_match_and_goes_to_others(view: LogView, tmp_pat
 def test_a_rank_that_was_replaced_has_another_log(tmp_path: Path) -> None:
     paths = {0: tmp_path / "before"}
     paths[0].write_text("before\n")
-    view = LogView((0,), lambda rank, stream: paths[rank])
+    view = LogView((0,), lambda rank, stream: LocalLog(str(paths[rank])))
     view.open(0)
     paths[0] = tmp_path / "after"
     paths[0].write_text("after\n")
@@ -92,9 +95,34 @@ def test_a_rank_that_was_replaced_has_another_log(tmp_path: Path) -> None:
     assert text(view).endswith("after</pre>")
 
 
+def test_a_log_of_another_host_is_shown_and_its_place_named(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    answers = True
+
+    def ask(begin: int, count: int) -> LogPiece | None:
+        return LogPiece(1, 1, *read_piece(str(path), begin, count)) if answers else None
+
+    view = LogView((0,), lambda rank, stream: FarLog("gpu2:/tmp/log", ask))
+    view.open(0)
+    assert text(view).endswith("line 99999</pre>")
+    assert "the end of 1,088,890 bytes, in gpu2:/tmp/log" in status(view)
+    view._wanted.value = "line 7777"
+    assert "match 11 of 11" in status(view)
+    answers = False
+    view.open(0)
+    assert "in gpu2:/tmp/log, which cannot be read now" in status(view)
+    assert "line 9" not in text(view)
+
+
 def test_what_is_closed_reads_nothing_and_an_inline_session_says_that_it_has_none() -> None:
     asked = []
-    view = LogView((0,), lambda rank, stream: asked.append(rank))
+
+    def source(rank: int, stream: str) -> LocalLog:
+        asked.append(rank)
+        return LocalLog("")
+
+    view = LogView((0,), source)
     view.refresh()
     assert asked == []
     view.open(0)

@@ -10,6 +10,7 @@ import pytest
 
 from distsession.display.html import Html
 from distsession.display.panel import RankRow, Snapshot
+from distsession.kernel.log_text import LocalLog
 from distsession.notebook.panel import PanelWidgets
 
 
@@ -44,8 +45,8 @@ class Session:
         self.held = threading.Event()
         self.held.set()
 
-    def log_path(self, rank: int, stream: str) -> None:
-        return None
+    def log_source(self, rank: int, stream: str) -> LocalLog:
+        return LocalLog("")
 
     def status(self) -> str:
         return "closed"

@@ -31,6 +31,38 @@ def test_a_name_may_have_the_sign(name: str) -> None:
     assert "the second" not in found.path
 
 
+def test_flags_of_a_launcher_for_hosts_are_its_options() -> None:
+    line = "start 16 --launcher slurm --nodes 2 --partition gpu --gres=gpu:8 --exclusive  # all"
+    found = parse(session_parser(), line)
+
+    assert found is not None
+    assert (found.verb, found.ranks, found.nodes) == ("start", 16, 2)
+    assert found.launcher_options == {"partition": "gpu", "gres": "gpu:8", "exclusive": ""}
+    both = parse(session_parser(), "start --launcher=slurm --launcher-options 'a=1 b=2' --b 3")
+    assert both is not None
+    assert both.launcher_options == {"a": "1", "b": "3"}
+
+
+@pytest.mark.parametrize("launcher", ["", "--launcher local"])
+def test_other_launchers_have_no_flags_of_their_own(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISTSESSION_LAUNCHER", raising=False)
+    with pytest.raises(OptionsError, match="unrecognized arguments: --partition gpu"):
+        parse(session_parser(), f"start 2 {launcher} --partition gpu")
+
+
+def test_hosts_and_their_ranks_are_lists() -> None:
+    line = "start --launcher ssh --hosts gpu1,me@gpu2:22 --ranks-per-host 8,4"
+    found = parse(session_parser(), line)
+
+    assert found is not None
+    assert (found.hosts, found.ranks_per_host) == (("gpu1", "me@gpu2:22"), (8, 4))
+    command = parse(session_parser(), "start --launcher command --command 'srun -N2 {agent}'")
+    assert command is not None
+    assert (command.verb, command.command) == ("start", "srun -N2 {agent}")
+
+
 def test_an_open_quote_is_an_error() -> None:
     with pytest.raises(OptionsError, match="No closing quotation"):
         parse(session_parser(), "export 'train.py")

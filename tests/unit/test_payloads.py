@@ -17,7 +17,7 @@ from distsession.cluster.relay import Upload
 from distsession.engine.relay import Relay
 from distsession.errors import DistsessionError, SessionStateError
 from distsession.protocol import shared_memory
-from distsession.protocol.messages import PushRequest, Shared, decode
+from distsession.protocol.messages import PushRequest, Shared, decode, encode
 from distsession.protocol.shared_memory import (
     THRESHOLD,
     Link,
@@ -26,7 +26,7 @@ from distsession.protocol.shared_memory import (
     length_of,
     map_private,
 )
-from distsession.protocol.wire import connect, memory_path
+from distsession.protocol.wire import connect, make_node_folder, memory_path
 from tests.until import until
 
 REQUEST = PushRequest(1)
@@ -57,6 +57,7 @@ class Roads:
         return self.ranks[rank]
 
     def add_relay(self, node: int) -> None:
+        make_node_folder(self.folder, node)
         links = LinkListener(memory_path(self.folder, node))
         relay = Relay(connect(self.folder, node), links, node)
         self._far = relay, links
@@ -69,12 +70,20 @@ class Roads:
 
     def read(self, rank: int, part: Part) -> list[bytes]:
         """What a rank finds that gets the message of a request."""
-        message, payload = decode(self.payloads.encode(rank, REQUEST, part))
+        message, payload = decode(self.frames(rank, part))
         assert message == REQUEST
         if not isinstance(payload, Shared):
             return [bytes(frame) for frame in payload]
         with self.ranks[rank].receive(payload) as descriptor:
             return [bytes(view) for view in map_private(descriptor, payload.sizes)]
+
+    def frames(self, rank: int, part: Part) -> list[Any]:
+        """The message of a request to a rank."""
+        if isinstance(part, Segment):
+            return self.payloads.encode(rank, REQUEST, part)
+        if isinstance(part, Upload):
+            return self.payloads.hand([rank], REQUEST, part)
+        return encode(REQUEST, part)
 
     def offer(self, rank: int, frames: list[bytes]) -> Shared:
         """A rank hands something over."""
@@ -110,7 +119,7 @@ def roads() -> Iterator[Roads]:
 def test_a_small_payload_goes_with_the_message(roads: Roads) -> None:
     roads.add(0)
     parts = roads.prepare([0], [b"head", b"tail"])
-    _, payload = decode(roads.payloads.encode(0, REQUEST, parts[0]))
+    _, payload = decode(roads.frames(0, parts[0]))
     assert payload == (b"head", b"tail")
     roads.payloads.keep(1, parts, roads.stack)
     assert roads.payloads._sent == {}

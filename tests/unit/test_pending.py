@@ -11,6 +11,7 @@ import pytest
 from distsession.cluster.pending import OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.messages import ClearOutput, Display, OutputEnd, Reply, Text
+from tests.until import until
 
 
 def text(rank: int, what: str = "x") -> Text:
@@ -185,3 +186,40 @@ def test_what_is_over_the_budget_is_handed_on_all_the_same() -> None:
     seen: list[Any] = []
     pending.wait(seen.append)
     assert [message.text for message in seen] == [str(number) for number in range(100)]
+
+
+def test_who_waits_behind_others_is_looked_after_when_its_turn_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distsession.cluster.pending.CHECK_QUEUED_EVERY_S", 1000.0)
+    pending = PendingRequest(2, (0, 1), queued=True)
+    checks: list[float] = []
+    thread = threading.Thread(
+        target=pending.wait, args=(lambda message: None, None, lambda: checks.append(1.0))
+    )
+    thread.start()
+    try:
+        time.sleep(0.3)
+        assert not checks
+        pending.come_next()
+        until(lambda: bool(checks))
+    finally:
+        pending.put_reply(Reply(2, 0), [])
+        pending.put_reply(Reply(2, 1), [])
+        thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_checks_that_take_long_are_the_more_seldom() -> None:
+    pending, checks = PendingRequest(1, [0]), 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    with pytest.raises(RunTimeoutError):
+        pending.wait(lambda _: None, timeout=0.5, check=check)
+    assert checks == 1

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession.errors import OptionsError
-from distsession.ranks import format_ranks, parse_ranks, select_ranks
+from distsession.ranks import (
+    DeviceInfo,
+    Host,
+    RankInfo,
+    format_ranks,
+    host_names,
+    hosts_of,
+    parse_ranks,
+    select_hosts,
+    select_ranks,
+)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +120,55 @@ def test_what_is_no_rank_is_refused(selector: object) -> None:
     with pytest.raises(OptionsError, match="a number, a slice or a list of numbers") as refused:
         select_ranks(selector, 4)  # type: ignore[arg-type]
     assert repr(selector) in str(refused.value)
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+HOSTS = (Host("gpu1", 0, (0, 1)), Host("gpu2", 1, (2,)), Host("0", 2, (3,)))
+
+
+def test_hosts_are_in_the_order_of_their_nodes(rank_info: Callable[..., RankInfo]) -> None:
+    gpu = [DeviceInfo(f"cuda:{number}", "H200") for number in range(2)]
+    infos = [
+        rank_info(0, host="b", nodes=2, node_rank=0, device=gpu[0]),
+        rank_info(1, host="b", nodes=2, node_rank=0, device=gpu[1]),
+        rank_info(2, host="a", nodes=2, node_rank=1),
+    ]
+    assert hosts_of(infos, lambda node: f"10.0.0.{node}") == (
+        Host("b", 0, (0, 1), ("cuda:0 (H200)", "cuda:1 (H200)"), "10.0.0.0"),
+        Host("a", 1, (2,), (), "10.0.0.1"),
+    )
+    assert host_names(infos) == {0: "b", 1: "b", 2: "a"}
+    assert host_names([rank_info(0), rank_info(1)]) == {}
+    assert hosts_of([], str) == ()
+
+
+def test_hosts_of_one_name_are_told_by_their_nodes(rank_info: Callable[..., RankInfo]) -> None:
+    infos = [rank_info(rank, host="same", nodes=2, node_rank=rank) for rank in range(2)]
+    assert [host.name for host in hosts_of(infos, lambda node: "")] == ["node0", "node1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks"),
+    [
+        (("gpu2",), (2,)),
+        (("gpu2", "gpu1"), (0, 1, 2)),
+        ((1,), (2,)),
+        (("1",), (2,)),
+        (("0",), (3,)),
+        (("gpu2", 1), (2,)),
+    ],
+)
+def test_hosts_are_named_or_numbered(wanted: tuple[Any, ...], ranks: tuple[int, ...]) -> None:
+    assert select_hosts(wanted, HOSTS) == ranks
+
+
+@pytest.mark.parametrize("wanted", [("gpu3",), (3,), (-1,), (True,), ("gpu1", "x"), (None,), ("",)])
+def test_a_host_that_is_not_there_is_refused_with_those_that_are(wanted: tuple[Any, ...]) -> None:
+    with pytest.raises(OptionsError, match=r"no host .* has gpu1 \(ranks 0-1\), gpu2 \(rank 2\)"):
+        select_hosts(wanted, HOSTS)
+
+
+def test_no_host_at_all_is_refused() -> None:
+    with pytest.raises(OptionsError, match="no host is named: this session has gpu1, gpu2, 0"):
+        select_hosts((), HOSTS)

@@ -70,7 +70,7 @@ def two(rank_info: Callable[..., RankInfo]) -> list[RankInfo]:
 def test_the_configuration_says_what_there_is(two: list[RankInfo]) -> None:
     facts = dict(render.config_rows(two))
     assert (facts["backend"], facts["torch"], facts["python"]) == ("gloo", "2.9.0", "3.11.9")
-    assert facts["hosts"] == "alpha, beta & co"
+    assert facts["hosts"] == "alpha (rank 0), beta & co (rank 1)"
     assert "cuda (NVIDIA <T4>)" in facts["devices"]
 
 
@@ -216,6 +216,16 @@ def test_a_diagnosis_in_a_notebook_says_the_same_and_escapes_it(
     assert page.count("<pre>") == 2
     assert "<b>" not in page
     assert "<pre>" not in render.diagnosis_html(deep, "a < b.")
+
+
+def test_what_python_imports_with_is_no_cell_and_folded_in_a_notebook() -> None:
+    frozen = FrameInfo("<frozen importlib._bootstrap>", 1331, "_find_and_load")
+    made = FrameInfo("<string>", 1, "<module>")
+    reports = {0: RankReport(0, "running", stack=(CELL, frozen, made))}
+    text = render.diagnosis_text(reports, "x.", stacks=True)
+    assert "\n<frozen importlib._bootstrap>, line 1331, in _find_and_load\n<string>, line 1" in text
+    page = render.diagnosis_html(reports, "x.", stacks=True)
+    assert "1 frame of libraries" in page
 
 
 def test_who_is_waited_for_comes_first(deep: dict[int, RankReport]) -> None:

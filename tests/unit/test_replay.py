@@ -206,3 +206,78 @@ def test_what_names_no_cell_is_an_error() -> None:
     assert parse_cell(" ") is None
     with pytest.raises(OptionsError, match=r"'Out\[3\]' names no cell"):
         parse_cell("Out[3]")
+
+
+# --- text whose log is on another host ------------------------------------------------------------
+
+
+@pytest.fixture
+def far(history: OutputHistory) -> RunRecord:
+    made = history.begin(3, (0, 1), lambda rank, stream: None)
+    assert made is not None
+    return made
+
+
+def text(at: int, words: str, stream: str = "stdout", rank: int = 0) -> Text:
+    return Text(rank, 1, stream, words, at, at + len(words))
+
+
+def test_text_of_another_host_is_kept_and_comes_again_in_order(far: RunRecord) -> None:
+    far.add(text(0, "a\n"))
+    far.add(text(2, "b\n"))
+    far.add(text(0, "oops\n", "stderr"))
+    far.add(text(4, "c\n"))
+    far.add(text(0, "other\n", rank=1))
+    output, missing = again(far)
+    assert [(m.rank, m.stream, m.text) for m in output.messages] == [
+        (0, "stdout", "a\nb\n"),
+        (0, "stderr", "oops\n"),
+        (0, "stdout", "c\n"),
+        (1, "stdout", "other\n"),
+    ]
+    assert missing == []
+
+
+def test_text_of_another_host_is_merged_within_bounds(far: RunRecord) -> None:
+    for number in range(10_000):
+        far.add(text(5 * number, "line\n"))
+    assert 2 < len(far.pieces[0]) < 10
+    output, _ = again(far)
+    assert "".join(m.text for m in output.messages) == "line\n" * 10_000
+    far.add(text(90_000, "behind a gap\n"))
+    assert output.messages[-1].text[-13:] != again(far)[0].messages[-1].text[-13:]
+
+
+def test_of_much_text_of_another_host_the_oldest_is_let_go_and_named(
+    history: OutputHistory, far: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT_BYTES", 100_000)
+    for number in range(1000):
+        far.add(text(1000 * number, "x" * 999 + "\n"))
+    output, missing = again(far)
+    assert missing == ["text whose log is on another host of rank 0"]
+    assert 50_000 < sum(len(m.text) for m in output.messages) <= 100_000
+    assert history._bytes <= 100_000
+    far.add(text(1_000_000, "the last\n"))
+    assert again(far)[0].messages[-1].text.endswith("the last\n")
+
+
+def test_many_short_pieces_of_text_count_by_what_they_take(
+    history: OutputHistory, far: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT_BYTES", 100_000)
+    for number in range(1000):
+        far.add(text(number, "x", ("stdout", "stderr")[number % 2]))
+    kept = [piece for piece in far.pieces[0] if piece.content is not None]  # type: ignore[union-attr]
+    assert len(kept) < 300
+
+
+def test_text_goes_on_behind_what_was_let_go(
+    history: OutputHistory, far: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT_BYTES", 1000)
+    far.add(text(0, "first\n"))
+    far.add(Text(1, 1, "stdout", "y" * 2000, 0, 2000))
+    assert far.pieces[0][0].content is None  # type: ignore[union-attr]
+    far.add(text(6, "second\n"))
+    assert [m.text for m in again(far)[0].messages if m.rank == 0] == ["second\n"]

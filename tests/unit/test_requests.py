@@ -24,6 +24,7 @@ from distsession.protocol.messages import (
     PushRequest,
     ReconnectRequest,
     Request,
+    ReturnRequest,
     ShardsRequest,
     SummaryRequest,
     TimelineRequest,
@@ -66,8 +67,8 @@ def test_every_request_has_its_case() -> None:
     """One that none of the tests below names would be dropped without a word."""
     tested = {
         CallRequest, CellRequest, CommitRequest, DebugRequest, FillRequest, PartsRequest,
-        PieceRequest, PullRequest, PushRequest, ReconnectRequest, ShardsRequest, SummaryRequest,
-        TimelineRequest,
+        PieceRequest, PullRequest, PushRequest, ReconnectRequest, ReturnRequest, ShardsRequest,
+        SummaryRequest, TimelineRequest,
     }  # fmt: skip
     assert set(get_args(Request)) == tested
 

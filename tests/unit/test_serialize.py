@@ -135,7 +135,7 @@ def test_a_reducer_is_asked_first_and_gives_the_memory_in_the_end(
         def __call__(self, obj: Any) -> Any:
             return (str, ("a tensor",)) if isinstance(obj, Tensor) else NotImplemented
 
-        def finish(self, buffers: Any) -> list[Any]:
+        def finish(self, buffers: Any, lend: object = None) -> list[Any]:
             return [bytes(buffer.raw()).upper() for buffer in buffers]
 
     monkeypatch.setattr(serialize, "_make_reducer", AsText)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distsession.engine.tensors import Tensors
+from distsession.engine.tensors import Tensors, over
 from distsession.protocol import serialize
 
 DTYPES = [
@@ -192,6 +192,15 @@ def test_tensors_are_found_wherever_they_are() -> None:
     arrived = there(batch)
     assert torch.equal(arrived.inputs, batch.inputs)
     assert torch.equal(arrived.extras["a"][1], torch.eye(2))
+
+
+def test_an_empty_tensor_arrives_on_the_cpu_whatever_the_default_device_is() -> None:
+    sent = torch.ones(0, 3)
+    with torch.device("meta"):
+        arrived = there(sent)
+        joined = over(b"", torch.float32, (0, 3))
+    assert (arrived.device.type, arrived.shape) == ("cpu", (0, 3))
+    assert (joined.device.type, joined.shape) == ("cpu", (0, 3))
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

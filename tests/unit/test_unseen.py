@@ -176,13 +176,13 @@ def test_nothing_is_asked_during_a_capture_and_what_is_captured_is_not_under_way
 ) -> None:
     stream = recorder.stream((0, 0), "world", [0, 1])
     before, within = Work(), Work()
-    stream.enqueued(stream.post(SUM), before)
+    stream.enqueued(stream.post(SUM), before, 60)
     graph.replay()
     graph.capture_begin(capture_error_mode="global")
     asked = before.asked, events[0].asked
     Work.is_captured = True
     try:
-        stream.enqueued(stream.post(SUM), within)
+        stream.enqueued(stream.post(SUM), within, 60)
         recorder.note_completed()
         assert not recorder.in_flight.is_waited_for(sys._getframe, is_other_under_way=False)
     finally:
@@ -204,7 +204,7 @@ def test_what_another_stream_issues_during_a_capture_is_under_way(
     monkeypatch.setattr(torch_private, "is_stream_capturing", lambda: False)
     stream = recorder.stream((0, 0), "world", [0, 1])
     graph.capture_begin()
-    stream.enqueued(stream.post(SUM), Work())
+    stream.enqueued(stream.post(SUM), Work(), 60)
     assert len(recorder.in_flight) == 1
     graph.capture_end()
 
@@ -213,7 +213,7 @@ def test_a_capture_that_fails_is_over(recorder: Recorder, graph: Any) -> None:
     graph.problem = "this stream cannot be captured"
     with pytest.raises(RuntimeError, match="captured"):
         graph.capture_begin()
-    assert not recorder.in_flight.is_capturing
+    assert not recorder.in_flight.captures
     graph.problem = ""
     graph.capture_begin()
     graph.problem = "the capture was invalidated"
@@ -221,7 +221,7 @@ def test_a_capture_that_fails_is_over(recorder: Recorder, graph: Any) -> None:
         graph.capture_end()
     with pytest.raises(RuntimeError, match="invalidated"):
         graph.capture_end()
-    assert not recorder.in_flight.is_capturing
+    assert not recorder.in_flight.captures
 
 
 def test_a_capture_begins_when_nothing_is_being_asked(recorder: Recorder, graph: Any) -> None:
@@ -236,11 +236,11 @@ def test_a_capture_begins_when_nothing_is_being_asked(recorder: Recorder, graph:
     assert is_asking.wait(60)
     capturing = threading.Thread(target=graph.capture_begin)
     capturing.start()
-    assert not recorder.in_flight.is_capturing
+    assert not recorder.in_flight.captures
     may_end.set()
     for thread in (asking, capturing):
         thread.join(60)
-    assert recorder.in_flight.is_capturing
+    assert recorder.in_flight.captures
     assert not recorder.in_flight.ask(lambda: None)
     graph.capture_end()
     assert recorder.in_flight.ask(lambda: None)

@@ -1,0 +1,186 @@
+"""What the kernel does with hosts, as far as none is needed: their streams, their job's limit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distsession.cluster import host_streams
+from distsession.cluster.host_links import LinkedHost
+from distsession.cluster.host_streams import HostStreams
+from distsession.cluster.hosts import Hosts
+from distsession.cluster.hosts_launcher import HostsLauncher
+from distsession.host_plan import HostPlan
+from distsession.protocol.host_link import ATTACH, STORE
+from distsession.protocol.secure_stream import SecureStream, connect
+from distsession.protocol.wire import socket_path
+
+SECRET = bytes(range(32))
+
+
+class PlayedLinks:
+    """Links to hosts that have come, and of which nothing else is known."""
+
+    def __init__(self, *names: str):
+        links = [LinkedHost(os.urandom(8), name, None, 1, "") for name in names]
+        self.hosts = {link.identity: link for link in links}
+        self.keys = SimpleNamespace(stream_key=SECRET.hex())
+        self.said: queue.SimpleQueue[tuple[str, dict[str, str]]] = queue.SimpleQueue()
+        self.on_open: Any = None
+
+    def send(self, _: LinkedHost, kind: str, body: dict[str, str]) -> None:
+        self.said.put((kind, body))
+
+
+class Streams(HostStreams):
+    """Those of a host ``gpu1``, which has come."""
+
+    def __init__(self, folder: Path):
+        self.played, self.folder = PlayedLinks("gpu1"), str(folder)
+        (self.link,) = self.played.hosts.values()
+        links: Any = self.played
+        super().__init__(links, self.folder, lambda link: link.is_given_up, lambda link: "")
+
+    def come(self, **hello: str) -> SecureStream:
+        """A stream that the host brings."""
+        connection = socket.create_connection(("127.0.0.1", self.port))
+        return connect(connection, SECRET, {"link": self.link.identity.hex(), **hello})
+
+
+@pytest.fixture
+def streams(tmp_path: Path) -> Iterator[Streams]:
+    made = Streams(tmp_path)
+    yield made
+    made.close()
+
+
+def reached(streams: Streams, path: str, **hello: str) -> bool:
+    """Whether a stream of a host comes to a socket of the kernel's, which answers."""
+    path = os.path.join(streams.folder, path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # it is gone: nobody has come
+                taken, _ = listener.accept()
+                with taken:
+                    taken.sendall(b"word")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        stream = streams.come(**hello)
+        try:
+            return bytes(stream.receive()) == b"word"
+        except OSError:
+            return False
+        finally:
+            stream.close()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            os.unlink(path)
+
+
+def test_a_stream_is_taken_from_a_host_that_has_come_and_from_no_other(streams: Streams) -> None:
+    assert reached(streams, "store.sock", service=STORE)
+    assert not reached(streams, "store.sock", service=STORE, link="00" * 8)
+    assert not reached(streams, "store.sock", service=STORE, link="nothing")
+    assert not reached(streams, "store.sock", service="passwd")
+    streams.link.is_given_up = True
+    assert not reached(streams, "store.sock", service=STORE)
+
+
+def test_a_stream_comes_to_the_owner_that_it_is_for(streams: Streams) -> None:
+    path = os.path.basename(socket_path("", "link", 7))
+    assert reached(streams, path, service="link", epoch="7")
+    assert not reached(streams, path, service="link", epoch="6")
+    assert not reached(streams, path, service="link", epoch="seven")
+
+
+def test_a_host_is_called_for_a_stream_to_its_agent(streams: Streams) -> None:
+    mine, its = socket.socketpair()
+    caller = threading.Thread(target=streams.call, args=(streams.link, its))
+    caller.start()
+    kind, body = streams.played.said.get(timeout=5)
+    assert kind == "attach"
+    strange = streams.come(service=ATTACH, token="0" * 16)
+    with pytest.raises(ConnectionError):
+        strange.receive()
+    strange.close()
+    stream = streams.come(service=ATTACH, **body)
+    with mine:
+        mine.sendall(b"may I?")
+        assert bytes(stream.receive()) == b"may I?"
+        stream.send(b"yes")
+        assert mine.recv(10) == b"yes"
+    stream.close()
+    caller.join(5)
+    assert not caller.is_alive()
+
+
+def test_who_calls_a_host_that_does_not_come_is_let_go(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_streams, "CALL_TIMEOUT_S", 0.05)
+    mine, its = socket.socketpair()
+    with mine:
+        streams.call(streams.link, its)
+        assert mine.recv(10) == b""
+    late = streams.come(service=ATTACH, **streams.played.said.get()[1])
+    with pytest.raises(ConnectionError):
+        late.receive()
+    late.close()
+
+
+def test_a_host_without_room_for_a_folder_is_told_so(tmp_path: Path) -> None:
+    with Hosts(HostPlan(launcher="ssh", hosts=("gpu1",), folder=str(tmp_path))) as hosts:
+        link = LinkedHost(b"x", "gpu1", None, 1, "")
+        assert hosts._facts_of([(link, {"problem": "there is no folder for its sockets"})]) == ()
+    (problem,) = hosts.problems
+    assert (problem.what, problem.value) == ("gpu1", "there is no folder for its sockets")
+    assert "TMPDIR" in problem.mend
+
+
+class PlayedJob:
+    """Stands for the launcher of a job that has so many seconds left at each look."""
+
+    _job_problem = HostsLauncher._job_problem
+    job = "4711"
+
+    def __init__(self, *left: float | None):
+        self._left = list(left)
+        self._hosts = SimpleNamespace(seconds_left=lambda: self._left.pop(0))
+        self._job_ends = float("inf")
+        self.pauses: list[float] = []
+        self._is_over: Any = SimpleNamespace(wait=self._wait)
+
+    def _wait(self, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        return not self._left
+
+
+def test_the_limit_of_a_job_is_told_twice_also_if_the_scheduler_is_silent_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = PlayedJob(3600, None, 610, 600, 590, None, 70, 60, 30)
+    with caplog.at_level(logging.WARNING):
+        HostsLauncher._watch_job(job)  # type: ignore[arg-type]
+    said = [record.getMessage().partition(",")[0] for record in caplog.records]
+    assert said == ["Job 4711 ends in 10 minutes", "Job 4711 ends in 1 minute"]
+    assert job.pauses == [0.0, 60.0, 60.0, 10.0, 60.0, 60.0, 60.0, 10.0, 60.0, 60.0]
+
+
+def test_of_a_job_with_much_time_left_nothing_is_said() -> None:
+    job = PlayedJob(7200, 7100)
+    HostsLauncher._watch_job(job)  # type: ignore[arg-type]
+    assert HostsLauncher._job_problem(job) == ""  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""When Stop raises in a rank's main thread, and when it waits."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distsession.engine import control
+from distsession.engine.control import Interrupter
+from distsession.kernel.recovery import _stuck_text
+from distsession.protocol.messages import FrameInfo, RankReport
+from distsession.protocol.rank_state import RankState
+
+REQUEST = 7
+PRESSES = """
+import signal
+signal.raise_signal(signal.SIGINT)
+after = 1
+"""
+
+
+@pytest.fixture
+def interrupter() -> Iterator[Interrupter]:
+    before = signal.getsignal(signal.SIGINT)
+    yield Interrupter()
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package in whose import a signal comes."""
+    folder = tmp_path / "site-packages" / "pressed"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(PRESSES)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    yield "pressed"
+    sys.modules.pop("pressed", None)
+
+
+def test_a_request_that_is_meant_is_interrupted_once_and_no_other(
+    interrupter: Interrupter,
+) -> None:
+    interrupter.target(REQUEST)
+    with interrupter.user_code(REQUEST + 1):
+        signal.raise_signal(signal.SIGINT)
+    with interrupter.user_code(REQUEST):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert not interrupter.is_pending
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_within_the_import_of_a_library_it_waits_for_the_end_of_that(
+    interrupter: Interrupter, library: str
+) -> None:
+    interrupter.target(REQUEST)
+    with interrupter.user_code(REQUEST):
+        assert importlib.import_module(library).after == 1
+        assert interrupter.is_pending
+        with pytest.raises(KeyboardInterrupt):
+            interrupter.repeat_held()
+        assert not interrupter.is_pending
+        interrupter.repeat_held()
+
+
+def test_so_does_the_error_of_a_rank_that_is_freed(interrupter: Interrupter, library: str) -> None:
+    with interrupter.user_code(REQUEST):
+        with pytest.raises(ValueError, match="freed"):
+            interrupter.raise_in_user_code(lambda: ValueError("freed"))
+        interrupter._error = REQUEST, lambda: ValueError("freed again")
+        assert importlib.import_module(library).after == 1
+        with pytest.raises(ValueError, match="freed again"):
+            interrupter.repeat_held()
+
+
+def test_an_import_that_takes_too_long_is_cut_off(
+    interrupter: Interrupter, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "IMPORT_GRACE_S", 0.0)
+    interrupter.target(REQUEST)
+    with interrupter.user_code(REQUEST), pytest.raises(KeyboardInterrupt):
+        importlib.import_module(library)
+    assert library not in sys.modules
+
+
+def test_a_rank_that_does_not_come_back_from_an_import_is_said_to_import() -> None:
+    frames = (
+        FrameInfo("In[3]", 1, "<module>"),
+        FrameInfo("<frozen importlib._bootstrap>", 1176, "_find_and_load"),
+        FrameInfo("/env/lib/python3.12/site-packages/slow/__init__.py", 4, "<module>"),
+    )
+    report = RankReport(0, RankState.RUNNING, place="In[3] line 1", stack=frames)
+    assert _stuck_text(report) == "imports something, which is not cut off, at In[3] line 1"
+    assert "import" not in _stuck_text(replace(report, stack=frames[:1]))

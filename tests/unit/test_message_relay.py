@@ -1,0 +1,362 @@
+"""Messages between the kernel and the ranks of another node; the test plays both."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import select
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import zmq
+
+from distsession.cluster.node_links import NodeLinks
+from distsession.engine import message_relay
+from distsession.engine.message_relay import MessageRelay
+from distsession.protocol import node_link
+from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.messages import MAGIC
+from distsession.protocol.node_link import CONTROL, OUTPUT_WINDOW, REQUEST, WINDOW
+from distsession.protocol.wire import link_address, make_node_folder, node_folder, socket_path
+from tests.until import until
+
+LONG_MS = 60_000
+RANK_QUEUES = 1000
+"""zmq's own limit of what a rank takes in without reading it."""
+loaded: list[int] = []
+
+
+def load(number: int) -> int:
+    loaded.append(number)
+    return number
+
+
+class Bomb:
+    """Leaves a trace when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load, (os.getpid(),)
+
+
+class Rank:
+    """The sockets of a rank."""
+
+    def __init__(self, node: Node, name: bytes, receive_at_most: int = RANK_QUEUES):
+        self._node, self._name, self._limit = node, name, receive_at_most
+        self.replies = self._connect(zmq.PUSH, "replies")
+        self.output = self._connect(zmq.PUSH, "output")
+        self.control = self._connect(zmq.DEALER, "control")
+        self.requests = self._connect(zmq.DEALER, "requests")
+
+    def _connect(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._node.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 32)
+        if kind == zmq.DEALER:
+            socket.setsockopt(zmq.IDENTITY, self._name)
+            socket.setsockopt(zmq.RCVHWM, self._limit)
+        socket.connect(f"ipc://{socket_path(self._node.place, name, 1)}")
+        return socket
+
+    def take(self, count: int) -> list[bytes]:
+        """The first frames of so many requests."""
+        return [self.requests.recv_multipart()[0] for _ in range(count)]
+
+
+class Node:
+    """Both ends of a link, and what is at the further one."""
+
+    def __init__(self, folder: str, board: Board | None = None, ranks: Sequence[int] = ()):
+        self.place = make_node_folder(folder, 1)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sockets: list[zmq.Socket[Any]] = []
+        self.address = link_address(folder)
+        self.wake_reader, self._wake_writer = os.pipe()
+        self.near = NodeLinks(
+            self._context, self.address, lambda: os.write(self._wake_writer, b"x")
+        )
+        self.far = MessageRelay(folder, 1, 1, board, ranks)
+        self._greeter = threading.Thread(target=self._serve)
+        self._greeter.start()
+        self.received: list[list[bytes]] = []
+        until(self.receive_welcomes)
+
+    def _serve(self) -> None:
+        self.far.greet()
+        self.far.serve()
+
+    def receive_welcomes(self) -> bool:
+        self.receive()
+        return bool(self.near._relays)
+
+    def receive(self) -> list[list[bytes]]:
+        """All that has come from the ranks by now."""
+        self.received += self.near.receive()
+        return self.received
+
+    def wait(self, count: int) -> list[list[bytes]]:
+        until(lambda: len(self.receive()) >= count, f"{count} messages of ranks")
+        return self.received
+
+    def send(self, *names: bytes, text: bytes = b"hello", kind: bytes = REQUEST) -> None:
+        self.near.send(1, kind, names, [text])
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, LONG_MS)
+        socket.setsockopt(zmq.SNDTIMEO, LONG_MS)
+        self._sockets.append(socket)
+        return socket
+
+    def end(self) -> None:
+        self.far.end()
+        self._greeter.join(20)
+        assert not self._greeter.is_alive()
+
+    def close(self) -> None:
+        self.end()
+        self.near.close(0)
+        for socket in self._sockets:
+            socket.close(0)
+        self._context.term()
+        for descriptor in (self.wake_reader, self._wake_writer):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with tempfile.TemporaryDirectory() as folder:
+        node = Node(folder)
+        yield node
+        node.close()
+
+
+# --- to ranks -------------------------------------------------------------------------------------
+
+
+def test_a_message_for_several_ranks_crosses_once(node: Node) -> None:
+    ranks = [Rank(node, b"0.2"), Rank(node, b"0.3")]
+    node.near.send(1, REQUEST, [b"0.2", b"0.3"], [b"head", b"x" * 1_000_000])
+    for rank in ranks:
+        assert rank.requests.recv_multipart() == [b"head", b"x" * 1_000_000]
+    node.send(b"0.2", b"0.3", text=b"stop", kind=CONTROL)
+    assert [rank.control.recv_multipart() for rank in ranks] == [[b"stop"]] * 2
+    assert dict(node.near.sent) == {1: 2}
+
+
+def test_a_rank_that_connects_late_gets_all_in_order(node: Node) -> None:
+    texts = [str(number).encode() for number in range(50)]
+    for text in texts:
+        node.send(b"0.2", text=text)
+    assert Rank(node, b"0.2").take(50) == texts
+
+
+def test_a_rank_that_takes_nothing_holds_up_nobody_and_loses_nothing(node: Node) -> None:
+    stuck, other = Rank(node, b"0.2", 1), Rank(node, b"0.3")
+    stuck.requests.setsockopt(zmq.RCVBUF, 1)
+    big = [str(number).encode() + b"." * 20_000 for number in range(400)]
+    for text in big:
+        node.send(b"0.2", b"0.3", text=text)
+        assert other.take(1) == [text]
+        node.receive()
+    waiting = node.far._waiting[node_link.key_of(REQUEST, b"0.2")]
+    assert 0 < len(waiting.messages) <= WINDOW
+    assert len(node.near._flows[node_link.key_of(REQUEST, b"0.2")].held) > 100
+    seen: list[bytes] = []
+    while len(seen) < 400:
+        seen += stuck.take(1)
+        node.receive()
+    assert seen == big
+
+
+def test_what_waits_for_a_rank_that_is_gone_is_dropped(node: Node) -> None:
+    for _ in range(2 * WINDOW):
+        node.send(b"0.2")
+    until(lambda: len(node.far._waiting) == 1)
+    node.near.forget(1, b"0.2")
+    until(lambda: not node.far._waiting)
+    node.send(b"0.2", text=b"next")  # such a name is never given twice, but nothing comes before
+    assert Rank(node, b"0.2").take(1) == [b"next"]
+
+
+def test_what_waits_for_a_rank_that_never_connects_is_dropped(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(message_relay, "CONNECT_TIMEOUT_S", 0.05)
+    for _ in range(3):
+        node.send(b"0.2")
+    until(lambda: "b'0.2' is not connected" in caplog.text)
+    until(lambda: not node.far._waiting)
+
+
+def test_what_was_sent_before_the_end_reaches_its_rank(node: Node) -> None:
+    rank = Rank(node, b"0.2")
+    node.send(b"0.2")
+    rank.take(1)
+    texts = [b"%d" % number for number in range(WINDOW - 1)]
+    for text in texts:
+        node.send(b"0.2", text=text)
+    node.end()
+    assert rank.take(len(texts)) == texts
+
+
+def test_what_is_held_back_is_sent_before_the_link_is_closed(node: Node) -> None:
+    rank = Rank(node, b"0.2", 1)
+    texts = [b"%d" % number + b"x" * 20_000 for number in range(5 * WINDOW)]
+    for text in texts:
+        node.send(b"0.2", text=text)
+    assert not node.near.wait_sent(0.0)
+    taken: list[bytes] = []
+    reader = threading.Thread(target=lambda: taken.extend(rank.take(len(texts))))
+    reader.start()
+    is_over = threading.Event()
+
+    def receive() -> None:
+        while not is_over.wait(0.001):
+            node.receive()
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    assert node.near.wait_sent(60)
+    is_over.set()
+    receiver.join()
+    node.end()  # the last ones wait in the relay
+    reader.join()
+    assert taken == texts
+
+
+# --- from ranks -----------------------------------------------------------------------------------
+
+
+def test_replies_of_a_rank_come_in_order_as_they_were_sent(node: Node) -> None:
+    rank = Rank(node, b"0.2")
+    sent = [[b"%d" % number, b"payload" * number] for number in range(300)]
+    for frames in sent:
+        rank.replies.send_multipart(frames)
+        node.receive()
+    assert node.wait(300) == sent
+
+
+def test_output_is_sent_as_far_as_there_is_room_and_replies_pass_it(node: Node) -> None:
+    rank = Rank(node, b"0.2")
+    sent = [[b"%d" % number, b"x" * 10_000] for number in range(3000)]
+    writer = threading.Thread(
+        target=lambda: [rank.output.send_multipart(frames) for frames in sent]
+    )
+    writer.start()
+    node.wait(OUTPUT_WINDOW)
+    rank.replies.send_multipart([b"reply"])
+    assert node.wait(OUTPUT_WINDOW + 1)[-1] == [b"reply"]
+    assert len(node.receive()) == OUTPUT_WINDOW + 1
+    assert writer.is_alive()  # held back
+    until(lambda: node.near.grant() or len(node.receive()) == 3001)
+    writer.join()
+    del node.received[OUTPUT_WINDOW]
+    assert node.received == sent
+
+
+def test_whoever_sends_while_something_comes_wakes_the_receiver(node: Node) -> None:
+    rank = Rank(node, b"0.2")
+    rank.replies.send_multipart([b"reply"])
+
+    def is_woken() -> bool:
+        node.send(b"0.2")  # takes in what the descriptor would have said
+        return bool(select.select([node.wake_reader], [], [], 0)[0])
+
+    until(is_woken)
+    assert node.wait(1) == [[b"reply"]]
+
+
+# --- what is no message ---------------------------------------------------------------------------
+
+
+def malformed(count: int) -> Iterator[list[bytes]]:
+    """Frames that nobody has sent; some are pickles that must not be read."""
+    dice = random.Random(16)
+    bomb = pickle.dumps(Bomb())
+    for _ in range(count):
+        frames = [dice.randbytes(dice.choice((0, 1, 8, 300))) for _ in range(dice.randrange(1, 5))]
+        yield dice.choice((frames, [bomb], [MAGIC + bomb], [dice.choice(b"HRTWQCGFO").to_bytes()]))
+
+
+@pytest.mark.parametrize("name", ["requests", "control", "replies", "output"])
+def test_ten_thousand_malformed_messages_do_not_end_a_relay(node: Node, name: str) -> None:
+    rank = Rank(node, b"0.2")
+    intruder = node.socket(zmq.DEALER if name in ("requests", "control") else zmq.PUSH)
+    intruder.connect(f"ipc://{socket_path(node.place, name, 1)}")
+    for frames in malformed(10_000):
+        while not intruder.poll(0, zmq.POLLOUT):
+            node.receive()
+            node.near.grant()
+        intruder.send_multipart(frames)
+    rank.replies.send_multipart([b"reply"])
+    until(lambda: node.near.grant() or [b"reply"] in node.receive())
+    node.send(b"0.2")
+    assert rank.take(1) == [b"hello"]
+    assert not loaded
+
+
+def test_ten_thousand_malformed_messages_of_the_kernel_do_not_end_a_relay(node: Node) -> None:
+    rank = Rank(node, b"0.2")
+    identity = node.near._relays[1]
+    for frames in malformed(10_000):
+        node.near._socket.send_multipart([identity, *frames])
+    node.send(b"0.2")
+    assert rank.take(1) == [b"hello"]
+    assert node.far.malformed > 1000
+    assert not loaded
+
+
+def test_ten_thousand_malformed_messages_do_not_end_the_kernels_end(node: Node) -> None:
+    rank = Rank(node, b"0.2")
+    intruder = node.socket(zmq.DEALER)
+    intruder.connect(node.address)
+    for frames in malformed(10_000):
+        while not intruder.poll(0, zmq.POLLOUT):
+            node.receive()
+        if frames[0] != node_link.HELLO:
+            intruder.send_multipart(frames)
+    rank.replies.send_multipart([b"reply"])
+    until(lambda: [b"reply"] in node.receive())
+    node.send(b"0.2")
+    assert rank.take(1) == [b"hello"]
+    assert not loaded
+
+
+def test_the_sockets_of_a_node_are_in_a_folder_of_its_user_alone(node: Node) -> None:
+    assert os.stat(node.place).st_mode & 0o077 == 0
+    assert node_folder("/tmp/x", 0) == "/tmp/x"
+
+
+# --- a relay with nothing to tell -----------------------------------------------------------------
+
+
+def test_a_relay_that_has_nothing_to_tell_says_so_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(message_relay, "ALIVE_S", 0.05)
+    descriptor = make_file()
+    os.ftruncate(descriptor, file_size(4))
+    board = Board(descriptor, 4)
+    os.close(descriptor)
+    with tempfile.TemporaryDirectory() as folder:
+        node = Node(folder, board, (2, 3))
+        try:
+            assert node.near.silent_s(2) == 0.0  # of a node that has not connected
+            for _ in range(3):
+                before = time.monotonic()
+
+                def is_heard(since: float = before) -> bool:
+                    node.receive()
+                    return node.near.silent_s(1) < time.monotonic() - since
+
+                until(is_heard, "a sign of life")
+            assert node.received == []
+        finally:
+            node.close()
+    board.close()
