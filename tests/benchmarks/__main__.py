@@ -14,14 +14,18 @@ from tests.benchmarks import (
     check,
     devices,
     helpers,
+    hosts,
     keep,
+    many,
     memory,
     moving,
     notebook,
     output,
     peers,
     recovery,
+    scale,
     starts,
+    streams,
 )
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Row, describe
@@ -38,6 +42,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "panel": notebook.panel,
     "viewer": notebook.viewer,
     "growth": calls.growth,
+    "calls": calls.many,
     "memory": memory.memory,
     "output": output.output,
     "lines": notebook.lines,
@@ -48,7 +53,11 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "devices": devices.devices,
     "moving": moving.moving,
     "helpers": helpers.helpers,
+    "streams": streams.streams,
+    "hosts": hosts.hosts,
+    "scale": scale.scale,
     "keep": keep.keep,
+    "many": many.many,
 }
 
 

@@ -32,6 +32,9 @@ from tests.benchmarks.processes import end_tree, program, snapshot
 
 RANKS = 4
 GROWTH = (1, 2, 4, 8, 16, 32)
+MANY = (16, 32, 64)
+MOST_ABOVE_RAW_US = 100
+"""For each rank, where there are many."""
 PAUSE = 0.05
 ANSWER_TIMEOUT = 120
 RAW = "raw pyzmq"
@@ -220,4 +223,45 @@ def growth(bench: Bench) -> Iterator[Row]:
             Figure(tuple(a / b for a, b in zip(medians, least, strict=True))),
             "N=1",
             note=f"{1e3 * statistics.median(every) / ranks:.0f} microseconds a rank",
+        )
+
+
+def many(bench: Bench) -> Iterator[Row]:
+    """A call with no work on many ranks, in turns with the floor."""
+    each = 30 if bench.quick else 60
+    for ranks in MANY:
+        with (
+            bench.session(ranks, is_registered=False) as session,
+            contextlib.closing(RawFloor(bench, ranks)) as floor,
+        ):
+            run = partial(session.run, noop)
+            time_calls(run, 10)
+            raw = Arm(RAW, lambda call=floor.call: time_calls(call, each))  # type: ignore[misc]
+            ours = Arm(OURS, lambda call=run: time_calls(call, each))  # type: ignore[misc]
+            take_turns([raw, ours], max(bench.repeats, 3))
+        yield from rows_beside_raw(f"call with no work, N={ranks}", ranks, raw, ours)
+
+
+def rows_beside_raw(name: str, ranks: int, raw: Arm, ours: Arm) -> Iterator[Row]:
+    """What a call takes, and what each rank adds to what it takes at least.
+
+    Args:
+        name: Of the benchmark.
+        ranks: How many there are.
+        raw: The floor, measured in turns with us.
+        ours: Milliseconds of our calls.
+    """
+    yield raw.row(name, "ms")
+    yield ours.row(name, "ms", raw, target=Target(1.5))
+    above = tuple(
+        1e3 * (statistics.median(mine) - statistics.median(least)) / ranks
+        for least, mine in zip(raw.rounds, ours.rounds, strict=True)
+    )
+    if above:
+        yield Row(
+            f"{name}, for each rank",
+            f"{OURS}, above that",
+            Figure(above),
+            "us",
+            target=Target(MOST_ABOVE_RAW_US),
         )

@@ -49,7 +49,7 @@ def check(bench: Bench) -> Iterator[Row]:
 
 def _python(bench: Bench, ranks: int) -> Iterator[Row]:
     """Without gloo and without waiting: what is added to a call, whatever the machine does."""
-    rounds = json.loads(run_program(program("record_cost", ranks, max(bench.repeats, 3))))
+    rounds = json.loads(run_program(program("record_cost", ranks, max(bench.repeats, 3), "gloo")))
     plain, recorded, compared = zip(*rounds, strict=True)
     name = f"Python of an all_reduce with nobody to wait for, N={ranks}"
     yield Row(name, f"{NATIVE}, doing nothing", Figure(tuple(plain)), UNIT)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from distsession import RunInterrupt, Session
@@ -23,6 +24,9 @@ from tests.gpu import target as targets
 POSTING_RANKS = 8
 RANKS = 2
 """Of what is trained: as many as small machines have processors."""
+STEPS = 12
+"""In a block, as long as a short cell: what a call costs is no part of a step."""
+MOST_OF_A_STEP = 1.01
 STOP_RANKS = 4
 UNIT = "us"
 BARE = "torch's own group"
@@ -89,7 +93,7 @@ def _options(target: targets.Target, ranks: int) -> dict[str, object]:
 
 def _posting(bench: Bench) -> Iterator[Row]:
     """In Python alone, without a device."""
-    command = program("device_cost", POSTING_RANKS, max(bench.repeats, 3))
+    command = program("record_cost", POSTING_RANKS, max(bench.repeats, 3), "nccl")
     plain, recorded, compared = zip(*json.loads(run_program(command)), strict=True)
     name = f"processor time of an all_reduce that a device is given, N={POSTING_RANKS}"
     yield Row(name, f"{BARE}, doing nothing", Figure(tuple(plain)), UNIT)
@@ -132,7 +136,9 @@ class _Apart:
         arguments = (target.backend, bench.folder / "device-store", count)
         several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if target.is_nccl else {}
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environ = {**os.environ, **several, "PYTHONPATH": path, "WORLD_SIZE": str(RANKS)}
+        # As torchrun has it, and a session: the threads that play a device go by this alone.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environ = {**os.environ, **several, **threads, "PYTHONPATH": path, "WORLD_SIZE": str(RANKS)}
         self._processes = [
             subprocess.Popen(
                 program("device_steps", *arguments),
@@ -170,28 +176,52 @@ class _Apart:
 
 
 def _step(bench: Bench, target: targets.Target) -> Iterator[Row]:
-    count = 20 if bench.quick else 50
+    """Blocks of steps in turns: on a session's ranks with our group and without it, and apart."""
+    pairs = 12 if bench.quick else 40
     before = snapshot()
-    apart = _Apart(bench, target, count)
+    apart = _Apart(bench, target, STEPS)
     try:
         apart.begin()
         with Session(RANKS, **_options(target, RANKS)) as session:
             session.execute(
                 "from tests.benchmarks.programs.device_steps import Training\n"
-                "training = Training(device)"
+                "ours = Training(device)\n"
+                "bare = Training(device, dist.group.WORLD.inner)"
             )
+            arms: dict[str, Callable[[], Sequence[float]]] = {
+                APART: apart.measure,
+                OURS: lambda: session.evaluate(f"ours.time({STEPS})")[0],
+                f"{OURS}, with {BARE}": lambda: session.evaluate(f"bare.time({STEPS})")[0],
+            }
             rounds = []
-            for _ in range(max(3 * bench.repeats, 9)):
-                rounds.append((apart.measure(), session.evaluate(f"training.time({count})")[0]))
+            for number in range(pairs):
+                order = [*arms][number % 3 :] + [*arms][: number % 3]  # none is always behind one
+                rounds.append({name: arms[name]() for name in order})
     finally:
         apart.close()
         bench.sweep(OURS, before)
-    for number, what in enumerate(("wall time", "processor time of rank 0")):
-        name = f"{what} of a step of DistributedDataParallel on {target.backend}, N={RANKS}"
-        theirs, mine = ([times[number] for times in arm] for arm in zip(*rounds, strict=True))
+    what = f"a step of DistributedDataParallel on {target.backend}, N={RANKS}"
+    walls = {name: [each[name][0] for each in rounds] for name in arms}
+    used = {name: [each[name][1] for each in rounds] for name in arms}
+    yield from _beside_apart(f"wall time of {what}", walls, Target(MOST_OF_A_STEP))
+    yield from _beside_apart(f"processor time of rank 0 in {what}", used)
+    # What is added is the same however long a step is: it is a share of one of the usual length.
+    length = statistics.median(walls[APART])
+    shares = tuple(1 + each / length for each in _above(used[OURS], used[APART]).values)
+    name = f"processor time that is added to {what}, as a share of its wall time"
+    yield Row(name, OURS, ratio=Figure(shares), beside=APART, target=Target(MOST_OF_A_STEP))
+
+
+def _beside_apart(
+    name: str, times: Mapping[str, Sequence[float]], target: Target | None = None
+) -> Iterator[Row]:
+    """A row for each, with its ratio in each round; that of our group has a target."""
+    bare = f"{OURS}, with {BARE}"
+    yield Row(name, APART, Figure(tuple(times[APART])), UNIT)
+    for subject, beside, aim in ((bare, APART, None), (OURS, APART, None), (OURS, bare, target)):
+        mine, theirs = times[subject], times[beside]
         ratio = Figure(tuple(a / b for a, b in zip(mine, theirs, strict=True)))
-        yield Row(name, APART, Figure(tuple(theirs)), UNIT)
-        yield Row(name, OURS, Figure(tuple(mine)), UNIT, ratio, APART, Target(1.01))
+        yield Row(name, subject, Figure(tuple(mine)), UNIT, ratio, beside, aim)
 
 
 # --- Stop -----------------------------------------------------------------------------------------

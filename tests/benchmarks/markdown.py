@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.figures import OURS
+from tests.benchmarks.many import AIMS, RANKS, RATIOS
 from tests.benchmarks.table import number
 
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
@@ -75,6 +76,20 @@ LINES = (
          "a small all_reduce, a group of one", ours=f"{OURS}, above"),
     Line("recording and comparing a collective, Python alone, 4 ranks",
          "Python of an all_reduce with nobody to wait for, N=4", ours=f"{OURS}, both"),
+    Line("recording and comparing an operation that a device is given, 8 ranks",
+         "processor time of an all_reduce that a device is given, N=8",
+         ours=f"{OURS}, and comparing"),
+    Line("a step of `DistributedDataParallel` on a device that the CPU plays, 2 ranks",
+         "wall time of a step of DistributedDataParallel on standin, N=2", shown="ratio"),
+    Line("processor time that is added to it, as a share of its wall time",
+         "processor time that is added to a step of DistributedDataParallel on standin, N=2, "
+         "as a share of its wall time", shown="ratio"),
+    Line("processor time of the kernel for a call, 1,024 ranks on 128 simulated hosts",
+         "processor time of the kernel for a call, 1024 ranks on 128 simulated hosts"),
+    Line("Stop where ranks wait for such a device, to a collective that works",
+         "Stop where ranks wait for a device (standin) to a collective that works, N=4"),
+    *(Line(aim.name(ranks), aim.name(ranks), shown="ratio" if aim in RATIOS else "figure")
+      for aim in AIMS for ranks in RANKS),
 )  # fmt: skip
 
 

@@ -35,7 +35,9 @@ class Broken(Exception):
 def stop(bench: Bench) -> Iterator[Row]:
     """Stop while rank 1 sleeps and the others wait for it in a collective."""
     names = ("Stop in a hung collective to ended cell", "from there to a collective that works")
-    yield from _rows(bench, "stop", _stop, {"ended": (names[0], 0.3), "again": (names[1], 0.5)})
+    yield from _rows(
+        bench, "stop", stop_a_hang, {"ended": (names[0], 0.3), "again": (names[1], 0.5)}
+    )
 
 
 def failure(bench: Bench) -> Iterator[Row]:
@@ -49,13 +51,13 @@ def replace(bench: Bench) -> Iterator[Row]:
     """SIGKILL of rank 1 while the others wait for it in a collective, then a fresh rank 1."""
     name = "SIGKILL of a rank, others in a collective, to ended cell"
     mine = "restart([1]) of a killed rank to a collective that works"
-    yield from _rows(bench, "kill", _kill, {"ended": (name, 1.0)}, {"again": (mine, 1.0)})
+    yield from _rows(bench, "kill", kill_a_rank, {"ended": (name, 1.0)}, {"again": (mine, 1.0)})
 
 
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def _stop(session: Session, code: str) -> Outcome:
+def stop_a_hang(session: Session, code: str) -> Outcome:
     fault = Fault(session.interrupt)
     with contextlib.suppress(RunInterrupt):
         session.execute(code)
@@ -76,7 +78,7 @@ def _raise(session: Session, code: str, path: str) -> Outcome:
     return {"ended": ended - began, "again": time.monotonic() - ended}
 
 
-def _kill(session: Session, code: str) -> Outcome:
+def kill_a_rank(session: Session, code: str) -> Outcome:
     victim = session.infos[VICTIM].pid
     fault = Fault(lambda: os.kill(victim, signal.SIGKILL))
     with contextlib.suppress(RunError):
@@ -98,11 +100,11 @@ def _ours(bench: Bench, case: str, ranks: int, measure: Callable[..., Outcome]) 
             outcomes.append(
                 measure(session, code, path) if case == "raise" else measure(session, code)
             )
-            _verify(session, [r for r in range(ranks) if case != "kill" or r != VICTIM])
+            verify(session, [r for r in range(ranks) if case != "kill" or r != VICTIM])
     return outcomes
 
 
-def _verify(session: Session, keepers: list[int]) -> None:
+def verify(session: Session, keepers: list[int]) -> None:
     """The collective came to the right sum, and the ranks that stayed have their variables."""
     sums = session.evaluate("total.tolist()")
     if any(sums[rank] != [float(session.world_size)] * 4 for rank in session.ranks):

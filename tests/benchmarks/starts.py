@@ -30,10 +30,10 @@ def start(bench: Bench) -> Iterator[Row]:
         floor = Arm(IMPORT, import_torch)
         arms = [
             floor,
-            _arm(bench, OURS, partial(_start_ours, ranks)),
-            _arm(bench, "torchrun", partial(_start_torchrun, ranks)),
-            _arm(bench, "ipyparallel", partial(_start_ipyparallel, ranks)),
-            _arm(bench, "nbdistributed", partial(_start_nbdistributed, ranks)),
+            swept_arm(bench, OURS, partial(start_ours, ranks)),
+            swept_arm(bench, "torchrun", partial(_start_torchrun, ranks)),
+            swept_arm(bench, "ipyparallel", partial(_start_ipyparallel, ranks)),
+            swept_arm(bench, "nbdistributed", partial(_start_nbdistributed, ranks)),
         ]
         take_turns(arms, bench.repeats)
         name = f"start to first barrier, N={ranks}"
@@ -65,7 +65,7 @@ def _import(what: str) -> list[float]:
     return [float(subprocess.run(command, capture_output=True, check=True).stdout)]
 
 
-def _arm(bench: Bench, subject: str, measure: Callable[[], float]) -> Arm:
+def swept_arm(bench: Bench, subject: str, measure: Callable[[], float]) -> Arm:
     """A start whose leftovers are ended before the next one."""
 
     def swept() -> list[float]:
@@ -83,7 +83,7 @@ def _arm(bench: Bench, subject: str, measure: Callable[[], float]) -> Arm:
     return Arm(subject, swept)
 
 
-def _start_ours(ranks: int) -> float:
+def start_ours(ranks: int) -> float:
     return time_program(program("start_distsession", ranks), ready=1)
 
 
