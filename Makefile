@@ -13,7 +13,7 @@ HOSTED_TESTS := $(wildcard tests/unit/test_notes.py \
 # In the order of the folders, for the tests of tests/unit, which take no time, come last then.
 BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo unit standin test matrix test-torch test-hosted tutorials lint notebooks docs release-check bench soak soak-keep clean
+.PHONY: demo unit standin test matrix test-torch test-hosted tutorials lint notebooks docs release-check bench soak soak-keep soak-hosts clean
 
 demo: $(DEMO)  ## train a classifier on all ranks and show the result
 	$(BIN)/python notebooks/demo.py
@@ -62,11 +62,15 @@ bench: $(STAMP)  ## measure this project beside its peers
 soak: $(STAMP)  ## faults on a session, also one used all day; kernels killed; many sessions
 	$(BIN)/python -m tests.integration.chaos --faults 1000
 	$(BIN)/python -m tests.integration.chaos --faults 40 --between 500
+	$(BIN)/python -m tests.integration.chaos --faults 100 --ranks 32
 	$(BIN)/python -m tests.integration.kills --kills 300
 	$(BIN)/python -m tests.integration.cycles --cycles 200
 
 soak-keep: $(STAMP)  ## kernels of a kept session killed at a thousand moments
 	$(BIN)/python -m tests.integration.keep_kills --kills 1000
+
+soak-hosts: $(STAMP)  ## faults on a session over hosts; needs root, and what tests/integration/host_lab.py does
+	$(BIN)/python -m tests.integration.host_chaos --steps 200
 
 # The demo needs the package alone, and that is soon installed.
 $(DEMO): pyproject.toml constraints.txt
