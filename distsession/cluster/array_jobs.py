@@ -6,6 +6,7 @@ What differs between these is what stands in the job's script, and the words for
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import time
 from abc import abstractmethod
@@ -24,10 +25,22 @@ GONE_S = 5.0
 often may not answer, and one may list a job some moments after it has taken it."""
 
 
+_NO_JOB = re.compile("unknown job|has finished|is not found|no matching", re.IGNORECASE)
+"""What PBS and LSF say of a job that they no longer know; they fail with it."""
+
+
+class _NoAnswerError(Exception):
+    """A scheduler does not answer, so nothing is known of its jobs."""
+
+
 def _asked(*command: str) -> str:
-    """What a program says; nothing where it fails, as all do that are asked of no job of theirs."""
+    """What a program says of a job; nothing where the scheduler has no such job."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode == 0:
+        return done.stdout
+    if _NO_JOB.search(done.stdout + done.stderr):
+        return ""
+    raise _NoAnswerError
 
 
 class _ArrayLauncher(BatchLauncher):
@@ -38,8 +51,9 @@ class _ArrayLauncher(BatchLauncher):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._states: list[str] = []
+        self._states: list[str] | None = None
         self._asked_at = 0.0
+        self._was_listed = False
         self._listed_at = time.monotonic()
 
     def start(self) -> None:
@@ -52,7 +66,11 @@ class _ArrayLauncher(BatchLauncher):
 
     @abstractmethod
     def _ask(self) -> list[str]:
-        """The states of the tasks that have not ended, in the scheduler's words."""
+        """The states of the tasks that have not ended, in the scheduler's words.
+
+        Raises:
+            _NoAnswerError: the scheduler does not answer.
+        """
 
     def _arguments(self) -> dict[str, Any]:
         """For the launcher of ipyparallel."""
@@ -64,35 +82,53 @@ class _ArrayLauncher(BatchLauncher):
             "job_id_regexp_group": 1,
         }
 
-    def _now(self, *, fresh: bool = False) -> list[str]:
+    def _now(self, *, fresh: bool = False) -> list[str] | None:
+        """The states of the tasks that have not ended; None while the scheduler does not answer."""
         if fresh or time.monotonic() - self._asked_at > ASK_S:
-            self._states = self._ask()
+            try:
+                self._states = self._ask()
+            except _NoAnswerError:
+                self._states = None
             self._asked_at = time.monotonic()
-            if self._states:
+            self._was_listed = self._was_listed or bool(self._states)
+            if self._states != []:
                 self._listed_at = self._asked_at
         return self._states
 
     def is_waiting(self) -> bool:
-        return any(state in self.waiting for state in self._now())
+        return any(state in self.waiting for state in self._now() or ())
 
     def failures(self) -> list[Failure]:
-        if not self.job or self._now() or time.monotonic() - self._listed_at < GONE_S:
+        if not self.job or self._now() != [] or time.monotonic() - self._listed_at < GONE_S:
             return []
         return [Failure("", f"job {self.job} has ended", self.outputs()[""])]
 
     def waits_for(self) -> str:
-        state = ", ".join(sorted(set(self._now()))) or "not listed"
+        states = self._now()
+        if states is None:
+            state = "(the scheduler does not answer)"
+        else:
+            state = ", ".join(sorted(set(states))) or "not listed"
         return f"job {self.job} {state}, {self.plan.count} tasks, {self.waited()}"
 
     def stop(self) -> None:
-        deadline = time.monotonic() + STOP_S
-        while self.job and self._now(fresh=True) and time.monotonic() < deadline:
-            if self.is_waiting():
-                break  # its agents have not begun, so they cannot end by themselves
-            time.sleep(0.2)
-        if self.job and self._states:
+        if self.job and not self._ends_by_itself():
             with contextlib.suppress(subprocess.CalledProcessError):
                 self._launcher.stop()
+
+    def _ends_by_itself(self) -> bool:
+        deadline = time.monotonic() + STOP_S
+        unlisted = 0
+        while time.monotonic() < deadline:
+            states = self._now(fresh=True)
+            if self.is_waiting():
+                return False  # its agents have not begun, so they cannot end
+            unlisted = unlisted + 1 if states == [] else 0
+            # A job that has just been taken may not be listed yet.
+            if unlisted == (1 if self._was_listed else 2):
+                return True
+            time.sleep(ASK_S if unlisted else 0.2)
+        return False
 
 
 class SgeLauncher(_ArrayLauncher):

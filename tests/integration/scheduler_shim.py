@@ -2,7 +2,8 @@
 
 Called as ``scheduler_shim.py NAME FOLDER VERSION ARGUMENT...``. It reads a script as the program of
 that name would, runs its tasks on this machine, and lists and ends them in the words that the
-manuals have. ``VERSION`` is what ``qsub --version`` says.
+manuals have. ``VERSION`` is what ``qsub --version`` says. While the file ``silent`` has a number in
+it, that many questions are not answered.
 """
 
 from __future__ import annotations
@@ -113,7 +114,27 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "condor_rm": delete,
 }
 
+NO_JOB = {
+    "qstat": "qstat: 4711[].server Job has finished, use -x or -H to obtain its history",
+    "bjobs": "Job <4711> is not found",
+    "condor_q": "",
+}
+"""What is said of a job that has ended; HTCondor says nothing."""
+
+
+def does_not_answer() -> bool:
+    """Whether this question is among those that find the server away."""
+    silent = Path(folder, "silent")
+    left = int(silent.read_text()) if silent.exists() else 0
+    if left:
+        silent.write_text(str(left - 1))
+    return left > 0
+
+
 if __name__ == "__main__":
-    if name in ("qstat", "bjobs", "condor_q") and not living():
-        sys.exit(35)  # that of PBS for a job that has ended
+    if name in NO_JOB:
+        if does_not_answer():
+            sys.exit("cannot connect to the server (errno=111)")
+        if not living() and NO_JOB[name]:
+            sys.exit(NO_JOB[name])
     PROGRAMS[name]()

@@ -96,6 +96,30 @@ def test_a_job_whose_agents_do_not_end_is_deleted(
             assert (tmp_path / "deleted").read_text() == SCHEDULERS[scheduler][2]
 
 
+def test_a_scheduler_that_does_not_answer_for_a_while_keeps_no_job(
+    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distsession.cluster.array_jobs.STOP_S", 2.0)
+    with Hosts(plan(scheduler, tmp_path)) as hosts:
+        hosts.start()
+        with stopped(tasks(tmp_path)):
+            (tmp_path / "silent").write_text("2")
+            hosts.close()
+            assert (tmp_path / "deleted").read_text() == SCHEDULERS[scheduler][2]
+
+
+def test_a_job_is_not_said_to_have_ended_while_the_scheduler_does_not_answer(
+    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distsession.cluster.array_jobs.GONE_S", 0.0)
+    monkeypatch.setattr("distsession.cluster.array_jobs.ASK_S", 0.0)
+    (tmp_path / "silent").write_text("3")
+    with Hosts(plan(scheduler, tmp_path)) as hosts:
+        hosts.start()
+        assert hosts.problems == []
+        assert (tmp_path / "silent").read_text() == "0"
+
+
 def test_a_job_that_ends_before_its_agents_come_is_told(
     scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
