@@ -123,6 +123,8 @@ class Agent:
         self._folder = folder
         self._ranks: dict[int, _Rank] = {}
         self._owners: Owners | None = None
+        self._has_begun = False
+        """The session can be attached to."""
         self._board: Board | None = None
         self._mirror: Mirror | None = None
         self._processes: ProcessWatch
@@ -275,7 +277,11 @@ class Agent:
         """Whether nobody is there, and nobody is waited for."""
         if self._owners is None or self._is_elsewhere:
             return not self._kernel.is_alive
-        if self._link is None and not self._has_ranks and not self._has_begun:
+        # Somebody may tidy the folder away later; the ranks go on then.
+        self._has_begun = self._has_begun or os.path.exists(
+            os.path.join(self._folder, SESSION_FILE)
+        )
+        if self._link is None and not self._has_begun:
             log.warning("the kernel has ended as it started the session")
             return True
         if self._link is not None and not self._kernel.is_alive:
@@ -285,11 +291,6 @@ class Agent:
         if problem:
             log.warning("the session ends: %s", problem)
         return bool(problem)
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether the session can be attached to; else what keeps its hosts has ended them."""
-        return os.path.exists(os.path.join(self._folder, SESSION_FILE))
 
     def _is_idle(self) -> bool:
         assert self._board is not None

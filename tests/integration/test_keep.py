@@ -113,6 +113,21 @@ def test_nothing_is_left_when_the_lease_is_over(kernels: Kernels, options: str) 
         find_kept("leased")
 
 
+def test_nothing_is_left_of_a_session_whose_kernel_is_killed_as_it_starts(
+    kernels: Kernels,
+) -> None:
+    process = kernels.start(
+        "from distsession.cluster.local import LocalLauncher\n"
+        "def wait(launcher):\n    say('ready')\n    time.sleep(60)\n"
+        "LocalLauncher._write_state = wait\n"  # the last thing before it can be attached to
+        "Session(2, name='early', keep=600)"
+    )
+    left = psutil.Process(process.pid).children(recursive=True)
+    assert len(left) >= 3
+    process.kill()
+    until(lambda: not any(each.is_running() for each in left), "the end of all")
+
+
 def test_ranks_that_work_are_not_idle(kernels: Kernels) -> None:
     kernels.leave(
         "session = Session(2, name='busy', keep=60, keep_idle=0.5)\n"
