@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+import distsession
 from distsession import Session
 from distsession.cluster.host_agents import FIRST
 from tests.integration.host_lab import HostLab
 from tests.until import until
 
-__all__ = ["nothing_left", "options_of", "processes", "reduced", "start"]
+__all__ = ["attached", "nothing_left", "options_of", "processes", "reduced", "start"]
 
 REDUCE = "t = torch.ones(())\ndist.all_reduce(t)"
 
@@ -42,6 +50,53 @@ def processes(session: Session, host: str) -> dict[str, psutil.Process]:
     (relay,) = [child for child in agent.children() if child.pid not in ranks]
     process = psutil.Process(launcher._hosts.links[node].pid)
     return {"agent": agent, "relay": relay, "host": process}
+
+
+KEPT = """
+import os, time
+from distsession import Session
+session = Session(**{options!r}, name={name!r}, keep=60)
+session.execute("value = rank + 1")
+session.submit(lambda: time.sleep(2) or 41)
+print("ready", os.getpid(), session.job, flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def attached(name: str, *before: str, **options: Any) -> Iterator[Session]:
+    """A session that another kernel has started and that has outlived it, in the same job.
+
+    Args:
+        name: The session's.
+        before: The command that the other kernel is run by.
+        options: Of the session.
+    """
+    code = KEPT.format(options=options, name=name)
+    root = str(Path(distsession.__file__).parents[1])
+    with subprocess.Popen(
+        [*before, sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        _, pid, job = next(line for line in lines if line.startswith("ready")).split(" ")
+        os.kill(int(pid), signal.SIGKILL)
+        until(lambda: process.poll() or not psutil.pid_exists(int(pid)), "the kernel's end")
+        try:
+            with Session.attach(name) as session:
+                assert session.job == job.strip()
+                (future,) = session.pending()
+                assert set(future.result(60).values()) == {41}
+                assert session.evaluate("value - rank") == dict.fromkeys(session.ranks, 1)
+                yield session
+        finally:
+            process.stdin.close()  # the shell of an allocation waits for that
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def reduced(session: Session) -> set[float]:

@@ -15,7 +15,7 @@ import pytest
 import distsession
 from distsession import LaunchError, RunError, RunInterrupt, Session, SessionStateError
 from tests.integration.grid_engine_lab import GridEngineLab, grid_engine_lab
-from tests.integration.host_sessions import reduced
+from tests.integration.host_sessions import attached, reduced
 from tests.until import Press, until
 
 pytestmark = pytest.mark.timeout(240)
@@ -108,6 +108,12 @@ def test_a_killed_kernel_gives_its_job_back(lab: GridEngineLab) -> None:
     until(lambda: not lab.queue(), "an empty queue")
     with Session(**options_of(lab)):  # whoever comes next removes what is left of the start
         pass
+
+
+def test_ranks_that_are_kept_outlive_their_kernel_in_their_job(lab: GridEngineLab) -> None:
+    with attached("kept", **options_of(lab)) as session:
+        assert session.job in lab.queue()
+        assert reduced(session) == {2.0}
 
 
 def test_what_the_scheduler_says_of_a_job_that_it_refuses_is_told(lab: GridEngineLab) -> None:

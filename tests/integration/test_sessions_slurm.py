@@ -23,7 +23,7 @@ from distsession import (
     SessionStateError,
 )
 from tests.integration.host_lab import need
-from tests.integration.host_sessions import reduced
+from tests.integration.host_sessions import attached, reduced
 from tests.integration.slurm_lab import SlurmLab, slurm_lab
 from tests.until import Press, until
 
@@ -144,6 +144,37 @@ def test_within_an_allocation_the_ranks_are_a_step_of_it(lab: SlurmLab) -> None:
     assert told.splitlines() == ["['n1', 'n2'] True", "[2.0, 2.0]"], told + written
 
 
+def test_ranks_that_are_kept_outlive_their_kernel_in_their_job(lab: SlurmLab) -> None:
+    with attached("kept", **options_of(lab)) as session:
+        assert reduced(session) == {2.0}
+        os.kill(session.infos[1].pid, signal.SIGKILL)
+        until(session.launcher.dead_ranks, "the death to be known")
+        session.restart(hosts=["n2"], restore="value")
+        assert reduced(session) == {2.0}
+        assert session.job in lab.queue()
+
+
+def test_ranks_that_are_kept_in_an_allocation_can_be_had_from_outside(lab: SlurmLab) -> None:
+    options = options_of(lab)
+    del options["nodes"]
+    inside = ("salloc", "--nodes=2", "--quiet", "sh", "-c", '"$@" & wait; read line', "")
+    with attached("allocated", *inside, **options) as session:
+        assert reduced(session) == {2.0}
+        session.restart()  # as a step of that allocation, of which this process has no variable
+        assert reduced(session) == {2.0}
+        assert len(lab.queue().splitlines()) == 1
+
+
+def test_a_lease_that_ends_gives_the_job_back(lab: SlurmLab) -> None:
+    options = {**options_of(lab), "name": "leased", "keep": 2}
+    code = f"from distsession import Session\nsession = Session(**{options!r})\n"
+    kernel = python(f"{code}session.detach()")
+    _, written = kernel.communicate(timeout=60)
+    assert kernel.returncode == 0, written
+    assert lab.queue()
+    until(lambda: not lab.queue(), "an empty queue")
+
+
 def test_a_command_of_the_users_own_starts_a_session(lab: SlurmLab) -> None:
     options = options_of(lab, launcher="command", command="srun -N2 --ntasks-per-node=1 {agent}")
     with Session(**options) as session:
@@ -151,13 +182,15 @@ def test_a_command_of_the_users_own_starts_a_session(lab: SlurmLab) -> None:
         assert reduced(session) == {2.0}
 
 
-def test_mpi_starts_a_session(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_starts_a_session_that_may_be_kept(
+    lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need("mpiexec")
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
-    arguments = "--oversubscribe --bind-to none"
+    arguments = {"args": "--oversubscribe --bind-to none"}
     options = options_of(lab, launcher="mpi", nodes=1, ranks_per_host=[2])
-    with Session(**{**options, "launcher_options": {"args": arguments}}) as session:
+    with attached("mpi", **options, launcher_options=arguments) as session:
         assert [host.ranks for host in session.hosts] == [(0, 1)]
         assert reduced(session) == {2.0}
 
