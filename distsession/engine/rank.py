@@ -744,9 +744,11 @@ class Rank:
         stack = failure.stack(_innermost())
         unseen.note_completed()
         # A rank that compiles is not looked at, and is where it was before.
-        place, texts = failure.innermost(stack) or self._last_line.place, unseen.texts()
+        place = failure.innermost(stack) if stack else self._last_line.place
         instruction = in_flight.instruction(_innermost())
-        return StackReply(self._rank, number, stack, place, is_device_wait, texts, instruction)
+        return StackReply(
+            self._rank, number, stack, place, is_device_wait, unseen.texts(), instruction
+        )
 
     def _is_device_wait(self) -> bool:
         """Whether the main thread waits for the device."""
