@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from distsession.engine import frames
 from distsession.engine.failure import is_user_code
 from distsession.protocol.attach import SetOwner
 from distsession.protocol.messages import Abort, MalformedMessage, decode
@@ -108,6 +109,11 @@ class Interrupter:
         """From another thread: an interrupt that waits for the end of an import comes again."""
         if self._held_since is not None and self.is_pending and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
+
+    @property
+    def is_importing(self) -> bool:
+        """From another thread: whether what runs imports a library, which no interrupt cuts off."""
+        return self._running != 0 and _is_importing_library(frames.innermost(self._main.ident or 0))
 
     def raise_in_user_code(self, make_error: Callable[[], BaseException]) -> None:
         """From another thread: raise an error in what runs, as soon as it is out of C code."""
@@ -269,7 +275,7 @@ class Control:
         if message.interrupt:
             self._interrupter.target(message.interrupt)
         self._handle_message(message)
-        self._schedule(ABORT_GRACE_S, lambda: self._abort_backend(message))
+        self._schedule(ABORT_GRACE_S, lambda: self._free(message, IMPORT_GRACE_S))
         self._schedule(ABORT_GRACE_S + IMPORT_POLL_S, self._interrupt_after_import)
         if not message.interrupt:
             return
@@ -282,6 +288,23 @@ class Control:
         else:
             self._interrupter.interrupt()
             self._schedule(INTERRUPT_RETRY_S, lambda: self._interrupt_again(message.interrupt))
+
+    def _free(self, message: Abort, import_s: float) -> None:
+        """Let what waits in collectives go on, once it can be interrupted.
+
+        While a library is imported it cannot. Freed then, the code behind the import would go on
+        with what no collective has given, until the interrupt comes again.
+
+        Args:
+            message: Why.
+            import_s: Seconds for which an import is waited for.
+        """
+        is_importing = self._interrupter.is_importing and not self._is_blocked()
+        if is_importing and import_s > 0:
+            self._schedule(IMPORT_POLL_S, lambda: self._free(message, import_s - IMPORT_POLL_S))
+            return
+        self._interrupter.repeat_held()  # before it is freed
+        self._abort_backend(message)
 
     def _interrupt_again(self, request: int) -> None:
         """The main thread may wait for a process that it has started: that is interrupted, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,28 @@ def test_what_was_given_to_a_device_behind_what_is_stopped_is_said_and_not_gone_
         "set again what that may have changed."
     ) in " ".join(str(caught.value).split())
     assert session[0].evaluate("type(y).__name__")[0] == "Tensor"  # as it was before
+
+
+def test_what_is_stopped_in_an_import_does_not_go_on_with_what_no_collective_has_given(
+    begin: Callable[[str], tuple[Session, Recorder]], tmp_path: Path
+) -> None:
+    library = tmp_path / "site-packages"  # an import of which no interrupt cuts off
+    library.mkdir()
+    (library / "slow_library.py").write_text("import time\ntime.sleep(2)\n")
+    session, output = begin("")
+
+    def until_importing() -> None:
+        until(lambda: "imports" in output.text(0))
+
+    with Press(session, session.interrupt, until_importing), pytest.raises(RunInterrupt):
+        session.execute(
+            f"import sys, time\nsys.path.insert(0, {str(library)!r})\n"
+            "if rank == 1: time.sleep(300)\n"
+            "dist.all_reduce(x)\n"
+            "print('imports', flush=True)\n"
+            "import slow_library\n"
+            "y = x.sum().item()"
+        )
+    assert session[0].evaluate("type(y).__name__, 'slow_library' in sys.modules")[0] == (
+        "Tensor", True,
+    )  # fmt: skip
