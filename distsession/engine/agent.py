@@ -29,7 +29,7 @@ from distsession.engine import store_server
 from distsession.engine.log_file import log_path, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
-from distsession.engine.preload import import_modules
+from distsession.engine.preload import DDP_IMPORTS, import_modules
 from distsession.engine.process import die_with_parent, signal_when_parent_ends, started_at
 from distsession.engine.process_state import delay_s
 from distsession.engine.process_watch import ProcessWatch
@@ -99,10 +99,6 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 
 HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that an agent has handlers for."""
-
-DDP_IMPORTS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
-"""What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
-second. Imported while nothing else is to be done, so that ranks forked later have it."""
 
 
 @dataclass

@@ -16,6 +16,7 @@ from types import FrameType
 
 from distsession.engine import frames
 from distsession.engine.listeners import RequestListener, is_run
+from distsession.engine.preload import DDP_IMPORTS
 from distsession.protocol.messages import Request
 
 __all__ = ["LONG_S", "ImportWatch"]
@@ -64,11 +65,14 @@ class ImportWatch(RequestListener):
             seconds[name] = seconds.get(name, 0.0) + now - began
 
     def long(self) -> tuple[tuple[str, float], ...]:
-        """What took the request long, and how long; without files that their user may edit."""
+        """What took the request long, and how long.
+
+        Without files that their user may edit, and what agents import by themselves.
+        """
         return tuple(
             (name, seconds)
             for name, seconds in list(self._seconds.items())
-            if seconds >= LONG_S and _is_installed(name)
+            if seconds >= LONG_S and name not in DDP_IMPORTS and _is_installed(name)
         )
 
 

@@ -10,7 +10,11 @@ import importlib
 import traceback
 from collections.abc import Sequence
 
-__all__ = ["import_modules"]
+__all__ = ["DDP_IMPORTS", "import_modules"]
+
+DDP_IMPORTS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
+"""What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
+second. Imported while nothing else is to be done, so that ranks forked later have it."""
 
 MAX_ERROR_CHARS = 2000
 """Of what a module's error says."""
