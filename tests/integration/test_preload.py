@@ -16,6 +16,7 @@ from tests.conftest import assert_nothing_left, traces
 from tests.until import Press, until
 
 from .conftest import Recorder
+from .kernel import Notebook
 
 HAS = "__import__('sys').modules.get({!r}) is not None"
 
@@ -59,15 +60,16 @@ def test_ranks_that_are_started_later_have_a_module_that_was_preloaded(
     assert session.preload("late_library") == ("late_library",)
 
 
+@pytest.mark.parametrize("options", [{}, {"nodes": 2}])
 def test_an_agent_that_is_started_anew_imports_it_too(
-    start: Callable[..., Session], modules: Path
+    start: Callable[..., Session], modules: Path, options: dict[str, int]
 ) -> None:
-    session = start(2)
+    session = start(2, **options)
     (modules / "again_library.py").write_text("")
     session.preload("again_library")
-    agent = psutil.Process(session.evaluate("__import__('os').getppid()")[0])
+    agent = psutil.Process(session.evaluate("__import__('os').getppid()")[1])
     agent.kill()
-    until(lambda: not session._launcher.is_alive, "the end of the agent")
+    until(lambda: session._launcher.dead_ranks(), "the end of the agent")
     session.restart()
     assert has(session, "again_library") == [True, True]
 
@@ -273,3 +275,42 @@ def test_nothing_is_said_of_a_module_that_was_preloaded_or_of_one_that_is_fast(
     session.restart()
     session.execute("import fast_library, slow_library")
     assert output.remarks == []
+
+
+# --- in a notebook --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    notebook = Notebook()
+    shown = notebook.run("%load_ext distsession\n%session start 2 --backend gloo")
+    assert "2 ranks, gloo" in shown.result, shown
+    yield notebook
+    notebook.close()
+
+
+def test_the_magic_and_the_hint_of_a_notebook(notebook: Notebook, modules: Path) -> None:
+    for name in ("first_slow", "second_slow"):
+        (modules / f"{name}.py").write_text("import time\ntime.sleep(2.5)\n")
+    notebook.run(f"import sys\nsys.path.insert(0, {str(modules)!r})\n%session restart")
+    shown = notebook.run("%%distributed\nprint('before')\nimport first_slow\nrank + 10")
+    said = shown.transcript.splitlines()
+    assert said[:-1][-2:] == ["[rank 0] 10", "[rank 1] 11"]
+    assert said[-1].startswith("`import first_slow` took ")
+    assert said[-1].endswith("`%session preload first_slow`, and later restarts have it at once.")
+    shown = notebook.run("%session preload first_slow,json second_slow")
+    assert shown.result == (
+        "json is imported already. first_slow, second_slow are imported once per host from now on: "
+        "%session restart gives them to the ranks."
+    )
+    assert "It was running already" in notebook.run("%session start 2 --backend gloo").result
+    assert notebook.run("%session preload json").result == "json is imported already."
+    notebook.run("%session restart")
+    shown = notebook.run("%%distributed\nimport first_slow, second_slow")
+    assert (shown.stdout, shown.error) == ("", "")
+    assert "preload()" in notebook.run("%session config").plain
+    shown = notebook.run("%session preload no_such_module")
+    assert shown.error.splitlines()[-1] == (
+        "OptionsError: the preload module 'no_such_module' does not import: ModuleNotFoundError("
+        "\"No module named 'no_such_module'\"). Nothing is changed: import it in a cell instead."
+    )
