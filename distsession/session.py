@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ class Session(RankView):
             raise
         requests = Requests(self.recovery, self.output, self.check_open)
         requests.leave = self._leave
+        requests.import_hints.forget(self.options.preload)
         super().__init__(self, requests, self.history, range(len(infos)))
         self._record = SessionRecord(requests, self.history)
         self._adopted = AdoptedRuns(requests, self.history)
@@ -739,6 +741,39 @@ class Session(RankView):
                 "session.restart() without restore= replaces all of them."
             )
         return healthy[0], fresh
+
+    def preload(self, *names: str) -> tuple[str, ...]:
+        """Import modules once on each host, so that ranks which are started later have them.
+
+        Ranks that run stay as they are; ``restart()`` gives fresh ones, which share its memory.
+        A process of its own tries each module first: where one does not import, or no rank could be
+        started after it, nothing is changed.
+
+        Args:
+            *names: Of the modules, such as ``"transformers"``. Not of a file that you are still
+                editing, for it is not read again.
+
+        Returns:
+            Those that were imported already.
+
+        Raises:
+            OptionsError: A module does not import, starts a thread, or uses a device.
+            RunInterrupt: Ctrl-C.
+            SessionStateError: The session's agent is gone.
+        """
+        self.check_open()
+        if not names:
+            raise OptionsError('preload() takes names of modules: preload("transformers").')
+        wanted = replace(
+            self.options, preload=tuple(dict.fromkeys((*self.options.preload, *names)))
+        )
+        with self._lifecycle, self._waiting(f"importing {', '.join(names)}"):
+            known = self._launcher.check_preload(names)
+            self.options = wanted
+            self.option_sources["preload"] = "preload()"
+            self.requests.import_hints.forget(names)
+            self._launcher.preload(wanted)
+        return known
 
     def close(self) -> None:
         """End all ranks and everything that belongs to them. Harmless when repeated."""

@@ -38,7 +38,7 @@ NEEDS_OWNER = frozenset(
     (
         *("run", "submit", "execute", "evaluate", "diff", "push", "pull", "scatter", "gather"),
         *("restart", "reconnect", "interrupt", "debug", "timeline", "export", "check_export"),
-        *("client", "pending", "follow", "detach", "activate", "on"),
+        *("client", "pending", "follow", "detach", "activate", "on", "preload"),
     )
 )
 """What a session has and somebody who looks on has not."""

@@ -12,6 +12,7 @@ from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
 from distsession.engine.process import module_command
 from distsession.errors import EngineDiedError, OptionsError
+from distsession.options import SessionOptions
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     CompletionReply,
@@ -110,6 +111,22 @@ class Launcher(ABC):
     @abstractmethod
     def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
         """Put fresh processes in the place of some ranks, or of all."""
+
+    @abstractmethod
+    def check_preload(self, names: Sequence[str]) -> tuple[str, ...]:
+        """See that ranks can have modules from their start; gives those that are imported already.
+
+        Raises:
+            OptionsError: One does not import, or ranks cannot be forked after it.
+        """
+
+    @abstractmethod
+    def preload(self, options: SessionOptions) -> None:
+        """Have ranks that are started from here on have these options' modules.
+
+        Args:
+            options: Those of the session, with modules that ``check_preload`` has seen to be good.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -9,6 +9,7 @@ captured: it is the kernel's own. Of the session's options, ``start_timeout``, `
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,17 @@ class InlineLauncher(Launcher):
     def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
         self.close()
         return self.start()
+
+    def check_preload(self, names: Sequence[str]) -> tuple[str, ...]:
+        from distsession.engine.inline import import_modules
+
+        known = tuple(name for name in names if name in sys.modules)
+        if problem := import_modules(names):
+            raise OptionsError(f"{problem}.", remedy="An import in a cell shows where that is.")
+        return known
+
+    def preload(self, options: SessionOptions) -> None:
+        self._options = options
 
     def close(self) -> None:
         if self._rank is not None:

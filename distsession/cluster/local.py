@@ -34,6 +34,7 @@ from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Con
 from distsession.cluster.kept_session import write_kept
 from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, RelayGone
 from distsession.cluster.pending import OutputMessage, PendingRequest
+from distsession.cluster.preload import Preload
 from distsession.cluster.rank_processes import RankProcesses
 from distsession.cluster.reconnect import UNDISTURBED_S, Halted, Reconnect, failure_of
 from distsession.cluster.takeover import Takeover
@@ -1018,6 +1019,31 @@ class LocalLauncher(Launcher):
             self._register_anew(engine_ids)
         self._write_state()
         return infos
+
+    def check_preload(self, names: Sequence[str]) -> tuple[str, ...]:
+        return self._preload.check(names)
+
+    def preload(self, options: SessionOptions) -> None:
+        with InterruptHold() as interrupts:
+            interrupts.hold()
+            before, self._options = self._options, options
+            new = [name for name in options.preload if name not in before.preload]
+            if not new:
+                return
+            self._write_state()
+            number = self._preload.begin(new)
+            try:
+                with interrupts.released():
+                    self._preload.wait(number)
+            except KeyboardInterrupt:
+                raise RunInterrupt(
+                    f"{', '.join(new)} is still being imported, once per host: ranks that are "
+                    "started later wait for that, and have it."
+                ) from None
+
+    @property
+    def _preload(self) -> Preload:
+        return Preload(self._agents, self._monitor, self._nodes[self.first_node :])
 
     def _stop_ranks(self, ranks: Sequence[int]) -> None:
         assert self._plan is not None

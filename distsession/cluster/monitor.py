@@ -24,6 +24,7 @@ from distsession.errors import (
     LaunchError,
     LaunchTimeoutError,
     ProcessGroupError,
+    SessionStateError,
 )
 from distsession.protocol.messages import (
     AgentFailed,
@@ -32,6 +33,7 @@ from distsession.protocol.messages import (
     GpuMemory,
     GpuReply,
     LogPiece,
+    PreloadReply,
     RankAttached,
     RankExited,
     RankFailed,
@@ -117,6 +119,8 @@ class Monitor:
         self._log_asked: dict[int, int] = {}
         """The number of the last question for a part of a log that each node's agent was asked."""
         self._log_pieces: dict[int, LogPiece] = {}
+        self._preloads: dict[int, PreloadReply] = {}
+        """What the agent of each node has said last of modules that it was to import."""
         self.gpus: dict[int, tuple[GpuMemory, ...]] = {}
         """Of each node, as they were at the start."""
         self.agent_gone = False
@@ -157,6 +161,8 @@ class Monitor:
                     self._gauges[message.node] = message
                 case LogPiece():
                     self._log_pieces[message.node] = message
+                case PreloadReply():
+                    self._preloads[message.node] = message
                 case GpuReply():
                     self.gpus[message.node] = message.gpus
                 case RankExited():
@@ -491,6 +497,34 @@ class Monitor:
                 lambda: self.agent_gone or all(node in self.gpus for node in nodes), timeout
             )
             return dict(self.gpus)
+
+    def wait_preload(self, nodes: Sequence[int], number: int) -> dict[int, PreloadReply]:
+        """Wait until the agents of some nodes have imported modules, or one says why it cannot.
+
+        Args:
+            nodes: Theirs.
+            number: Of the request.
+
+        Raises:
+            SessionStateError: One of the agents is gone.
+        """
+        with self._changed:
+            while True:
+                said = {
+                    node: reply
+                    for node in nodes
+                    if (reply := self._preloads.get(node)) is not None and reply.number == number
+                }
+                if len(said) == len(nodes) or any(reply.problem for reply in said.values()):
+                    return said
+                if self.agent_gone:
+                    raise SessionStateError(
+                        "the session was closed." if self.closing else AGENT_GONE
+                    )
+                for node in sorted(self.lost_nodes.intersection(nodes)):
+                    who = agent_text(node, self._host(node))
+                    raise SessionStateError(f"{who} is gone: call session.restart().")
+                self._changed.wait(0.1)
 
     def forget_engines(self, ranks: Iterable[int]) -> None:
         """These ranks are about to register with ipyparallel."""

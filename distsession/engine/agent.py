@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
@@ -28,7 +29,8 @@ from distsession.engine import store_server
 from distsession.engine.log_file import log_path, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
-from distsession.engine.process import signal_when_parent_ends, started_at
+from distsession.engine.preload import DDP_IMPORTS, import_modules
+from distsession.engine.process import die_with_parent, signal_when_parent_ends, started_at
 from distsession.engine.process_state import delay_s
 from distsession.engine.process_watch import ProcessWatch
 from distsession.protocol import attach, board_mirror, folder_lock
@@ -43,6 +45,8 @@ from distsession.protocol.messages import (
     GpuRequest,
     LogPiece,
     LogRequest,
+    PreloadReply,
+    PreloadRequest,
     PrepareAgent,
     RankExited,
     StartRanks,
@@ -96,10 +100,6 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that an agent has handlers for."""
 
-DDP_IMPORTS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
-"""What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
-second. Imported while nothing else is to be done, so that ranks forked later have it."""
-
 
 @dataclass
 class _Rank:
@@ -111,6 +111,20 @@ class _Rank:
     owners: Connection | None = None
     """Tells it of another kernel, where the session is kept."""
     stopping: bool = False
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A child that imports modules to see how that goes.
+
+    Attributes:
+        reply: What the kernel is told if it goes well.
+    """
+
+    pid: int
+    modules: tuple[str, ...]
+    link: Connection
+    reply: PreloadReply
 
 
 class Agent:
@@ -147,6 +161,7 @@ class Agent:
         self._usage_link: Connection | None = None  # to the process that asks NVML
         self._usage_pid = 0
         self._relay_pid = 0
+        self._trial: _Trial | None = None
         self._oom_kills = OomKills()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
@@ -231,6 +246,8 @@ class Agent:
             case StopRanks():
                 pids = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
                 self._stop(pids)
+            case PreloadRequest():
+                self._preload(message)
             case UsageRequest():
                 self._request_usage(message)
             case GpuRequest():
@@ -304,6 +321,7 @@ class Agent:
         if self._link is not None:
             self._link.close()
         self._link = None
+        self._end_trial()
         self._owners.leave()
         self._set_owner(0)
 
@@ -384,7 +402,7 @@ class Agent:
     # --- getting ready ----------------------------------------------------------------------------
 
     def _prepare(self, message: PrepareAgent) -> bool:
-        sys.path[:] = [*message.sys_path, *(p for p in sys.path if p not in message.sys_path)]
+        _find_modules_as(message.sys_path)
         self._has_ranks = message.has_ranks
         if not self._has_ranks:
             self._tell(AgentReady(self._host_info(), self._node))
@@ -401,24 +419,59 @@ class Agent:
         torch_private.hide_from_compiler()
         if "numpy" in sys.modules:  # torch has imported it, and each rank will seed it
             _import_quietly("numpy.random")
-        for name in message.preload:
-            try:
-                importlib.import_module(name)
-            except BaseException as error:
-                traceback.print_exc()
-                reason = f"the preload module {name!r} does not import: {error!r}"
-                self._tell(AgentFailed(reason=reason))
-                return False
-        problem = host_info.fork_problem()
-        if problem:
-            names = ", ".join(message.preload) or "something that Python runs at its start"
-            reason = (
-                f"ranks cannot be forked: {problem}, because of {names}. Leave it out of preload."
+        problem = import_modules(message.preload)
+        if not problem and (why := host_info.fork_problem()):
+            problem = (
+                f"ranks cannot be forked: {why}, because of something that Python runs at its "
+                "start."
             )
-            self._tell(AgentFailed(reason=reason))
+        if problem:
+            self._tell(AgentFailed(reason=problem))
             return False
         self._tell(AgentReady(self._host_info(identify=message.identify), self._node))
         return True
+
+    def _preload(self, message: PreloadRequest) -> None:
+        """Import modules for ranks that are forked later, or try in a child how that would go."""
+        self._end_trial()
+        if not message.modules:
+            return
+        known = tuple(name for name in message.modules if name in sys.modules)
+        if not message.is_trial:
+            _find_modules_as(message.sys_path)
+            problem = import_modules(message.modules)
+            self._tell(PreloadReply(message.number, self._node, problem, known))
+            return
+        mine, its = Pipe(duplex=False)
+        agent = os.getpid()
+        pid = self._fork_child()
+        if pid == 0:
+            with _exit_after():
+                os.setsid()  # what it starts ends with it
+                die_with_parent(agent)
+                _find_modules_as(message.sys_path)
+                its.send(import_modules(message.modules))
+        its.close()
+        reply = PreloadReply(message.number, self._node, "", known)
+        self._trial = _Trial(pid, message.modules, mine, reply)
+
+    def _end_trial(self) -> None:
+        """Nobody waits for it any more."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.link.close()
+            _signal_group(trial.pid, signal.SIGKILL)
+            _signal(trial.pid, signal.SIGKILL)  # it may not have come to its setsid yet
+
+    def _report_trial(self, trial: _Trial, returncode: int) -> None:
+        """The child has ended, as the import went or by a crash."""
+        self._trial = None
+        problem = f"importing {', '.join(trial.modules)} ends the process: "
+        problem += signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"
+        with trial.link, contextlib.suppress(EOFError, OSError):
+            problem = trial.link.recv()
+        with contextlib.suppress(OSError):  # the kernel may be gone already
+            self._tell(replace(trial.reply, problem=problem))
 
     def _start_store(self) -> None:
         """Fork the process that holds the rendezvous store, which thereby outlives every rank."""
@@ -619,7 +672,8 @@ class Agent:
         for rank in self._ranks.values():
             if rank.owners is not None:
                 rank.owners.close()
-        for link in (self._link, self._usage_link, self._owners):
+        trial = None if self._trial is None else self._trial.link
+        for link in (self._link, self._usage_link, self._owners, trial):
             if link is not None:
                 link.close()
         os.close(self._wake)
@@ -662,8 +716,9 @@ class Agent:
                 return
             pid = ended.si_pid
             oom = False, 0
-            if pid in self._ranks:
+            if pid in self._ranks or (self._trial is not None and pid == self._trial.pid):
                 _signal_group(pid, signal.SIGKILL)
+            if pid in self._ranks:
                 oom = self._oom_kills.check(pid)
             _, status = os.waitpid(pid, 0)
             self._report(pid, os.waitstatus_to_exitcode(status), oom)
@@ -679,6 +734,9 @@ class Agent:
             self._relay_pid = 0
             if returncode:  # else it has ended since the kernel is gone
                 log.error("the relay of node %d ended with %d", self._node, returncode)
+            return
+        if self._trial is not None and pid == self._trial.pid:
+            self._report_trial(self._trial, returncode)
             return
         rank = self._ranks.pop(pid, None)
         if rank is None:
@@ -716,6 +774,7 @@ class Agent:
     def _end(self) -> None:
         self._kernel.is_leaving = True
         self._is_ending = True
+        self._end_trial()
         self._stop(set(self._ranks))
         for pid in (self._store_pid, self._tcp_store_pid, self._usage_pid, self._relay_pid):
             if pid > 0:
@@ -788,6 +847,12 @@ def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, number)
+
+
+def _find_modules_as(sys_path: Sequence[str]) -> None:
+    """Find modules as the kernel does: its path comes first."""
+    sys.path[:] = [*sys_path, *(p for p in sys.path if p not in sys_path)]
+    importlib.invalidate_caches()  # what was installed since
 
 
 def _import_quietly(name: str) -> None:

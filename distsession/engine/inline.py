@@ -34,7 +34,7 @@ from distsession.protocol.messages import (
 from distsession.protocol.serialize import Frames
 from distsession.ranks import RankInfo
 
-__all__ = ["InlineRank"]
+__all__ = ["InlineRank", "import_modules"]
 
 
 class _Copies:
@@ -65,7 +65,8 @@ class InlineRank:
                 "this process is in a process group already, so it cannot be an inline rank: "
                 "call torch.distributed.destroy_process_group() first."
             )
-        _preload(options.preload)
+        if problem := import_modules(options.preload):
+            raise LaunchError(problem)
         if options.seed is not None:
             seed_everything(options.seed)
         self._threads_before = torch.get_num_threads()
@@ -129,12 +130,14 @@ class InlineRank:
         return usage.read(UsageRequest(1, {}), {0: os.getpid()})
 
 
-def _preload(names: Sequence[str]) -> None:
+def import_modules(names: Sequence[str]) -> str:
+    """Import modules; gives why one does not, or nothing."""
     for name in names:
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
-            raise LaunchError(f"the preload module {name!r} does not import: {error!r}") from error
+            return f"the preload module {name!r} does not import: {error!r}"
+    return ""
 
 
 @contextlib.contextmanager

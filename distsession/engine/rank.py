@@ -48,6 +48,7 @@ from distsession.engine.debugger import Debugger
 from distsession.engine.event_loop import RankLoop
 from distsession.engine.execute import NOTHING
 from distsession.engine.forks import Forks, make_private, spawn_hint
+from distsession.engine.imports import LONG_S, ImportWatch
 from distsession.engine.ipython import ShellFront, make_shell, register
 from distsession.engine.kernel_link import KernelLink, Received
 from distsession.engine.listeners import is_run, told
@@ -199,6 +200,7 @@ class Rank:
         if self._groups is not None:
             self._store.record_wait = self._groups.record_store_wait
         self._user_groups = UserGroups(self._place, self._recorder)
+        self._imports = ImportWatch()
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._still: tuple[int, float] = 0, 0.0
@@ -382,6 +384,7 @@ class Rank:
             self._comms,
             self._recorder,
             self._last_line,
+            self._imports,
             self._stdin,
             self._debugger,
             self._trace,
@@ -507,8 +510,16 @@ class Rank:
                 failure.forget_frames(error)  # what ends with them may take long, and is told
         for leave in self._on_end:
             leave(request)
-        has_output = self._capture.has_output
-        reply = Reply(request.id, self._rank, duration, info, shown, has_output, reason)
+        reply = Reply(
+            request.id,
+            self._rank,
+            duration,
+            info,
+            shown,
+            self._capture.has_output,
+            reason,
+            self._imports.long() if duration >= LONG_S else (),
+        )
         self._link.answer(received, reply, answer)
 
     def _explain(self, raised: BaseException) -> BaseException:
@@ -800,6 +811,7 @@ class Rank:
     def _on_pump(self, last_line: LastLine) -> None:
         """Called by the thread that sends the output, whenever it wakes."""
         last_line.update()
+        self._imports.update()
         self._recorder.note_wait(_innermost)
         self._link.forget_acknowledged()
 

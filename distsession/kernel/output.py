@@ -76,6 +76,9 @@ class Output:
     def show_more(self) -> None:
         """Called before all else where output is shown again: as much of it as can be read."""
 
+    def remark(self, text: str) -> None:
+        """Say something about a run, below its output, where it stays."""
+
     def notify(self, notice: Notice) -> None:
         """Show a line about the run that replaces the one before; an empty one takes it away."""
 

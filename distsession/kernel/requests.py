@@ -12,6 +12,7 @@ from distsession.cluster.base import Channel, Launcher, Payload
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import DistsessionError, RunError, RunInterrupt, RunTimeoutError
+from distsession.kernel.imports import ImportHints
 from distsession.kernel.journal import Journal
 from distsession.kernel.outcome import collect, run_error
 from distsession.kernel.output import Output
@@ -56,6 +57,7 @@ class Requests:
         """The rank at which the last run that failed did so first."""
         self.names = CellNames()
         self.outputs = OutputHistory()
+        self.import_hints = ImportHints()
         self.goes_on = True
         """Something may run after a failure; otherwise nobody is told what to do then."""
         self.journal: Journal | None = None
@@ -158,6 +160,7 @@ class Requests:
             record=record,
             interrupts=interrupts,
             settle=partial(self._settle, pending.request, record),
+            hints=self.import_hints,
             leave=self.leave,
         )
         try:

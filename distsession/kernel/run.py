@@ -19,6 +19,7 @@ from distsession.errors import (
     SessionStateError,
     in_lines,
 )
+from distsession.kernel.imports import ImportHints
 from distsession.kernel.outcome import (
     collect,
     hang_error,
@@ -69,6 +70,7 @@ class Run:
         interrupts: Held since it was sent; released where a Ctrl-C stops it.
         settle: Told whether it succeeded, when everything of it is here and before its ranks are
             told so.
+        hints: Say what would have made it faster.
         leave: Asked at a Ctrl-C: lets go of ranks that are kept where this process is to end, and
             gives what its caller is told; nothing where they are to be stopped.
     """
@@ -89,6 +91,7 @@ class Run:
         record: RunRecord | None = None,
         interrupts: InterruptHold | None = None,
         settle: Callable[[bool], None] = lambda succeeded: None,
+        hints: ImportHints | None = None,
         leave: Callable[[Output], str] = lambda output: "",
     ):
         self._pending = pending
@@ -104,6 +107,7 @@ class Run:
         self._record = record
         self._interrupts = interrupts or InterruptHold()
         self._settle = settle
+        self._hints = hints
         self._leave = leave
         self._has_left = False
         self._watchdog = Watchdog(recovery, pending, output.notify)
@@ -140,6 +144,7 @@ class Run:
                 if self._record is not None:
                     self._record.show(bundles)
                 output.show(bundles)
+            self._remark()
             succeeded = not (failed or pending.stopped or is_late)
         except KeyboardInterrupt:
             with interrupts_held():
@@ -171,6 +176,14 @@ class Run:
         if is_late:
             raise RunInterrupt("this was stopped when it was done already: the variables are set.")
         return results
+
+    def _remark(self) -> None:
+        """Say what would have made this faster, where somebody can do something about it."""
+        if self._hints is None or not self._goes_on or self._pending.stopped:
+            return
+        replies = self._pending.replies.items()
+        if text := self._hints.text({rank: reply.imports for rank, (reply, _) in replies}):
+            self._output.remark(text)
 
     def _importing(self) -> AbstractContextManager[object]:
         """Say so if the first tensor that arrives makes this process import torch."""

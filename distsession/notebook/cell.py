@@ -214,6 +214,12 @@ class CellOutput(Output):
         """Say it on the standard error, below the output."""
         sys.stderr.write(f"{text}\n")
 
+    def remark(self, text: str) -> None:
+        """Say it below the output."""
+        self._finish()
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
     def ends_soon(self, wait: float) -> bool:
         """Whether the kernel is about to be restarted or shut down."""
         return kernel_ends(wait)

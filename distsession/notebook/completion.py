@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from IPython.core.completerlib import module_completion
 from IPython.utils.tokenutil import token_at_cursor
 
 from distsession.cluster.kept import kept_sessions
@@ -179,7 +180,8 @@ class RankCompleter:
         else:
             words = _next_words(parser, given)
             for action in parser._actions:
-                if not (action.option_strings or action.choices or given):
+                is_awaited = not given or action.nargs == "+"
+                if is_awaited and not (action.option_strings or action.choices):
                     words += self._values(parser, action, begun)
         completions = [
             SimpleCompletion(text=each, type="magic") for each in words if each.startswith(begun)
@@ -207,6 +209,8 @@ class RankCompleter:
                 return _host_words()
             case "name" if parser.prog.endswith(" attach"):
                 return [kept.name for kept in kept_sessions()]
+            case "preload" | "modules":
+                return _top_modules()
             case "ranks" | "debug" | "profile" if not parser.prog.endswith(" start"):
                 return _rank_words()
         return []
@@ -231,6 +235,11 @@ class RankCompleter:
         return render.fold_text(
             {rank: answer.text for rank, answer in answers.items() if answer.text}
         )
+
+
+def _top_modules() -> list[str]:
+    """The modules that can be imported here; not their parts, for which they would be imported."""
+    return [name for name in module_completion("import ") if not name.startswith("_")]
 
 
 def request_completion(code: str, line: str, *, inspect: bool) -> dict[int, CompletionReply]:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from IPython.core.magic import no_var_expand
@@ -41,6 +42,7 @@ from distsession.notebook.parsers import (
 )
 from distsession.notebook.running_cell import cell_number, cell_of_file, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput
+from distsession.options import SessionOptions
 from distsession.protocol.cells import parse_cell
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
@@ -123,7 +125,7 @@ class Magics:
         wanted = session_options.resolve_options(given)
         old = self._started
         if old is not None and old.is_open:
-            if old.options == wanted:
+            if _has_all(old.options, wanted):
                 return self._with_line(
                     old, f"{old.status()}. It was running already; %session restart renews it."
                 )
@@ -214,6 +216,22 @@ class Magics:
         hosts = {name.strip(): other.strip() or name.strip() for name, _, other in moves}
         session.restart(ranks, hosts=hosts, restore=names)
         return _text_table(session.status())
+
+    def _preload(self, arguments: argparse.Namespace) -> Table:
+        modules = [name for part in arguments.modules for name in part.split(",") if name]
+        known = self._owned().preload(*modules)
+        new = [name for name in modules if name not in known]
+        parts = []
+        if known:
+            be = "is" if len(known) == 1 else "are"
+            parts.append(f"{', '.join(known)} {be} imported already.")
+        if new:
+            be, them = ("is", "it") if len(new) == 1 else ("are", "them")
+            parts.append(
+                f"{', '.join(new)} {be} imported once per host from now on: %session restart gives "
+                f"{them} to the ranks."
+            )
+        return _text_table(" ".join(parts))
 
     def _diagnose(self, arguments: argparse.Namespace) -> Table:
         return self._seen().diagnose(stacks=arguments.stacks)
@@ -430,6 +448,13 @@ def _is_statement(text: str) -> bool:
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def _has_all(options: SessionOptions, wanted: SessionOptions) -> bool:
+    """Whether a session that has these options is as wanted; %session preload has added to them."""
+    return replace(options, preload=wanted.preload) == wanted and (
+        set(wanted.preload) <= set(options.preload)
+    )
 
 
 def _text_table(text: str) -> Table:

@@ -182,6 +182,10 @@ def session_parser() -> Parser:
         "--hosts", metavar="HOSTS", default="",
         help="all ranks of these hosts: gpu2, or gpu2=gpu3 to put another one in its place",
     )  # fmt: skip
+    preload = commands.add_parser(
+        "preload", help="import modules once per host, for ranks that are started later"
+    )
+    preload.add_argument("modules", nargs="+", metavar="NAME", help="such as transformers")
     commands.add_parser("reconnect", help="connect the process group anew; variables stay")
     diagnose = commands.add_parser("diagnose", help="what each rank does, who waits for whom")
     diagnose.add_argument("--stacks", action="store_true", help="with the frames of each rank")

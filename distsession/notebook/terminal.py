@@ -86,6 +86,12 @@ class TerminalOutput(Output):
         self._flush()
         self._notice.show(notice)
 
+    def remark(self, text: str) -> None:
+        """Say it on the standard error, below the output."""
+        self._finish_lines()
+        sys.stderr.write(f"distsession: {text}\n")
+        sys.stderr.flush()
+
     def fail(self, text: str) -> None:
         """Say it on the standard error."""
         sys.stderr.write(f"{text}\n")

@@ -56,6 +56,8 @@ __all__ = [
     "OutputEnd",
     "PartsRequest",
     "PieceRequest",
+    "PreloadReply",
+    "PreloadRequest",
     "PrepareAgent",
     "PullRequest",
     "PushRequest",
@@ -489,6 +491,7 @@ class Reply(_Message):
         shown: The last expression's MIME bundle, its metadata, and a hash of what these may leave
             out; see ``fingerprint``.
         has_output: Output of this request is still on its way; an ``OutputEnd`` follows it.
+        imports: Modules whose import took the user's code long, with the seconds that it took.
     """
 
     id: int
@@ -498,6 +501,7 @@ class Reply(_Message):
     shown: tuple[dict[str, Any], dict[str, Any], str] | None = None
     has_output: bool = False
     reason: Reason | None = None
+    imports: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -883,6 +887,37 @@ class PrepareAgent(_Message):
     sys_path: tuple[str, ...]
     identify: bool = False
     has_ranks: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadRequest(_Message):
+    """Import these modules for ranks that are forked later, and send a ``PreloadReply``.
+
+    Attributes:
+        number: Of this request. No two kernels of a session give the same.
+        modules: None ends a trial that is under way.
+        is_trial: Do so in a child that ends thereafter.
+    """
+
+    number: int
+    modules: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = ()
+    is_trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadReply(_Message):
+    """How that went.
+
+    Attributes:
+        problem: Why it cannot be; empty if all is well.
+        known: Those of the modules that the agent had before.
+    """
+
+    number: int
+    node: int
+    problem: str = ""
+    known: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Recorder(Output):
         self.messages: list[Any] = []
         self.shown: list[dict[int, Any]] = []
         self.notices: list[str] = []
+        self.remarks: list[str] = []
 
     def __call__(self) -> Recorder:
         return self
@@ -37,6 +38,9 @@ class Recorder(Output):
 
     def notify(self, notice: Notice) -> None:
         self.notices.append(notice.text)
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
 
     def close(self) -> None:
         pass

@@ -86,6 +86,25 @@ def test_the_output_of_each_rank_comes_here_in_its_order(
         assert mine == [f"[{rank}] {rank} {i}" for i in range(200)]
 
 
+# --- modules --------------------------------------------------------------------------------------
+
+
+def test_a_module_is_preloaded_on_all_hosts_or_on_none(six: Session) -> None:
+    six.execute("import sys")
+    is_there = "'wsgiref.handlers' in sys.modules"
+    assert set(six.evaluate(is_there).values()) == {False}
+    with pytest.raises(OptionsError, match=r"on gpu\d, the preload module 'no_such_module' does"):
+        six.preload("wsgiref.handlers", "no_such_module")
+    six.restart()
+    six.execute("import sys")
+    assert set(six.evaluate(is_there).values()) == {False}
+    six.preload("wsgiref.handlers")
+    six.restart()
+    six.execute("import sys")
+    assert set(six.evaluate(is_there).values()) == {True}
+    assert reduced(six) == {6.0}
+
+
 # --- collectives ----------------------------------------------------------------------------------
 
 

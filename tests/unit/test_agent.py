@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,8 @@ from distsession.protocol.messages import (
     GpuMemory,
     GpuReply,
     GpuRequest,
+    PreloadReply,
+    PreloadRequest,
     PrepareAgent,
     RankExited,
     StartRanks,
@@ -708,6 +711,77 @@ def test_an_agent_that_cannot_go_on_says_why_and_ends(
     [failed] = host.received()
     assert isinstance(failed, AgentFailed)
     assert said in failed.reason
+
+
+def test_a_trial_imports_nothing_here_and_says_how_it_goes(
+    host: Host, torch_here: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "tried_here.py").write_text("")
+    request = PreloadRequest(7, ("tried_here", "json"), (str(tmp_path),), is_trial=True)
+    host.agent._handle(request)
+    assert host.reap(1) == [PreloadReply(7, 0, "", ("json",))]
+    assert "tried_here" not in sys.modules
+    assert sys.path == ["/here", "/there"]
+
+
+def test_what_was_tried_is_imported_here_when_the_kernel_says_so(
+    host: Host, torch_here: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "imported_here.py").write_text("")
+    host.agent._handle(PreloadRequest(8, ("imported_here",), (str(tmp_path),)))
+    assert host.received() == [PreloadReply(8, 0)]
+    assert sys.path == [str(tmp_path), "/here", "/there"]
+    del sys.modules["imported_here"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fork", "said"),
+    [
+        ("raise ValueError('x' * 100_000)", "", "'bad' does not import: ValueError('xxx"),
+        ("import os; os._exit(3)", "", "importing bad ends the process: exit code 3"),
+        ("import os, signal; os.kill(os.getpid(), 9)", "", "ends the process: SIGKILL"),
+        ("", "2 threads run", "ranks cannot be forked: 2 threads run, because of bad."),
+    ],
+)
+def test_a_trial_that_goes_wrong_says_why(
+    host: Host, torch_here: SimpleNamespace, tmp_path: Path, text: str, fork: str, said: str
+) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    torch_here.fork_problem = lambda: fork
+    host.agent._handle(PreloadRequest(7, ("bad",), (str(tmp_path),), is_trial=True))
+    [reply] = host.reap(1)
+    assert said in reply.problem
+
+
+@pytest.mark.parametrize("way", ["request", "end"])
+def test_a_trial_that_nobody_waits_for_ends_with_what_it_has_started(
+    host: Host, torch_here: SimpleNamespace, tmp_path: Path, way: str
+) -> None:
+    pid_file = tmp_path / "pid"
+    (tmp_path / "endless.py").write_text(
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    host.agent._handle(PreloadRequest(7, ("endless",), (str(tmp_path),), is_trial=True))
+    until(lambda: pid_file.exists() and pid_file.read_text(), "the import")
+    child = int(pid_file.read_text())
+    if way == "request":
+        host.agent._handle(PreloadRequest(8, is_trial=True))
+    else:
+        host.agent._end()
+    until(lambda: not _runs(child), "the end of what it has started")
+    host.agent._reap()
+    assert host.received() == []  # and nobody is told
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 # --- the kernel, as far as signals tell -----------------------------------------------------------
