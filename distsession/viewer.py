@@ -17,7 +17,7 @@ from distsession.kernel.kept_ranks import KeptRanks, NotThereError
 from distsession.kernel.kept_state import KeptState
 from distsession.kernel.kept_table import doing_text, owner_text
 from distsession.kernel.log_tail import texts_of_all
-from distsession.kernel.log_text import LocalLog, LogSource
+from distsession.kernel.log_text import LogSource
 from distsession.kernel.output import Output
 from distsession.kernel.replay import show_again
 from distsession.kernel.snapshot import Snapshots
@@ -49,8 +49,8 @@ INTERNAL = frozenset(("check_open", "launcher", "recovery"))
 class SessionViewer:
     """A session that is kept, as one sees it who does not own it.
 
-    :meth:`Session.view` gives one. It reads what the ranks write, and asks nothing of anybody, so
-    the ranks do not notice::
+    :meth:`Session.view` gives one. It reads what the ranks write, and asks nothing of them, so
+    they do not notice::
 
         viewer = Session.view("digits")
         viewer.diagnose()
@@ -247,13 +247,13 @@ class SessionViewer:
             stream: ``"stdout"`` or ``"stderr"``.
 
         Returns:
-            The path; None where there is none.
+            The path; None where there is none, and of a rank on another host, where the file is.
         """
         return self._ranks.log_path(rank, stream)
 
     def log_source(self, rank: int, stream: str) -> LogSource:
-        """The same file, to be looked through."""
-        return LocalLog(str(self.log_path(rank, stream) or ""))
+        """The same file, also of another host, to be looked through."""
+        return self._ranks.log_source(rank, stream)
 
     def close(self) -> None:
         """Look no longer. The session goes on. Harmless when repeated."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import BinaryIO
 
 from distsession.cluster.kept import find_kept
-from distsession.cluster.kept_session import refuse_far_logs
 from distsession.errors import KeptSessionError
-from distsession.kernel.log_tail import LogTail, looks
+from distsession.kernel.log_tail import looks, open_tails
 from distsession.ranks import select_ranks
 
 __all__ = ["show_log", "tell_missing"]
@@ -34,20 +34,26 @@ def show_log(
         OptionsError: It has no such rank.
     """
     kept = find_kept(name, any_version=True)
-    refuse_far_logs(kept)
     (rank,) = select_ranks(rank, kept.world_size)
     target = sys.stdout.buffer if output is None else output
-    tail = LogTail(kept.folder, rank, stream, miss=tell_missing)
-    if not tail.is_there:
-        raise KeptSessionError(f"rank {rank} of {kept} has no log file yet: it has just begun.")
-    try:
+    told: list[str] = []  # until it is known whether that is all there is to say
+    with contextlib.closing(open_tails(kept, [rank], [stream], miss=told.append)) as tails:
+        if problem := tails.problem():
+            raise KeptSessionError(
+                f"what rank {rank} of {kept} writes is not to be had: {problem}."
+            )
         for _ in looks(kept, follow):
-            for data in tail.read():
+            for _, _, data in tails.read():
                 target.write(data)
+                _tell_all(told)
             target.flush()
-    finally:
-        tail.close()
+            _tell_all(told)
     return 0
+
+
+def _tell_all(texts: list[str]) -> None:
+    while texts:
+        tell_missing(texts.pop(0))
 
 
 def tell_missing(text: str) -> None:

@@ -23,8 +23,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distsession.cluster.host_links import LinkedHost
+from distsession.cluster.host_logs import HostLogs
 from distsession.cluster.hosts import FIRST, Hosts
-from distsession.cluster.kept_hosts import BeginHosts, Call, HostsState, Result, TakeHosts
+from distsession.cluster.kept_hosts import (
+    BeginHosts,
+    Call,
+    HostsState,
+    LogsRead,
+    ReadLogs,
+    Result,
+    TakeHosts,
+)
 from distsession.engine.process import started_at
 from distsession.engine.process_state import DEAD
 from distsession.errors import DistsessionError, SessionStateError
@@ -77,6 +86,7 @@ class HostKeeper:
         self._doors: list[UnixListener] = []
         self._board: Board | None = None
         self._ranks: dict[int, tuple[int, ...]] = {}
+        self._logs = HostLogs(self._host_name, self._ask)
 
     def run(self) -> None:
         """Serve until the session has ended."""
@@ -125,6 +135,9 @@ class HostKeeper:
         """Do what a kernel wants that owns the session, until it goes."""
         try:
             first = connection.recv() if connection.poll(FIRST_TIMEOUT_S) else None
+            if isinstance(first, ReadLogs):
+                self._show_logs(first, connection)
+                return
             if not self._begin(first, connection):
                 return
             while True:
@@ -175,6 +188,34 @@ class HostKeeper:
             self._owner = None
             if self._agent is not None and self._hosts is not None and not self._is_over.is_set():
                 self._hosts.set_owner(0)
+
+    # --- who only looks on ------------------------------------------------------------------------
+
+    def _show_logs(self, wanted: ReadLogs, connection: Connection) -> None:
+        """Read logs on hosts for somebody, until it goes."""
+        while isinstance(wanted, ReadLogs):
+            parts = self._logs.read(wanted.reads, self._ranks)
+            connection.send(LogsRead(parts))
+            wanted = connection.recv()
+
+    def _host_name(self, node: int) -> tuple[str, bool]:
+        """What the host of a node is called, and whether it is gone."""
+        assert self._hosts is not None
+        link = self._hosts.links[node - FIRST]
+        return link.name, self._hosts.is_lost(link)
+
+    def _ask(self, node: int, question: object, timeout: float) -> Any:
+        """The answer of the agent of a node; None if it does not come in time.
+
+        Raises:
+            EOFError: There is no such agent.
+            OSError: The connection to it is broken.
+        """
+        mine, its = socket.socketpair()
+        threading.Thread(target=self._call, args=(node - FIRST, its), daemon=True).start()
+        with Connection(mine.detach()) as connection:
+            connection.send(question)
+            return connection.recv() if connection.poll(timeout) else None
 
     # --- what it wants ----------------------------------------------------------------------------
 
@@ -289,21 +330,15 @@ class HostKeeper:
 
     def _bring(self, board: Board, node: int, *, whole: bool) -> bool:
         """Write down here what has changed on the board of a host; False if that is not known."""
-        mine, its = socket.socketpair()
-        threading.Thread(target=self._call, args=(node - FIRST, its), daemon=True).start()
-        with Connection(mine.detach()) as connection:
-            try:
-                connection.send(BoardRequest(whole))
-                if not connection.poll(BOARD_TIMEOUT_S):
+        try:
+            reply = self._ask(node, BoardRequest(whole), BOARD_TIMEOUT_S)
+            with self._owning:
+                if self._owner is not None or not isinstance(reply, BoardReply):
                     return False
-                reply = connection.recv()
-                with self._owning:
-                    if self._owner is not None or not isinstance(reply, BoardReply):
-                        return False
-                    apply(board, unpack(reply.frames), self._ranks[node])
-            except (EOFError, OSError, ValueError) as error:
-                log.warning("the board of node %d is not known: %s", node, error)
-                return False
+                apply(board, unpack(reply.frames), self._ranks[node])
+        except (EOFError, OSError, ValueError) as error:
+            log.warning("the board of node %d is not known: %s", node, error)
+            return False
         for rank in self._ranks[node]:
             board.regions[rank].clock_behind_ns = time.monotonic_ns() - reply.clock_ns
         return True

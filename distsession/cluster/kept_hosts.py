@@ -24,10 +24,21 @@ from distsession.cluster.host_links import LinkedHost
 from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import SessionStateError
 from distsession.host_plan import HostPlan
+from distsession.protocol.attach import LogPart, LogRead
 from distsession.protocol.host_checks import HostProblem, Reach
 from distsession.protocol.host_facts import HostFacts
 
-__all__ = ["BeginHosts", "Call", "HostsState", "KeptHosts", "Result", "TakeHosts", "keeper_path"]
+__all__ = [
+    "BeginHosts",
+    "Call",
+    "HostsState",
+    "KeptHosts",
+    "LogsRead",
+    "ReadLogs",
+    "Result",
+    "TakeHosts",
+    "keeper_path",
+]
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +74,13 @@ class TakeHosts:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLogs:
+    """From one who only looks on, as often as it likes: parts of logs of any hosts are wanted."""
+
+    reads: tuple[LogRead, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """Something is to be done.
 
@@ -93,6 +111,13 @@ class Result:
     number: int
     value: Any = None
     error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogsRead:
+    """One part for each that was wanted."""
+
+    parts: tuple[LogPart, ...]
 
 
 @dataclass(frozen=True, slots=True)

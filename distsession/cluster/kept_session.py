@@ -27,7 +27,6 @@ from distsession.protocol.kept_record import (
 __all__ = [
     "KeptSession",
     "read_kept",
-    "refuse_far_logs",
     "refuse_lost",
     "time_text",
     "users",
@@ -207,20 +206,6 @@ def _read(folder: str, name: str, kind: type[T], /, **known: Any) -> T:
             f"{os.path.join(folder, name)} cannot be read, so its session cannot be had: "
             f"{str(error).rstrip('.')}. The folder is used by {whom}."
         ) from None
-
-
-def refuse_far_logs(kept: KeptSession) -> None:
-    """Only who owns a session reads logs on other hosts.
-
-    Raises:
-        KeptSessionError: Its ranks are there.
-    """
-    if kept.keeper:
-        raise KeptSessionError(
-            f"the ranks of {kept} are on other hosts, and only its owner reads what they write: "
-            f"%session attach {kept.name}, or Session.attach({kept.name!r}). `distsession ls` and "
-            f"`distsession diagnose {kept.name}` show what they do."
-        )
 
 
 def refuse_lost(kept: KeptSession) -> None:

@@ -22,11 +22,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from distsession.engine import store_server
-from distsession.engine.log_file import log_path, read_piece
+from distsession.engine.log_file import log_path, read_parts, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
 from distsession.engine.preload import DDP_IMPORTS, import_modules
@@ -334,7 +335,9 @@ class Agent:
                 return True
         if self._link is not None and not self._is_elsewhere and not self._kernel.is_alive:
             self._on_kernel_gone()
-        found = self._owners.accept(self._link, self._attached, self._read_board)
+        found = self._owners.accept(
+            self._link, self._attached, self._read_board, partial(read_parts, self._folder)
+        )
         if isinstance(found, attach.EndSession):
             log.warning("the session ends: %s", found.reason)
             return True

@@ -16,15 +16,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from distsession.protocol.attach import LogPart, LogRead
 
 __all__ = [
     "DISK_FULL",
+    "PARTS_BYTES",
     "PIECE_BYTES",
     "LogFile",
     "log_path",
+    "newest_generation",
     "newest_log",
     "next_data",
+    "read_parts",
     "read_piece",
 ]
 
@@ -41,6 +46,8 @@ BLOCK_BYTES = 1 << 16
 """Holes begin and end at multiples of it, which those of any file system divide."""
 PIECE_BYTES = 256 << 10
 """The most that is sent of a log file in one message."""
+PARTS_BYTES = 1 << 20
+"""The most that is sent together of the logs of one host to somebody who looks on."""
 RETRY_S = 1.0
 """Seconds between two attempts to reserve room on a full disk."""
 
@@ -67,6 +74,12 @@ def newest_log(folder: str, rank: int, stream: str) -> str | None:
         rank: Which.
         stream: As of :func:`log_path`.
     """
+    generation = newest_generation(folder, rank, stream)
+    return None if generation is None else log_path(folder, rank, generation, stream)
+
+
+def newest_generation(folder: str, rank: int, stream: str) -> int | None:
+    """In which the process was forked that is the rank now, or was it last; None without a log."""
     wanted = re.compile(rf"rank{rank}-(\d+)\.{stream}")
     generations = []
     with contextlib.suppress(OSError):
@@ -74,16 +87,19 @@ def newest_log(folder: str, rank: int, stream: str) -> str | None:
             found = wanted.fullmatch(name)
             if found is not None:
                 generations.append(int(found[1]))
-    return log_path(folder, rank, max(generations), stream) if generations else None
+    return max(generations, default=None)
 
 
-def read_piece(path: str, begin: int, count: int) -> tuple[int, int, bytes]:
+def read_piece(
+    path: str, begin: int, count: int, most: int = PIECE_BYTES
+) -> tuple[int, int, bytes]:
     """A part of a log file, without what was given back to the disk.
 
     Args:
         path: Of the file.
         begin: Where it begins.
-        count: Bytes that are wanted at most; ``PIECE_BYTES`` are the most that there are.
+        count: Bytes that are wanted at most; ``most`` are the most that there are.
+        most: See there.
 
     Returns:
         The file's size, 0 if it is gone; where the data begins; and the data.
@@ -95,9 +111,30 @@ def read_piece(path: str, begin: int, count: int) -> tuple[int, int, bytes]:
     try:
         size = os.fstat(descriptor).st_size
         begin = next_data(descriptor, begin, size)
-        return size, begin, os.pread(descriptor, min(count, PIECE_BYTES), begin)
+        return size, begin, os.pread(descriptor, min(count, most), begin)
     finally:
         os.close(descriptor)
+
+
+def read_parts(folder: str, reads: Sequence[LogRead]) -> tuple[LogPart, ...]:
+    """Parts of logs, each with as much as leaves room for the others.
+
+    Args:
+        folder: Of the session, on this host.
+        reads: Which.
+    """
+    most = PARTS_BYTES // max(1, sum(read.count > 0 for read in reads))
+    return tuple(_read_part(folder, read, most) for read in reads)
+
+
+def _read_part(folder: str, read: LogRead, most: int) -> LogPart:
+    newest = newest_generation(folder, read.rank, read.stream)
+    generation = newest if read.generation is None else read.generation
+    if generation is None:
+        return LogPart()
+    path = log_path(folder, read.rank, generation, read.stream)
+    piece = read_piece(path, max(0, read.begin), max(0, read.count), most)
+    return LogPart(generation, newest, path, *piece)
 
 
 def next_data(descriptor: int, at: int, end: int) -> int:

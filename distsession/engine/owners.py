@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +28,10 @@ from distsession.protocol.attach import (
     Ended,
     EndSession,
     Fenced,
+    LogPart,
+    LogRead,
+    LogsReply,
+    LogsRequest,
     attach_path,
 )
 from distsession.protocol.kept_record import OWNER_FILE, Owner, write_record
@@ -37,6 +43,9 @@ log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 1.0
 """Seconds that one who has connected may take to say what it wants."""
+
+REPLY_TIMEOUT_S = 1
+"""Seconds that one who has asked for logs may take to read the answer."""
 
 
 class Owners:
@@ -120,6 +129,7 @@ class Owners:
         link: Connection | None,
         attached: Callable[[int], Attached],
         read_board: Callable[[bool], BoardReply],
+        read_logs: Callable[[Sequence[LogRead]], tuple[LogPart, ...]],
     ) -> tuple[Connection | None, int] | EndSession | None:
         """Take in one who has connected.
 
@@ -127,6 +137,7 @@ class Owners:
             link: To the present owner; closed if another takes its place.
             attached: What the new owner of an epoch is told.
             read_board: What somebody is told who only looks: all of it, or what is new.
+            read_logs: Reads parts of logs for somebody who only looks.
 
         Returns:
             The link to another owner, which is None if it is gone already, and its pid; or that the
@@ -148,6 +159,9 @@ class Owners:
                         return self._change(wanted, connection, link, attached)
                 case BoardRequest():
                     connection.send(read_board(wanted.whole))
+                case LogsRequest():
+                    _limit_sending(connection)
+                    connection.send(LogsReply(read_logs(wanted.reads)))
                 case _:
                     log.warning("somebody has connected who does not say what for: %r", wanted)
         except (EOFError, OSError) as error:
@@ -200,6 +214,13 @@ class Owners:
 def _clock() -> float:
     """Seconds by a clock that nobody sets, and that goes on while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _limit_sending(connection: Connection) -> None:
+    """Who does not read must not hold the agent up: more is sent than the system has room for."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        limit = struct.pack("ll", REPLY_TIMEOUT_S, 0)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _tell(link: Connection | None, message: Any) -> None:

@@ -1,7 +1,8 @@
 """The ranks of a session that another process owns, as one sees them who only looks.
 
-Nobody is asked anything: what ranks do stands in memory that they share, what they use in /proc,
-what they write in their log files, and who they are in the session's folder.
+No rank is asked anything: what ranks do stands in memory that they share, what they use in /proc,
+what they write in their log files, and who they are in the session's folder. What ranks on other
+hosts write is read by the agents there, which the session's keeper asks.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from distsession.cluster.attachment import STATE_FILE, LauncherState, read_state
-from distsession.cluster.kept_session import KeptSession, read_kept, refuse_far_logs
+from distsession.cluster.kept_session import KeptSession, read_kept, refuse_lost
 from distsession.engine import usage
 from distsession.engine.log_file import newest_log
 from distsession.engine.process_state import GONE, process_facts
 from distsession.errors import KeptSessionError
+from distsession.kernel.far_logs import FarLogs
 from distsession.kernel.kept_state import board_reports, far_pids, open_board
+from distsession.kernel.log_text import FarLog, LocalLog, LogSource
 from distsession.kernel.replay import OutputHistory, RunRecord
 from distsession.kernel.session_record import known_outputs
 from distsession.protocol.board import Board
@@ -57,6 +61,7 @@ class KeptRanks:
         self._board_path = ""
         self._gpus: usage.GpuReader | None = None
         self._facts = self._read_facts()
+        self._far_logs = FarLogs(kept) if kept.keeper else None
         self.has_ended = False
         """The session is over; nothing is looked for any more."""
 
@@ -123,19 +128,30 @@ class KeptRanks:
         return usage.read(UsageRequest(0, gpus), pids, self._gpus)
 
     def log_path(self, rank: int, stream: str) -> Path | None:
-        """The file that has what a rank has written; None if it has none yet."""
-        refuse_far_logs(self._kept)
+        """The file that has what a rank has written; None if it has none here, or not yet."""
+        if self._far_logs is not None:
+            return None
         found = newest_log(self._kept.folder, rank, stream.removeprefix("std"))
         return None if found is None else Path(found)
+
+    def log_source(self, rank: int, stream: str) -> LogSource:
+        """The same file, also of another host, to be looked through."""
+        logs = self._far_logs
+        if logs is None:
+            return LocalLog(str(self.log_path(rank, stream) or ""))
+        end = stream.removeprefix("std")
+        part = logs.newest(rank, end)
+        name = f"{self.infos[rank].host}:{part.path or f'the log of rank {rank}'}"
+        return FarLog(name, partial(logs.ask, rank, end, part.generation))
 
     def outputs(self) -> OutputHistory:
         """What the cells of all kernels have put out, and the text of those that run.
 
         Raises:
             NotThereError: The memory that says what runs cannot be read.
-            KeptSessionError: The ranks are on other hosts.
+            KeptSessionError: The session is lost.
         """
-        refuse_far_logs(self._kept)
+        refuse_lost(self._kept)
         outputs, running = known_outputs(self._kept.folder)
         for run in running:
             record = outputs.begin(
@@ -156,6 +172,8 @@ class KeptRanks:
             if self._board is not None:
                 self._board.close()
                 self._board = None
+            if self._far_logs is not None:
+                self._far_logs.close()
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -169,13 +187,34 @@ class KeptRanks:
         for rank in record.ranks:
             if begun[rank] >= record.request:
                 record.keep(record, None)
-            for stream, begin in zip(STREAMS, begins[rank] or (), strict=False):
-                path = self.log_path(rank, stream)
-                end = 0 if path is None else _size(path)
-                if end > begin:
-                    record.add(Text(rank, record.request, stream, "", begin, end))
+            if self._far_logs is None:
+                for stream, begin in zip(STREAMS, begins[rank] or (), strict=False):
+                    path = self.log_path(rank, stream)
+                    end = 0 if path is None else _size(path)
+                    if end > begin:
+                        record.add(Text(rank, record.request, stream, "", begin, end))
             if begun[rank] > record.request:
                 record.miss(rank, "the text, until the cell has ended,")
+        if self._far_logs is not None:
+            self._add_far_texts(record, self._far_logs, begins)
+
+    def _add_far_texts(
+        self, record: RunRecord, logs: FarLogs, begins: Mapping[int, tuple[int, int] | None]
+    ) -> None:
+        """The same of ranks on other hosts, as much as comes here."""
+        wanted = {
+            (rank, stream.removeprefix("std")): begin
+            for rank, each in begins.items()
+            for stream, begin in zip(STREAMS, each or (), strict=False)
+        }
+        for (rank, stream), text in logs.since(wanted).items():
+            if text.problem:
+                record.miss(rank, f"the text ({text.problem})")
+            elif text.lost:
+                record.miss(rank, f"{text.lost:,} bytes of text before what is shown")
+            if text.data:
+                written, end = text.data.decode("utf-8", "replace"), text.begin + len(text.data)
+                record.add(Text(rank, record.request, f"std{stream}", written, text.begin, end))
 
     def _open_board(self) -> Board:
         """The session's board, that of a new agent where the first node has one."""

@@ -6,20 +6,109 @@ import codecs
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, Protocol
 
-from distsession.cluster.kept_session import KeptSession, refuse_far_logs
+from distsession.cluster.kept_session import KeptSession, refuse_lost
 from distsession.engine.log_file import newest_log
+from distsession.kernel.far_logs import FarLogs, FarTails
 from distsession.kernel.log_text import LogReader, MissingText, read_open_log
 from distsession.protocol.messages import Text
 
-__all__ = ["STREAMS", "LogTail", "looks", "texts_of_all"]
+__all__ = ["STREAMS", "LogTail", "LogTails", "looks", "open_tails", "texts_of_all"]
 
-POLL_S = 0.2
-"""Seconds between two looks for more text."""
+POLL_S, FAR_POLL_S = 0.2, 1.0
+"""Seconds between two looks for more text; on other hosts somebody has to be asked for it."""
 STREAMS = {"stdout": "out", "stderr": "err"}
 """The ends of the names of their log files."""
+NO_LOG = "it has no log file yet, since it has just begun"
+
+
+class LogTails(Protocol):
+    """What some ranks write from here on."""
+
+    def read(self) -> Iterator[tuple[int, str, bytes]]:
+        """What has been written since the last time, with its rank and stream."""
+
+    def problem(self) -> str:
+        """Why there is nothing to be had; empty if there is."""
+
+    def close(self) -> None: ...
+
+
+def open_tails(
+    kept: KeptSession,
+    ranks: Iterable[int],
+    streams: Iterable[str],
+    lines: int | None = None,
+    miss: Callable[[str], None] = lambda text: None,
+) -> LogTails:
+    """What ranks of a session write, wherever they are.
+
+    Args:
+        kept: The session.
+        ranks: Which.
+        streams: ``"stdout"``, ``"stderr"``, or both.
+        lines: How many of those that are there already come first. Default: all.
+        miss: Is told what is missing.
+
+    Raises:
+        KeptSessionError: The session is lost.
+    """
+    refuse_lost(kept)
+    wanted = [(rank, stream) for rank in ranks for stream in streams]
+    return (_FarTails if kept.keeper else _LocalTails)(kept, wanted, lines, miss)
+
+
+class _LocalTails:
+    def __init__(
+        self,
+        kept: KeptSession,
+        wanted: Iterable[tuple[int, str]],
+        lines: int | None,
+        miss: Callable[[str], None],
+    ):
+        self._tails = {each: LogTail(kept.folder, *each, lines, miss) for each in wanted}
+
+    def read(self) -> Iterator[tuple[int, str, bytes]]:
+        for (rank, stream), tail in self._tails.items():
+            for data in tail.read():
+                yield rank, stream, data
+
+    def problem(self) -> str:
+        return "" if any(tail.is_there for tail in self._tails.values()) else NO_LOG
+
+    def close(self) -> None:
+        for tail in self._tails.values():
+            tail.close()
+
+
+class _FarTails:
+    def __init__(
+        self,
+        kept: KeptSession,
+        wanted: Iterable[tuple[int, str]],
+        lines: int | None,
+        miss: Callable[[str], None],
+    ):
+        self._kept, self._miss = kept, miss
+        self._logs = FarLogs(kept)
+        files = [(rank, STREAMS[stream]) for rank, stream in wanted]
+        self._tails = FarTails(self._logs, files, lines, self._say)
+
+    def read(self) -> Iterator[tuple[int, str, bytes]]:
+        for (rank, stream), data in self._tails.read():
+            yield rank, f"std{stream}", data
+
+    def problem(self) -> str:
+        return self._tails.problem or ("" if self._tails.is_there else NO_LOG)
+
+    def close(self) -> None:
+        self._logs.close()
+
+    def _say(self, text: str) -> None:
+        if self._kept.is_alive:  # else nobody answers, and that is said otherwise
+            self._miss(text)
 
 
 class LogTail:
@@ -85,7 +174,7 @@ def looks(kept: KeptSession, follow: bool = True) -> Iterator[None]:
     """Now and then, until the session has ended, and once after that."""
     while follow and kept.is_alive:
         yield
-        time.sleep(POLL_S)
+        time.sleep(FAR_POLL_S if kept.keeper else POLL_S)
     yield
 
 
@@ -100,21 +189,15 @@ def texts_of_all(
         miss: Is told what is missing.
 
     Raises:
-        KeptSessionError: The ranks are on other hosts.
+        KeptSessionError: The session is lost.
     """
-    refuse_far_logs(kept)
-    with contextlib.ExitStack() as stack:
-        tails = [
-            (rank, stream, stack.enter_context(contextlib.closing(tail)), _decoder())
-            for rank in range(kept.world_size)
-            for stream in STREAMS
-            for tail in [LogTail(kept.folder, rank, stream, lines, miss)]
-        ]
+    ranks = range(kept.world_size)
+    decoders = {(rank, stream): _decoder() for rank in ranks for stream in STREAMS}
+    with contextlib.closing(open_tails(kept, ranks, STREAMS, lines, miss)) as tails:
         for _ in looks(kept):
             yield [
-                Text(rank, 0, stream, decode(data))
-                for rank, stream, tail, decode in tails
-                for data in tail.read()
+                Text(rank, 0, stream, decoders[rank, stream](data))
+                for rank, stream, data in tails.read()
             ]
 
 

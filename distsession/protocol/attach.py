@@ -23,6 +23,10 @@ __all__ = [
     "EndSession",
     "Ended",
     "Fenced",
+    "LogPart",
+    "LogRead",
+    "LogsReply",
+    "LogsRequest",
     "SetOwner",
     "attach_path",
 ]
@@ -82,6 +86,31 @@ class BoardRequest:
     whole: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LogRead:
+    """A part of a log that somebody wants.
+
+    Attributes:
+        stream: ``"out"`` or ``"err"``.
+        generation: In which the rank was forked; None for its newest log.
+        begin: Where the part begins, in bytes.
+        count: How many bytes of it at most; none asks for the size.
+    """
+
+    rank: int
+    stream: str
+    generation: int | None
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogsRequest:
+    """Somebody wants parts of logs on another host; nobody becomes its owner."""
+
+    reads: tuple[LogRead, ...]
+
+
 # --- from an agent --------------------------------------------------------------------------------
 
 
@@ -117,6 +146,36 @@ class BoardReply:
 
     frames: list[bytes]
     clock_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A part of a log.
+
+    Attributes:
+        generation: Whose log it is; None where there is none.
+        newest: The generation of the rank's newest log.
+        path: Of the log, where it is.
+        size: Bytes of it; 0 if it is gone.
+        begin: Where the data begins, behind what was given back to the disk.
+        data: Empty where nothing is left from there on.
+        problem: Why it cannot be had; empty if it can.
+    """
+
+    generation: int | None = None
+    newest: int | None = None
+    path: str = ""
+    size: int = 0
+    begin: int = 0
+    data: bytes = b""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LogsReply:
+    """One part for each that was wanted; all of them together are of a bounded size."""
+
+    parts: tuple[LogPart, ...]
 
 
 @dataclass(frozen=True, slots=True)

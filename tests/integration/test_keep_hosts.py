@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from distsession import EngineDiedError, RunError, Session, SessionStateError
 from distsession.cluster.end_kept import end_session
 from distsession.cluster.kept import find_kept, kept_sessions
 from distsession.errors import KeptSessionError
+from distsession.kernel import far_logs
 from distsession.kernel.kept_state import look_at
 from distsession.kernel.kept_table import doing_text
+from distsession.kernel.log_text import LogReader
 from distsession.notebook.kept_hint import hints
 from distsession.protocol.messages import Text
+from distsession.viewer import SessionViewer
 from tests.integration.conftest import Recorder
 from tests.integration.host_lab import HostLab, host_lab
 from tests.integration.host_sessions import nothing_left, options_of, reduced
@@ -49,6 +53,13 @@ for number in range(60):
     {work}
     time.sleep(0.02)
 """
+
+CELL = """
+import time
+print("now", rank, flush=True)
+{work}
+"""
+DISTSESSION = (sys.executable, "-m", "distsession")
 
 
 @pytest.fixture(scope="module")
@@ -297,11 +308,6 @@ def test_a_terminal_shows_and_ends_it(lab: HostLab, kernels: Kernels) -> None:
     (line,) = [line for line in _said(*command, "ls").splitlines() if line.startswith("shown ")]
     assert "barrier" in line
     assert "rank 1" in _said(*command, "diagnose", "shown")
-    refused = subprocess.run(
-        [*command, "logs", "shown", "-r", "0"], capture_output=True, text=True, check=False
-    )
-    assert refused.returncode
-    assert "only its owner reads what they write" in refused.stderr
     assert "has ended" in _said(*command, "stop", "shown")
     until(lambda: not any(process.is_running() for process in here), "the end of all here")
     nothing_left(lab)
@@ -309,6 +315,115 @@ def test_a_terminal_shows_and_ends_it(lab: HostLab, kernels: Kernels) -> None:
 
 def _said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# --- what ranks write -----------------------------------------------------------------------------
+
+
+class Followed:
+    """A command whose output is read as it comes."""
+
+    def __init__(self, *arguments: str):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "distsession", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line.rstrip())
+
+    def has(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait()
+        self._thread.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@contextlib.contextmanager
+def followed(*arguments: str) -> Iterator[Followed]:
+    command = Followed(*arguments)
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def test_what_ranks_write_is_followed_without_an_owner_and_with_one(kernels: Kernels) -> None:
+    kernels.leave("session.execute('print(\"before\", rank)')", "said")
+    assert _said(*DISTSESSION, "logs", "said", "-r", "1") == "before 1\n"
+    assert _said(*DISTSESSION, "logs", "said", "-r", "1", "--stderr") == ""
+    with (
+        followed("logs", "said", "-r", "1", "-f") as log,
+        followed("attach", "said") as every,
+    ):
+        until(lambda: log.has("before 1") and every.has("before 1"), "what was there")
+        session = kernels.attach("said")
+        session.execute("print('meanwhile', rank)")
+        until(lambda: log.has("meanwhile 1"), "what comes")
+        until(lambda: every.has("meanwhile 0") and every.has("meanwhile 1"), "that of all")
+        session.restart([1])
+        session.execute("print('fresh', rank)")
+        until(lambda: log.has("fresh 1") and every.has("fresh 1"), "text of a fresh process")
+    assert log.lines[:3] == ["before 1", "meanwhile 1", "fresh 1"]
+
+
+def test_a_viewer_sees_what_cells_on_hosts_put_out(kernels: Kernels) -> None:
+    kernels.start(in_background(CELL.format(work="time.sleep(600)")), "watched")
+    until(lambda: "sleep" in _said(*DISTSESSION, "diagnose", "watched"), "the cell to wait")
+    recorder = Recorder()
+    with Session.view("watched", output=lambda: recorder) as viewer:
+        until(lambda: _output_of(viewer, recorder) == {0: "now 0\n", 1: "now 1\n"}, "the text")
+        assert "This is the text so far of In[" in repr(viewer.show_output())
+        assert viewer.log_path(1) is None
+        source = viewer.log_source(1, "stdout")
+        assert source.name.startswith("gpu2:/")
+        assert LogReader(source).before(source.size, 5).text == "now 1"
+
+
+def test_of_very_much_text_a_viewer_sees_the_end_and_is_told(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(far_logs, "TEXT_BYTES", 4 * 20)
+    work = "print('x' * 30, flush=True); time.sleep(600)"
+    kernels.start(in_background(CELL.format(work=work)), "much")
+    until(lambda: "sleep" in _said(*DISTSESSION, "diagnose", "much"), "the cell to wait")
+    recorder = Recorder()
+    with Session.view("much", output=lambda: recorder) as viewer:
+        text = repr(viewer.show_output(ranks=1))
+        assert recorder.text(1) == "x" * 19 + "\n"
+        assert "Not kept: 17 bytes of text before what is shown of rank 1." in text
+
+
+def _output_of(viewer: SessionViewer, recorder: Recorder) -> dict[int, str]:
+    recorder.clear()
+    viewer.show_output()
+    return {rank: recorder.text(rank) for rank in viewer.ranks}
+
+
+def test_what_was_written_on_a_host_that_is_gone_is_said_to_be_gone(
+    lab: HostLab, kernels: Kernels
+) -> None:
+    kernels.leave("session.execute('print(\"before\", rank)')", "halved")
+    with followed("attach", "halved") as every:
+        until(lambda: every.has("before 1"), "what was there")
+        lab["gpu2"].crash()
+        until(lambda: every.has("gpu2 is gone, and what its ranks wrote with it"), "to be told")
+    assert sum("is gone" in line for line in every.lines) == 1
+    refused = subprocess.run(
+        [*DISTSESSION, "logs", "halved", "-r", "1"], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode
+    assert "gpu2 is gone, and what its ranks wrote with it" in refused.stderr
+    assert _said(*DISTSESSION, "logs", "halved", "-r", "0") == "before 0\n"
 
 
 # --- hosts and their keeper -----------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Pipe
 from threading import Thread
@@ -23,6 +23,10 @@ from distsession.protocol.attach import (
     Ended,
     EndSession,
     Fenced,
+    LogPart,
+    LogRead,
+    LogsReply,
+    LogsRequest,
     attach_path,
 )
 from distsession.protocol.kept_record import OWNER_FILE, Owner, read_record
@@ -53,6 +57,9 @@ class Agent:
     def read_board(self, whole: bool) -> BoardReply:
         return BoardReply([b"whole" if whole else b"new"], 1)
 
+    def read_logs(self, reads: Sequence[LogRead]) -> tuple[LogPart, ...]:
+        return tuple(LogPart(read.generation, data=b"text") for read in reads)
+
     def connect(self, wanted: Any) -> tuple[Any, Any]:
         """Somebody connects: what the agent does then, and what the one who connects is told."""
         told: list[Any] = []
@@ -67,7 +74,7 @@ class Agent:
 
         thread = Thread(target=ask)
         thread.start()
-        found = self.owners.accept(self.link, self.attached, self.read_board)
+        found = self.owners.accept(self.link, self.attached, self.read_board, self.read_logs)
         thread.join()
         return found, told[0]
 
@@ -202,7 +209,10 @@ def test_who_ends_it_need_not_wait(make: Callable[..., Agent]) -> None:
     client = Client(attach_path(agent.folder, 0), family="AF_UNIX")
     client.send(EndSession("somebody has ended it"))
     client.close()
-    assert isinstance(agent.owners.accept(agent.link, agent.attached, agent.read_board), EndSession)
+    assert isinstance(
+        agent.owners.accept(agent.link, agent.attached, agent.read_board, agent.read_logs),
+        EndSession,
+    )
 
 
 def test_another_version_is_refused_with_both(make: Callable[..., Agent]) -> None:
@@ -235,19 +245,25 @@ def test_who_connects_and_says_nothing_does_not_keep_the_agent(
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.05)
     agent = make()
     with Client(attach_path(agent.folder, 0), family="AF_UNIX"):
-        assert agent.owners.accept(agent.link, agent.attached, agent.read_board) is None
+        assert (
+            agent.owners.accept(agent.link, agent.attached, agent.read_board, agent.read_logs)
+            is None
+        )
     assert agent.owner.pid == 11
 
 
-def test_who_looks_at_the_board_owns_nothing(make: Callable[..., Agent]) -> None:
+def test_who_looks_at_board_and_logs_owns_nothing(make: Callable[..., Agent]) -> None:
     agent = make()
     for whole, told in ((True, b"whole"), (False, b"new")):
         found, said = agent.connect(BoardRequest(whole))
         assert found is None
         assert said == BoardReply([told], 1)
     assert agent.owner.pid == 11
+    found, said = agent.connect(LogsRequest((LogRead(1, "out", 3, 0, 10),)))
+    assert (found, said) == (None, LogsReply((LogPart(3, data=b"text"),)))
     agent.owners.leave()
     agent.now += 59
     agent.connect(BoardRequest(whole=True))
+    agent.connect(LogsRequest(()))
     agent.now += 2
     assert agent.owners.problem(idle)
