@@ -327,6 +327,7 @@ class Followed:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "distsession", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         self.lines: list[str] = []
         self._thread = threading.Thread(target=self._read)
