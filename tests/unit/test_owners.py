@@ -195,7 +195,10 @@ def test_who_attaches_and_does_not_wait_leaves_it_to_nobody(
         client.close()  # the machine is busy, and this takes longer than somebody waits
         return agent.attached(epoch)
 
-    assert agent.owners.accept(agent.link, attached, agent.read_board, agent.read_logs) == (None, 22)
+    assert agent.owners.accept(agent.link, attached, agent.read_board, agent.read_logs) == (
+        None,
+        22,
+    )
     if is_owned:
         assert isinstance(agent.kernel.recv(), Fenced)
         agent.link = None
