@@ -808,12 +808,12 @@ class Rank:
     def _acknowledged(self) -> int:
         return self._board.acknowledged(self._link.epoch)
 
-    def _on_pump(self, last_line: LastLine) -> None:
-        """Called by the thread that sends the output, whenever it wakes."""
+    def _on_pump(self, last_line: LastLine) -> bool:
+        """Called by the thread that sends the output, whenever it wakes; whether to call it often."""
         last_line.update()
         self._imports.update()
-        self._recorder.note_wait(_innermost)
         self._link.forget_acknowledged()
+        return self._recorder.note_wait(_innermost)
 
     # --- ipyparallel ------------------------------------------------------------------------------
 
