@@ -37,8 +37,8 @@ CHECK_EVERY_S = 0.05
 CHECK_RANK_S = 0.0002
 """Seconds between two checks for each rank: looking at many takes as long as a call to them."""
 CHECKS = ((1.0, CHECK_EVERY_S), (5.0, 0.1), (math.inf, 0.2))
-"""Until when, in seconds of a run, how many seconds are between two checks: they use processors that
-the ranks may be short of, and who has waited for long does not see a tenth of a second."""
+"""Until when, in seconds of a run, how many seconds are between two checks: they use processors
+that the ranks may be short of, and who has waited for long does not see a tenth of a second."""
 CHECK_QUEUED_EVERY_S = 5.0
 """Seconds between two checks of one that waits behind others, which are looked after themselves."""
 CHECK_PAUSE_FACTOR = 9

@@ -809,7 +809,7 @@ class Rank:
         return self._board.acknowledged(self._link.epoch)
 
     def _on_pump(self, last_line: LastLine) -> bool:
-        """Called by the thread that sends the output, whenever it wakes; whether to call it often."""
+        """Called by the thread that sends the output, as it wakes; whether to call it often."""
         last_line.update()
         self._imports.update()
         self._link.forget_acknowledged()
