@@ -93,7 +93,7 @@ class Channel(ABC):
     def commit_push(self, number: int, ranks: Sequence[int]) -> bool:
         """Have ranks set the names of a push that all of them have staged, and not wait for it.
 
-        What is sent to them from now on finds the new values.
+        Whatever is sent to them from now on finds the new values.
 
         Args:
             number: Of its request, which was made ``by_word``.

@@ -41,6 +41,7 @@ from distsession.protocol.messages import (
     InputRequest,
     MalformedMessage,
     OutputEnd,
+    PushRequest,
     Reason,
     Reply,
     Request,
@@ -224,7 +225,12 @@ class SocketChannel(Channel):
             message = Addressed(request, tuple(ranks)) if self._is_kept else request
             queued = all(self._busy[rank] for rank in ranks)
             pending = PendingRequest(
-                request.id, ranks, self.budget, self.send_control, queued=queued
+                request.id,
+                ranks,
+                self.budget,
+                self.send_control,
+                queued=queued,
+                only_stages=isinstance(request, PushRequest),
             )
             self._pending[request.id] = pending
             try:
@@ -280,11 +286,14 @@ class SocketChannel(Channel):
             board = self.board
             if board is None or not self.commits_pushes:
                 return False
+            # Of what is on its way one rank might see the old values and another the new ones.
+            if any(self._busy[rank] for rank in ranks):
+                return False
             # There is one such word: others may not have come to setting what it says now.
             if any(region.staged for region in board.regions if region.rank not in ranks):
                 return False
-            self._last += 1
-            return board.commit_push(number, self._last)
+            board.commit_push(number)
+            return True
 
     def _check_living(self, ranks: Sequence[int]) -> None:
         for rank in ranks:

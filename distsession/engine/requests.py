@@ -88,7 +88,7 @@ class RequestDispatcher:
 
     def perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
         """The value of a request (``NOTHING`` if it has none), and what of it is to be shown."""
-        self.transfers.commit_pushed(request.id)
+        self.transfers.commit_pushed()
         value, shown = self._perform(request, payload)
         self._trace.mark_end(request)
         return value, shown

@@ -149,30 +149,17 @@ class Transfers:
             self._set_staged()
         self._forget_staged()  # behind it: what is interrupted before is done again
 
-    def commit_pushed(self, before: int | None = None) -> bool:
-        """Set the names to what was staged if the board says so.
-
-        Args:
-            before: Only if it was said before this request was sent, which is about to begin. Of
-                two requests then both begin with the old or both with the new values on all ranks.
-
-        Returns:
-            Whether there is something of which it may still say so.
-        """
-        if not self._push:
-            return False
-        assert self._board is not None
-        at = self._board.push_committed_at(self._push)
-        if at is None or (before is not None and at > before):
-            return True
-        self.commit(True)
-        return False
+    def commit_pushed(self) -> bool:
+        """Set the names to what was staged if the board says so; whether it may still say so."""
+        if self.is_pushed:
+            self.commit(True)
+        return self._push != 0
 
     @property
     def is_pushed(self) -> bool:
         """From any thread: what was staged is committed, and about to be set."""
         push = self._push
-        return bool(push and self._board and self._board.push_committed_at(push) is not None)
+        return bool(push and self._board and self._board.is_push_committed(push))
 
     def _forget_staged(self) -> None:
         self._staged = {}

@@ -90,9 +90,6 @@ WORD_MASK = (1 << 64) - 1
 SEQUENCE_BITS = 40
 """Of a slot's sequence word; the incarnation of its stream has the rest."""
 SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
-PUSH_BITS = 40
-"""Of the word ``PUSHED``: the number of a push; how much later it was committed has the rest."""
-PUSH_MASK, MAX_PUSH_DELAY = (1 << PUSH_BITS) - 1, (1 << 64 - PUSH_BITS) - 1
 CHAIN_FACTOR, CHAIN_MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 PID_BITS, STARTED_BITS, LETTER_BITS = 22, 32, 8
 """Of the words that stand for a process: its pid, when it was started, and its state."""
@@ -195,25 +192,12 @@ class Board:
     def acknowledged(self, epoch: int) -> int:
         return self.words[ACKNOWLEDGED + epoch % EPOCHS]
 
-    def commit_push(self, number: int, at: int) -> bool:
-        """Have all ranks of a push set its names, at the same place between their requests.
+    def commit_push(self, number: int) -> None:
+        """All ranks of a push have staged it by this request, and are to set its names."""
+        self.words[PUSHED] = number
 
-        Args:
-            number: Of the request that they have staged it by.
-            at: Requests of a higher number see the new values.
-
-        Returns:
-            Whether both numbers go into one word; if not, nothing has been said.
-        """
-        if at - number > MAX_PUSH_DELAY or number > PUSH_MASK:
-            return False
-        self.words[PUSHED] = at - number << PUSH_BITS | number
-        return True
-
-    def push_committed_at(self, number: int) -> int | None:
-        """Which requests see the values of a push: those of a higher number; None if none do."""
-        word = self.words[PUSHED]
-        return number + (word >> PUSH_BITS) if word & PUSH_MASK == number else None
+    def is_push_committed(self, number: int) -> bool:
+        return self.words[PUSHED] == number
 
     def kernel_words(self) -> list[tuple[int, int]]:
         """All of these, and where they are."""
