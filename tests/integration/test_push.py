@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distsession import Session
-from distsession.errors import DistsessionError, RunInterrupt
+from distsession.errors import DistsessionError, RunError, RunInterrupt
 from tests.until import LIMIT_S, Press, until
 
 LARGE = 300_000  # elements, well above what goes with a message
@@ -122,6 +122,20 @@ def test_what_was_there_before_is_let_go_though_nothing_follows(session: Session
     before = mapped()
     session.push(value(1))
     until(lambda: mapped() == before)
+
+
+def test_what_fails_on_one_rank_is_let_go_on_the_others(session: Session) -> None:
+    class Fragile:
+        def __reduce__(self) -> Any:
+            return eval, ("1 / (int(__import__('os').environ['RANK']) == 0)",)
+
+    session.push(value(0))
+    with pytest.raises(RunError, match="what was pushed cannot be rebuilt"):
+        session.push(value(1), fragile=Fragile())
+    board = session.recovery.launcher.board
+    assert board is not None
+    until(lambda: not any(region.staged for region in board.regions))
+    assert held(session) == {(0, 0)}
 
 
 def test_a_stop_reaches_the_end_of_what_is_replaced(session: Session) -> None:
