@@ -87,6 +87,23 @@ class Channel(ABC):
         """The generation for which a rank's process was started; None if it has ended."""
         return None
 
+    commits_pushes = False
+    """Ranks can be told by a word that all of them see at once to set what they have staged."""
+
+    def commit_push(self, number: int, ranks: Sequence[int]) -> bool:
+        """Have ranks set the names of a push that all of them have staged, and not wait for it.
+
+        Whatever is sent to them from now on finds the new values.
+
+        Args:
+            number: Of its request, which was made ``by_word``.
+            ranks: All that have it.
+
+        Returns:
+            Whether that is done. If not, they have to be asked.
+        """
+        return False
+
     @abstractmethod
     def forget(self, pending: PendingRequest) -> None:
         """Nobody waits for this any more; what still comes of it is background output."""

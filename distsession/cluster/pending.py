@@ -91,6 +91,7 @@ class PendingRequest:
         budget: Counts the output that has not been shown yet.
         send: Sends a rank what was typed.
         queued: All its ranks have others to answer first.
+        only_stages: Its ranks change nothing by it that the user sees.
     """
 
     def __init__(
@@ -101,9 +102,11 @@ class PendingRequest:
         send: Callable[[int, InputReply], None] = lambda rank, reply: None,
         *,
         queued: bool = False,
+        only_stages: bool = False,
     ):
         self.request = request
         self.ranks = tuple(ranks)
+        self.only_stages = only_stages
         self.replies: dict[int, tuple[Reply, Frames]] = {}
         self.deaths: dict[int, EngineDiedError] = {}
         self.times: dict[int, float] = {}

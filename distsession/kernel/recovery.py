@@ -230,6 +230,8 @@ class Recovery:
                 break
             time.sleep(0.005)
         run = f"the run on {ranks_text(pending.ranks)} was stopped"
+        if pending.only_stages:
+            return f"{run}: the variables are as they were."
         replies = dict(pending.replies)
         finished = sorted(rank for rank, (reply, _) in replies.items() if reply.error is None)
         others = [rank for rank in pending.ranks if rank not in finished]
