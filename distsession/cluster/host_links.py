@@ -138,8 +138,11 @@ class HostLinks:
         self._order(lambda: self._socket.send_multipart([host.identity, data]))
 
     def silent_s(self, host: LinkedHost) -> float:
-        """For how many seconds nothing has come from an agent, though it was asked each second."""
-        return max(0.0, self._pinged_at - host.heard)
+        """For how many seconds nothing has come from an agent, though it was asked meanwhile."""
+        # While this process is stopped, or a call of the user's holds the interpreter's lock, it
+        # asks nobody.
+        asked_until = min(time.monotonic(), self._pinged_at + PING_S)
+        return max(0.0, asked_until - host.heard)
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until something holds that follows from what comes from agents."""

@@ -93,6 +93,13 @@ class HostStreams:
         else:
             call.is_over.wait()
 
+    def unheard_s(self, link: LinkedHost) -> float | None:
+        """Seconds since the system of a host has answered; None where that is not known."""
+        with self._lock:
+            streams = list(self._streams.get(link.identity, ()))
+        known = [seconds for each in streams if (seconds := each.unheard_s()) is not None]
+        return min(known, default=None)
+
     def cut(self, link: LinkedHost) -> None:
         """Close all that a host has brought."""
         with self._lock:
@@ -145,6 +152,8 @@ class HostStreams:
             except (OSError, ValueError) as error:
                 log.debug("nobody listens for %s: %s", hello.get("service"), error)
                 return
+            if hello.get("service") in SOCKETS:  # a few for each host, and not some for each rank
+                stream.watch()
             with self._lock:
                 self._streams.setdefault(link.identity, set()).add(stream)
             try:

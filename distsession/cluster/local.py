@@ -628,6 +628,10 @@ class LocalLauncher(Launcher):
         message = Abort(AbortReason.REFUSED, "", -1, 0, tuple(requests))
         self.channel.broadcast(self._living(), message)
 
+    def leave(self, ranks: Sequence[int], request: int, text: str) -> None:
+        message = Abort(AbortReason.FAILED, text, -1, interrupt=request, refuse=(request,))
+        self.channel.broadcast(ranks, message)
+
     @property
     def must_reconnect(self) -> bool:
         return self.is_broken or bool(self._monitor.store_ended)

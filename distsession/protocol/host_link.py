@@ -51,7 +51,7 @@ STORE, TCP_STORE = "store", "tcp-store"
 ATTACH = "attach"
 """The way back: to the socket at which an agent takes in who wants to own the session."""
 
-PING_S = 1.0
+PING_S = 0.5
 """Seconds between two signs of life of the kernel."""
 
 
