@@ -212,6 +212,12 @@ class HostsLauncher(LocalLauncher):
 
     def _kernel_address(self, node: int) -> str:
         if address := self._agents.kernel_address(node):
+            if ":" in address:
+                raise SessionStateError(
+                    f"{self._agents.name(node)} reaches this host by IPv6 only, and ipyparallel's "
+                    "controller listens at IPv4 addresses: %px and session.client do not work. "
+                    "Cells and calls do."
+                )
             return address
         raise SessionStateError(
             f"{self._agents.name(node)} cannot connect to this host, so its ranks cannot register "

@@ -30,6 +30,7 @@ __all__ = [
     "encode",
     "reach_proof",
     "read_keys",
+    "tcp_place",
     "tunnel_path",
     "write_keys",
 ]
@@ -88,6 +89,11 @@ class LinkKeys:
 
 TUNNEL = "ssh"
 """Stands for the address of the kernel where ssh carries all that goes there."""
+
+
+def tcp_place(address: str, port: int) -> str:
+    """An address and a port for zmq and in URLs, where an IPv6 address stands in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def tunnel_path(tunnel: str, host: str, what: str) -> str:

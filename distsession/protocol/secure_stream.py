@@ -119,6 +119,15 @@ class SecureStream:
         if self._socket.family != socket.AF_UNIX:
             _set_keepalive(self._socket, WATCH_PAUSE_S, WATCH_PAUSE_S, WATCH_PROBES)
 
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """The address and the port of the other end; None where that is not another host."""
+        try:
+            address, port, *_ = self._socket.getpeername()
+        except (OSError, ValueError):  # it is closed; of a unix socket it is a path
+            return None
+        return address, port
+
     def unheard_s(self) -> float | None:
         """Seconds since the system of the other host has answered, whatever its processes do.
 
