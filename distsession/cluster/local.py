@@ -925,7 +925,10 @@ class LocalLauncher(Launcher):
                     CONTROLLER_DESCRIPTORS + 8 * self._plan.world_size,
                 )
                 controller = self._controller = Controller(
-                    self.folder, self._agents.pid(), is_open=self.first_node > 0
+                    self.folder,
+                    self._agents.pid(),
+                    ranks=self._plan.world_size,
+                    is_open=self.first_node > 0,
                 )
             controller.start()
         controller.wait_ready(timeout)
