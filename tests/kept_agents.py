@@ -22,7 +22,7 @@ from distsession.protocol.kept_record import OWNER_FILE, write_record
 __all__ = ["PlayedAgent", "write_owner"]
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from multiprocessing.connection import Listener
 from distsession.protocol import folder_lock
 from distsession.protocol.attach import EndSession, Ended, attach_path
@@ -53,7 +53,11 @@ with Listener(attach_path(folder, int(node)), family="AF_UNIX") as listener:
                 break
             if answer == "closes":
                 continue
+            if answer == "is ending":
+                break
             sys.stdin.read()  # says nothing
+if answer == "is ending":
+    time.sleep(0.5)
 folder_lock.remove_unused(folder, lock, lambda: True)
 """
 
@@ -65,7 +69,7 @@ class PlayedAgent:
         base: Where the folder is made.
         name: Of the session.
         answer: ``"ends"`` if it does as it is told, ``"closes"`` if it hangs up, ``"waits"`` if it
-            says nothing.
+            says nothing, ``"is ending"`` if it hangs up and ends a moment later.
         nodes: How many agents are played.
         has_ranks: It has a child for each rank, which has written a line to each log file.
         more: Of ``write_kept``.

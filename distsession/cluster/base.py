@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distsession.cluster.attachment import Adopted
+from distsession.cluster.deaths import SilentHost
 from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.pending import PendingRequest
 from distsession.engine.process import module_command
@@ -86,6 +87,23 @@ class Channel(ABC):
     def process_of(self, rank: int) -> int | None:
         """The generation for which a rank's process was started; None if it has ended."""
         return None
+
+    commits_pushes = False
+    """Ranks can be told by a word that all of them see at once to set what they have staged."""
+
+    def commit_push(self, number: int, ranks: Sequence[int]) -> bool:
+        """Have ranks set the names of a push that all of them have staged, and not wait for it.
+
+        Whatever is sent to them from now on finds the new values.
+
+        Args:
+            number: Of its request, which was made ``by_word``.
+            ranks: All that have it.
+
+        Returns:
+            Whether that is done. If not, they have to be asked.
+        """
+        return False
 
     @abstractmethod
     def forget(self, pending: PendingRequest) -> None:
@@ -210,6 +228,15 @@ class Launcher(ABC):
     def refuse(self, requests: Sequence[int]) -> None:  # noqa: B027
         """Have requests that have not begun answered with an error."""
 
+    def leave(self, ranks: Sequence[int], request: int, text: str) -> None:  # noqa: B027
+        """Have ranks that nobody waits for end a request, as soon as they hear of it.
+
+        Args:
+            ranks: Which.
+            request: Its number.
+            text: Why.
+        """
+
     @property
     def must_reconnect(self) -> bool:
         """Whether the process group is to be connected anew before the next run."""
@@ -278,6 +305,10 @@ class Launcher(ABC):
     def unreported(self, rank: int) -> str:
         """Of a rank that has ended: why nobody says how."""
         return "nobody has said how"
+
+    def silent_hosts(self) -> tuple[SilentHost, ...]:
+        """Hosts that do not answer just now, and do not count as gone."""
+        return ()
 
     def note_unreported(self) -> None:  # noqa: B027
         """Take ranks for dead that have ended and whose agent does not say so."""

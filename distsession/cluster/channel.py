@@ -41,6 +41,7 @@ from distsession.protocol.messages import (
     InputRequest,
     MalformedMessage,
     OutputEnd,
+    PushRequest,
     Reason,
     Reply,
     Request,
@@ -218,15 +219,18 @@ class SocketChannel(Channel):
     ) -> PendingRequest:
         with self._lock:
             self._check_open()
-            for rank in ranks:
-                if rank in self._dead:
-                    raise copy.copy(self._dead[rank])  # it may be given notes
+            self._check_living(ranks)
             self._last += 1
             request = make(self._last)
             message = Addressed(request, tuple(ranks)) if self._is_kept else request
             queued = all(self._busy[rank] for rank in ranks)
             pending = PendingRequest(
-                request.id, ranks, self.budget, self.send_control, queued=queued
+                request.id,
+                ranks,
+                self.budget,
+                self.send_control,
+                queued=queued,
+                only_stages=isinstance(request, PushRequest),
             )
             self._pending[request.id] = pending
             try:
@@ -269,6 +273,32 @@ class SocketChannel(Channel):
             messages.append((node, self._names(group), frames))
         if messages:
             self.links.send_each(node_link.REQUEST, messages)
+
+    @property
+    def commits_pushes(self) -> bool:  # type: ignore[override]
+        # What is staged in a session that is kept may have to wait for another owner's word.
+        return self.board is not None and self.shares_board and not self._is_kept
+
+    def commit_push(self, number: int, ranks: Sequence[int]) -> bool:
+        with self._lock:
+            self._check_open()
+            self._check_living(ranks)
+            board = self.board
+            if board is None or not self.commits_pushes:
+                return False
+            # Of what is on its way one rank might see the old values and another the new ones.
+            if any(self._busy[rank] for rank in ranks):
+                return False
+            # There is one such word: others may not have come to setting what it says now.
+            if any(region.staged for region in board.regions if region.rank not in ranks):
+                return False
+            board.commit_push(number)
+            return True
+
+    def _check_living(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if rank in self._dead:
+                raise copy.copy(self._dead[rank])  # it may be given notes
 
     def _names(self, ranks: Sequence[int]) -> list[bytes]:
         """Of their present processes."""

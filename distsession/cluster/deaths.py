@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from distsession.engine.oom import oom_text
 from distsession.errors import EngineDiedError
 from distsession.protocol.messages import RankExited
-from distsession.ranks import ranks_text
+from distsession.ranks import RankInfo, ranks_text
 
 __all__ = [
     "AGENT_GONE",
+    "SilentHost",
     "agent_text",
     "death_error",
     "ended_text",
@@ -25,6 +27,45 @@ AGENT_GONE = (
     "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
     "session.restart() brings them back, without their variables."
 )
+
+
+@dataclass(frozen=True)
+class SilentHost:
+    """A host that does not answer, and may do so again.
+
+    Attributes:
+        name: Of it.
+        ranks: Of it.
+        seconds: Since something has come from it.
+        is_cut_off: Its system does not answer either: it is down, or its network is.
+        lost_after_s: The seconds after which it counts as gone.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    seconds: float
+    is_cut_off: bool
+    lost_after_s: float
+
+    @property
+    def text(self) -> str:
+        """What people read."""
+        return f"{self.name} has not answered for {self.seconds:.0f} s"
+
+    def error_of(self, info: RankInfo) -> EngineDiedError:
+        """The error of a rank of it that is waited for no longer."""
+        how = f"cannot be reached: {self.text}"
+        return EngineDiedError(
+            f"rank {info.rank} (pid {info.pid}) {how}.",
+            rank=info.rank,
+            pid=info.pid,
+            returncode=-signal.SIGKILL,
+            how=how,
+            remedy=(
+                f"If it answers again within {self.lost_after_s:.0f} s, its ranks keep their "
+                f"variables; otherwise session.restart({list(self.ranks)}) replaces them."
+            ),
+        )
 
 
 def death_error(

@@ -80,14 +80,24 @@ def _refusals_named(kept: KeptSession, node: int) -> Iterator[None]:
     except KeptSessionError:
         raise
     except Exception as error:  # what an agent of another version says may be unknown here, too
-        if node in kept.gone_agents:  # it has just ended, as it is to
-            return
         _refuse_stopped(kept, {node: kept.agents[node]})
+        if _ends_by_itself(kept, node):
+            return
         pid = kept.agents[node]
         raise KeptSessionError(
             f"{agent_text(node)} (pid {pid}) of {kept} cannot be told to end it: "
             f"{str(error) or 'it has hung up'}. `kill {pid}` ends it with its ranks."
         ) from None
+
+
+def _ends_by_itself(kept: KeptSession, node: int) -> bool:
+    """Whether an agent that takes in nothing any more is about to end, as it is to."""
+    deadline = time.monotonic() + FOLDER_TIMEOUT_S
+    while node not in kept.gone_agents:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _living(kept: KeptSession) -> dict[int, int]:

@@ -370,6 +370,7 @@ class HostKeeper:
             plan=hosts.plan,
             links=links,
             lost=frozenset(link.identity for link in links if hosts.is_lost(link)),
+            cut_off=frozenset(link.identity for link in links if hosts.is_cut_off(link)),
             silent={link.identity: hosts.silent_s(link) for link in links},
             problems=tuple(hosts.problems),
             job=hosts.job,

@@ -15,7 +15,14 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distsession.protocol.host_link import MESSAGE_MAX, PING_S, LinkKeys, decode, encode
+from distsession.protocol.host_link import (
+    MESSAGE_MAX,
+    PING_S,
+    LinkKeys,
+    decode,
+    encode,
+    tcp_place,
+)
 
 __all__ = ["Dial", "HostLinks", "LinkedHost"]
 
@@ -90,6 +97,7 @@ class HostLinks:
         self._socket.curve_publickey, self._socket.curve_secretkey = kernel_public, self._secret
         self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_MAX)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.IPV6, 1)  # as well
         port = self._socket.bind_to_random_port(f"tcp://{bind}")
         self.keys = LinkKeys(
             addresses=tuple(addresses),
@@ -126,11 +134,11 @@ class HostLinks:
 
     def connect(self, address: str, port: int) -> None:
         """Go to an agent that listens."""
-        self._order(lambda: self._socket.connect(f"tcp://{address}:{port}"))
+        self._order(lambda: self._socket.connect(tcp_place(address, port)))
 
     def disconnect(self, address: str, port: int) -> None:
         """Go there no longer."""
-        self._order(lambda: self._socket.disconnect(f"tcp://{address}:{port}"))
+        self._order(lambda: self._socket.disconnect(tcp_place(address, port)))
 
     def send(self, host: LinkedHost, kind: str, body: Mapping[str, Any] | None = None) -> None:
         """Send a message, which is lost if the agent has gone."""
@@ -138,8 +146,11 @@ class HostLinks:
         self._order(lambda: self._socket.send_multipart([host.identity, data]))
 
     def silent_s(self, host: LinkedHost) -> float:
-        """For how many seconds nothing has come from an agent, though it was asked each second."""
-        return max(0.0, self._pinged_at - host.heard)
+        """For how many seconds nothing has come from an agent, though it was asked meanwhile."""
+        # While this process is stopped, or a call of the user's holds the interpreter's lock, it
+        # asks nobody.
+        asked_until = min(time.monotonic(), self._pinged_at + PING_S)
+        return max(0.0, asked_until - host.heard)
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until something holds that follows from what comes from agents."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +30,11 @@ CALL_TIMEOUT_S = 10.0
 """Seconds that a host has to bring a stream that it was asked for."""
 LOST_LOOK_S = 0.25
 """Seconds between two looks for hosts that are silent."""
+KNOCK_AFTER_S = 0.75
+"""Seconds of silence after which a host is asked by a new connection at each look. Those that there
+are wait ever longer before they try again, also when the network has come back."""
+KNOCKS = 8
+"""How many of these connections wait for an answer at most."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class HostStreams:
         self._streams: dict[bytes, set[SecureStream]] = {}
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
+        self._knocks: dict[bytes, list[socket.socket]] = {}
+        self._answered: dict[bytes, float] = {}
         self._listener = StreamListener(bytes.fromhex(links.keys.stream_key), self._carry)
         links.on_open = self._go_to
         self._is_closed = threading.Event()
@@ -93,6 +103,15 @@ class HostStreams:
         else:
             call.is_over.wait()
 
+    def unheard_s(self, link: LinkedHost) -> float | None:
+        """Seconds since the system of a host has answered; None where that is not known."""
+        with self._lock:
+            streams = list(self._streams.get(link.identity, ()))
+        known = [seconds for each in streams if (seconds := each.unheard_s()) is not None]
+        if (answered := self._answered.get(link.identity)) is not None:
+            known.append(time.monotonic() - answered)
+        return min(known, default=None)
+
     def cut(self, link: LinkedHost) -> None:
         """Close all that a host has brought."""
         with self._lock:
@@ -112,11 +131,45 @@ class HostStreams:
         while not self._is_closed.wait(LOST_LOOK_S):
             for link in list(self._links.hosts.values()):
                 if self._is_lost(link) and self._streams.get(link.identity):
+                    self._close_knocks(link)
                     if not link.is_given_up:
                         log.warning("the host %s is silent: it counts as gone", link.name)
                     # For good: else it were there again when its network is, without its streams.
                     link.is_given_up = True
                     self.cut(link)
+                elif self._links.silent_s(link) > KNOCK_AFTER_S and not link.is_given_up:
+                    self._knock(link)
+                else:
+                    self._close_knocks(link)
+        for link in list(self._links.hosts.values()):
+            self._close_knocks(link)
+
+    def _knock(self, link: LinkedHost) -> None:
+        """See whether the system of a host answers, be it that nobody listens there."""
+        knocks = self._knocks.setdefault(link.identity, [])
+        for each in knocks[:]:
+            poll = select.poll()
+            poll.register(each, select.POLLOUT)
+            if poll.poll(0):
+                error = each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error in (0, errno.ECONNREFUSED):
+                    self._answered[link.identity] = time.monotonic()
+                knocks.remove(each)
+                each.close()
+        with self._lock:
+            peers = [each.peer for each in self._streams.get(link.identity, ())]
+        if not (known := [peer for peer in peers if peer]) or len(knocks) >= KNOCKS:
+            return
+        made = socket.socket(socket.AF_INET6 if ":" in known[0][0] else socket.AF_INET)
+        made.setblocking(False)
+        if made.connect_ex(known[0]) == errno.EINPROGRESS:
+            knocks.append(made)
+        else:  # there is no way to it from here
+            made.close()
+
+    def _close_knocks(self, link: LinkedHost) -> None:
+        for each in self._knocks.pop(link.identity, ()):
+            each.close()
 
     def _go_to(self, link: LinkedHost, port: int) -> None:
         """Connect to a host that cannot connect to this one."""
@@ -145,6 +198,8 @@ class HostStreams:
             except (OSError, ValueError) as error:
                 log.debug("nobody listens for %s: %s", hello.get("service"), error)
                 return
+            if hello.get("service") in SOCKETS:  # a few for each host, and not some for each rank
+                stream.watch()
             with self._lock:
                 self._streams.setdefault(link.identity, set()).add(stream)
             try:

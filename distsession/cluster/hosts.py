@@ -47,6 +47,8 @@ TELL_S = 1.0
 """Seconds between two words on what is waited for."""
 FACTS_TIMEOUT_S = 120.0
 """Seconds that a host has to import torch, perhaps from a network's disk that is cold."""
+SILENT_S = 1.7
+"""Seconds without a word after which a host is said not to answer. It may only be busy."""
 LOST_S = 5.0
 """Seconds without a word from a host after which it counts as gone."""
 BEGIN_TIMEOUT_S = 20.0
@@ -135,6 +137,16 @@ class Hosts:
             or (self._launcher is not None and link.name in self._launcher.ended())
         )
 
+    def is_cut_off(self, link: LinkedHost) -> bool:
+        """Whether not even a host's system answers, as that of one does whose processes are slow.
+
+        Nobody knows that where ssh carries all.
+        """
+        if self._streams is None or self.silent_s(link) <= SILENT_S:
+            return False
+        unheard_s = self._streams.unheard_s(link)
+        return unheard_s is not None and unheard_s > SILENT_S
+
     def lost_for_good(self, suspects: Sequence[LinkedHost]) -> list[LinkedHost]:
         """Those of some hosts that are gone and cannot be started without all others.
 
@@ -148,7 +160,7 @@ class Hosts:
         return [one for one in suspects if self.is_lost(one)]
 
     def silent_s(self, link: LinkedHost) -> float:
-        """For how many seconds nothing has come from a host, which says something every second."""
+        """For how many seconds nothing has come from a host, which is asked all the time."""
         return self._links.silent_s(link)
 
     def replace(self, index: int, name: str = "") -> LinkedHost:

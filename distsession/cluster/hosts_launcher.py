@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from distsession.cluster.agents import Agents
 from distsession.cluster.attachment import Attachment, FarHosts
+from distsession.cluster.deaths import SilentHost
 from distsession.cluster.host_agents import FIRST, HostAgents
 from distsession.cluster.host_links import LinkedHost
-from distsession.cluster.hosts import Hosts, kernel_facts
+from distsession.cluster.hosts import LOST_S, SILENT_S, Hosts, kernel_facts
 from distsession.cluster.kept_hosts import KeptHosts
 from distsession.cluster.local import LocalLauncher
 from distsession.cluster.pending import OutputMessage
@@ -37,8 +38,6 @@ TELL_LEFT_S = 600.0, 60.0
 """Seconds before the time limit of the job at which it is told."""
 JOB_LOOK_S = 60.0
 """Seconds between two looks at how much time the job has left, which may be changed, too."""
-SILENT_S = 2.5
-"""Seconds without a word after which a host is said not to answer. It may only be busy."""
 MOVE_TIMEOUT_S = 5.0
 """Seconds in which it is known that a host is gone whose streams were cut."""
 
@@ -213,6 +212,12 @@ class HostsLauncher(LocalLauncher):
 
     def _kernel_address(self, node: int) -> str:
         if address := self._agents.kernel_address(node):
+            if ":" in address:
+                raise SessionStateError(
+                    f"{self._agents.name(node)} reaches this host by IPv6 only, and ipyparallel's "
+                    "controller listens at IPv4 addresses: %px and session.client do not work. "
+                    "Cells and calls do."
+                )
             return address
         raise SessionStateError(
             f"{self._agents.name(node)} cannot connect to this host, so its ranks cannot register "
@@ -285,14 +290,22 @@ class HostsLauncher(LocalLauncher):
         )
 
     def problems(self) -> str:
-        own = self._job_problem(), self._keeper_problem(), *self._silent()
+        silent = [f"{host.text}." for host in self.silent_hosts()]
+        own = self._job_problem(), self._keeper_problem(), *silent
         return " ".join(filter(None, (*own, super().problems())))
 
-    def _silent(self) -> Iterator[str]:
-        for link in self._hosts.links:
+    def silent_hosts(self) -> tuple[SilentHost, ...]:
+        return tuple(self._find_silent())
+
+    def _find_silent(self) -> Iterator[SilentHost]:
+        if self._plan is None:
+            return
+        for node, link in enumerate(self._hosts.links, FIRST):
             seconds = self._hosts.silent_s(link)
             if seconds > SILENT_S and not self._hosts.is_lost(link):
-                yield f"{link.name} has not answered for {seconds:.0f} s."
+                ranks = tuple(self._ranks_on(node))
+                is_cut_off = self._hosts.is_cut_off(link)
+                yield SilentHost(link.name, ranks, seconds, is_cut_off, LOST_S)
 
     # --- close ------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
+import json
 import logging
 import os
 import signal
@@ -24,6 +26,7 @@ import zmq
 
 from distsession.cluster.base import python_command
 from distsession.errors import DistsessionError, LaunchError, LaunchTimeoutError
+from distsession.protocol import folder_lock
 from distsession.protocol.messages import ControllerInfo
 from distsession.protocol.signing import no_signing_warning
 from distsession.ranks import format_ranks
@@ -61,16 +64,19 @@ class Controller:
     Args:
         folder: The session's folder; ipyparallel's profile is made in it.
         pid_of_agent: The running agent, which ipyparallel's cluster adopts as its engine set.
+        ranks: How many engines there are.
         is_open: Engines come from other hosts, so it listens at all addresses. Whoever has not its
             keys (CURVE) is not let in.
     """
 
-    def __init__(self, folder: str, pid_of_agent: int, *, is_open: bool = False):
+    def __init__(self, folder: str, pid_of_agent: int, *, ranks: int = 1, is_open: bool = False):
         self._ip = "0.0.0.0" if is_open else "127.0.0.1"
         # A folder of its own: what an earlier controller has written there leads nowhere.
         self._profile = tempfile.mkdtemp(prefix="ipyparallel-", dir=folder)
         self._folder = folder
-        self._agent = pid_of_agent
+        self._agent, self._ranks = pid_of_agent, ranks
+        self._listed = ""
+        """The file by which ``ipcluster list`` finds it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cluster: Any = None
         self._connection: dict[str, Any] | None = None
@@ -160,8 +166,29 @@ class Controller:
                 engine_set_id="agent",
             )
         self._connection = connection
+        with self._lock, contextlib.suppress(OSError):  # nobody has to find it
+            if not self._closed:
+                self._list(cluster)
         self._ready.set()
         await self._stopped.wait()
+
+    def _list(self, cluster: Any) -> None:
+        """Have ``ipcluster list`` find it, among the clusters of the user's profile."""
+        import ipyparallel
+
+        found = cluster.to_dict()
+        # The pids of ranks may be those of another host; and its agent ends them all.
+        agent = {"pid": self._agent, "state": "running"}
+        engines = {str(rank): agent for rank in range(self._ranks)}
+        found["engines"]["sets"] = {"agent": {"state": "running", "engines": engines}}
+        name = found["cluster"]["cluster_id"] = os.path.basename(self._folder)
+        path = str(ipyparallel.Cluster(cluster_id=name, load_profile=False).cluster_file)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        for stale in glob.glob(os.path.join(os.path.dirname(path), _LISTED)):
+            _remove_if_over(stale)  # of a kernel that was killed
+        self._listed = path
+        with open(path, "w", encoding="utf-8", opener=_private) as file:
+            json.dump(found, file)
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until it serves.
@@ -364,6 +391,9 @@ class Controller:
         """End the controller and disconnect the client."""
         with self._lock:
             self._closed = True
+            if self._listed:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._listed)
         if self._client is not None:
             with contextlib.suppress(Exception):
                 self._client.close()
@@ -386,6 +416,22 @@ class Controller:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.process.pid, signal.SIGKILL)
             launcher._wait_thread.join(2.0)  # ipyparallel's own thread reaps it
+
+
+_LISTED = f"cluster-{folder_lock.PREFIX}*.json"
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _remove_if_over(path: str) -> None:
+    """Remove a file for ``ipcluster list`` whose session is over."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with open(path, encoding="utf-8") as file:
+            profile = str(json.load(file)["cluster"]["profile_dir"])
+        if not os.path.isdir(profile):
+            os.unlink(path)
 
 
 def _message_session(facts: dict[str, Any]) -> Any:

@@ -129,6 +129,7 @@ class HostsState:
         plan: With other hosts in the place of those that were replaced.
         links: As that process has them.
         lost: The identities of those that count as gone.
+        cut_off: The identities of those whose system does not answer either.
         silent: Seconds of silence, by identity.
         problems: What was found to be wrong.
         job: The id of the job that the agents are in.
@@ -140,6 +141,7 @@ class HostsState:
     plan: HostPlan
     links: tuple[LinkedHost, ...]
     lost: frozenset[bytes]
+    cut_off: frozenset[bytes]
     silent: Mapping[bytes, float]
     problems: tuple[HostProblem, ...]
     job: str
@@ -379,6 +381,9 @@ class KeptHosts:
         state = self._state
         is_lost = state is not None and link.identity in state.lost
         return self.is_gone or self._is_released or link.is_given_up or is_lost
+
+    def is_cut_off(self, link: LinkedHost) -> bool:
+        return self._state is not None and link.identity in self._state.cut_off
 
     def silent_s(self, link: LinkedHost) -> float:
         return 0.0 if self._state is None else self._state.silent.get(link.identity, 0.0)

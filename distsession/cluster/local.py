@@ -628,6 +628,10 @@ class LocalLauncher(Launcher):
         message = Abort(AbortReason.REFUSED, "", -1, 0, tuple(requests))
         self.channel.broadcast(self._living(), message)
 
+    def leave(self, ranks: Sequence[int], request: int, text: str) -> None:
+        message = Abort(AbortReason.FAILED, text, -1, interrupt=request, refuse=(request,))
+        self.channel.broadcast(ranks, message)
+
     @property
     def must_reconnect(self) -> bool:
         return self.is_broken or bool(self._monitor.store_ended)
@@ -921,7 +925,10 @@ class LocalLauncher(Launcher):
                     CONTROLLER_DESCRIPTORS + 8 * self._plan.world_size,
                 )
                 controller = self._controller = Controller(
-                    self.folder, self._agents.pid(), is_open=self.first_node > 0
+                    self.folder,
+                    self._agents.pid(),
+                    ranks=self._plan.world_size,
+                    is_open=self.first_node > 0,
                 )
             controller.start()
         controller.wait_ready(timeout)

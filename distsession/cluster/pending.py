@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -35,8 +36,9 @@ CHECK_EVERY_S = 0.05
 """Seconds between two checks of whether a run can still end."""
 CHECK_RANK_S = 0.0002
 """Seconds between two checks for each rank: looking at many takes as long as a call to them."""
-LONG_RUN_S, CHECK_LONG_RUN_EVERY_S = 5.0, 0.2
-"""Seconds after which a run is a long one, and between two checks from then on."""
+CHECKS = ((1.0, CHECK_EVERY_S), (5.0, 0.1), (math.inf, 0.2))
+"""Until when, in seconds of a run, how many seconds are between two checks: they use processors
+that the ranks may be short of, and who has waited for long does not see a tenth of a second."""
 CHECK_QUEUED_EVERY_S = 5.0
 """Seconds between two checks of one that waits behind others, which are looked after themselves."""
 CHECK_PAUSE_FACTOR = 9
@@ -89,6 +91,7 @@ class PendingRequest:
         budget: Counts the output that has not been shown yet.
         send: Sends a rank what was typed.
         queued: All its ranks have others to answer first.
+        only_stages: Its ranks change nothing by it that the user sees.
     """
 
     def __init__(
@@ -99,9 +102,11 @@ class PendingRequest:
         send: Callable[[int, InputReply], None] = lambda rank, reply: None,
         *,
         queued: bool = False,
+        only_stages: bool = False,
     ):
         self.request = request
         self.ranks = tuple(ranks)
+        self.only_stages = only_stages
         self.replies: dict[int, tuple[Reply, Frames]] = {}
         self.deaths: dict[int, EngineDiedError] = {}
         self.times: dict[int, float] = {}
@@ -298,7 +303,7 @@ class PendingRequest:
     def _check_interval_s(self, seconds: float) -> float:
         if self._is_queued and not self._is_sole:
             return CHECK_QUEUED_EVERY_S
-        least = CHECK_EVERY_S if seconds < LONG_RUN_S else CHECK_LONG_RUN_EVERY_S
+        least = next(every for until, every in CHECKS if seconds < until)
         return max(least, CHECK_RANK_S * len(self.ranks))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from distsession.cluster.base import Channel
+from distsession.cluster.deaths import SilentHost
 from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.cluster.rank_processes import RankProcesses
@@ -99,6 +100,7 @@ class _Ranks(Protocol):
     @property
     def processes(self) -> RankProcesses: ...
     def dead_ranks(self) -> Mapping[int, EngineDiedError]: ...
+    def silent_hosts(self) -> tuple[SilentHost, ...]: ...
     def abort(
         self, reason: AbortReason, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
     ) -> None: ...
@@ -155,7 +157,12 @@ class Reconnect:
 
     def _what_prevents_it(self, settle: float) -> str:
         """What is to be said before ranks are asked for anything."""
-        if text := self._launcher.store_problem() or self._dead_text() or self._lost_text():
+        if text := (
+            self._launcher.store_problem()
+            or self._dead_text()
+            or self._lost_text()
+            or self._cut_off_text()
+        ):
             return text
         if text := self._halted.check_twice(self._ranks):
             return text
@@ -176,6 +183,10 @@ class Reconnect:
         dead = sorted(self._launcher.dead_ranks())
         have = "has" if len(dead) == 1 else "have"
         return f"{ranks_text(dead)} died and {have} to be replaced first" if dead else ""
+
+    def _cut_off_text(self) -> str:
+        cut_off = [host.text for host in self._launcher.silent_hosts() if host.is_cut_off]
+        return f"{', '.join(cut_off)}; the next run tries again" if cut_off else ""
 
     def _lost_text(self) -> str:
         board = self._launcher.board
@@ -238,7 +249,8 @@ class Reconnect:
         """Called now and then during an attempt; ends it where it cannot succeed."""
         if self._cancelled.is_set() and time.monotonic() > self._undisturbed_until:
             raise _Over(STOPPED_TEXT)
-        text = self._dead_text() or failure_of(pending) or self._halted.check(pending.missing)
+        text = self._dead_text() or self._cut_off_text() or failure_of(pending)
+        text = text or self._halted.check(pending.missing)
         if text:
             raise _Over(text)
 

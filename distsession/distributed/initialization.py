@@ -251,7 +251,8 @@ def _init_group(
         if size == 1:
             store = dist.HashStore()
         elif found is not None and found.source != "torchrun":
-            init_method = f"tcp://{found.address}:{found.port}"
+            host = f"[{found.address}]" if ":" in str(found.address) else found.address
+            init_method = f"tcp://{host}:{found.port}"
     if store is None:
         waiting = {} if limit is None else {"timeout": limit}
         store, _, _ = next(iter(dist.rendezvous(init_method, rank, size, **waiting)))

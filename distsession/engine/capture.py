@@ -35,6 +35,10 @@ STREAMS = ("stdout", "stderr")
 CHUNK_BYTES = 1 << 16
 PUMP_INTERVAL_S = 0.05
 """Seconds between two looks at the files while output is expected."""
+QUIET_INTERVAL_S = 0.2
+"""The same while something runs that puts nothing out."""
+QUIET_AFTER_S = 0.1
+"""Seconds after which what runs is quiet."""
 IDLE_INTERVAL_S = 0.5
 """The same at rest: what Python prints then is told at once, what C code and other processes write
 is found so."""
@@ -121,7 +125,7 @@ class Capture(RequestListener):
         paths: The two log files.
         limit: Bytes of each that are kept.
         send: Sends a message to the kernel. It may block for as long as the kernel is behind.
-        on_wake: Called by the pump whenever it wakes.
+        on_wake: Called by the pump whenever it wakes; whether it is to be called often.
         acknowledged: The last request whose output nobody needs any more; None where a kernel that
             ends takes this rank with it.
         on_begin: Called with a request that begins, and how long both files are then.
@@ -133,7 +137,7 @@ class Capture(RequestListener):
         paths: tuple[str, str],
         limit: int,
         send: Callable[[Any], None],
-        on_wake: Callable[[], None] = lambda: None,
+        on_wake: Callable[[], bool] = lambda: False,
         acknowledged: Callable[[], int] | None = None,
         on_begin: Callable[[int, tuple[int, int]], None] = lambda request, sizes: None,
     ):
@@ -164,6 +168,8 @@ class Capture(RequestListener):
         self._pump_lock = threading.Lock()
         self._wake = threading.Event()
         self._is_at_rest = False
+        self._is_watching = False
+        """Who is called on waking wants that often."""
         self._last_put_out: tuple[int, ...] = ()
         self._busy_at = time.monotonic()
         self._request = 0  # as the pump sees it
@@ -326,7 +332,7 @@ class Capture(RequestListener):
             self._wake.wait(self._interval())
             self._wake.clear()
             try:
-                self._on_wake()
+                self._is_watching = self._on_wake()
                 if self._resume is not None:
                     self._send_retained()
                 self._drain()
@@ -344,13 +350,16 @@ class Capture(RequestListener):
 
     def _interval(self) -> float:
         """Seconds until the pump looks again, if nobody wakes it."""
-        put_out = (*self._sent, self._messages)
-        if self._request or put_out != self._last_put_out:
+        put_out = (*self._sent, self._messages, self._request)
+        if self._is_watching or put_out != self._last_put_out:
             self._last_put_out, self._busy_at = put_out, time.monotonic()
         # First said, then looked at: who adds something after this look wakes the pump.
-        self._is_at_rest = time.monotonic() - self._busy_at > REST_AFTER_S
+        rest_after = QUIET_AFTER_S if self._request else REST_AFTER_S
+        self._is_at_rest = time.monotonic() - self._busy_at > rest_after
         self._is_at_rest = self._is_at_rest and not self._marks and not self._unsent()
-        return IDLE_INTERVAL_S if self._is_at_rest else PUMP_INTERVAL_S
+        if not self._is_at_rest:
+            return PUMP_INTERVAL_S
+        return QUIET_INTERVAL_S if self._request else IDLE_INTERVAL_S
 
     def _drain(self) -> None:
         with self._pump_lock:

@@ -58,14 +58,20 @@ class CompletionServer:
         namespace: The rank's variables.
         rank: Its number.
         send: Takes the answer, from another thread.
+        settle: Called before the variables are looked at, by that thread.
     """
 
     def __init__(
-        self, namespace: dict[str, Any], rank: int, send: Callable[[CompletionReply], None]
+        self,
+        namespace: dict[str, Any],
+        rank: int,
+        send: Callable[[CompletionReply], None],
+        settle: Callable[[], None] = lambda: None,
     ):
         self._namespace = namespace
         self._rank = rank
         self._send = send
+        self._settle = settle
         self._newest: CompletionRequest | None = None
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -88,6 +94,7 @@ class CompletionServer:
             if request is None:
                 continue
             try:
+                self._settle()
                 self._send(handle_request(request, self._rank, dict(self._namespace)))
             except Exception:
                 log.exception("could not answer %r", request)

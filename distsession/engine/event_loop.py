@@ -26,11 +26,16 @@ class RankLoop(asyncio.SelectorEventLoop):
         self._poll.register(self._waker, select.POLLIN)
         super().__init__()
 
-    def wait_outside(self, descriptor: int) -> None:
-        """In the main thread: wait until a descriptor is readable, or :meth:`wake` is called."""
+    def wait_outside(self, descriptor: int, timeout_ms: int | None = None) -> None:
+        """In the main thread: wait until a descriptor is readable, or :meth:`wake` is called.
+
+        Args:
+            descriptor: Of what may come.
+            timeout_ms: How long at most.
+        """
         self._poll.register(descriptor, select.POLLIN)
         try:
-            is_woken = any(ready == self._waker for ready, _ in self._poll.poll())
+            is_woken = any(ready == self._waker for ready, _ in self._poll.poll(timeout_ms))
         finally:
             self._poll.unregister(descriptor)  # it is another one when another kernel has come
         if is_woken:

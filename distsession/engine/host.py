@@ -41,6 +41,7 @@ from distsession.protocol.host_link import (
     decode,
     encode,
     read_keys,
+    tcp_place,
     tunnel_path,
 )
 
@@ -187,7 +188,7 @@ class HostProcess:
         """Connect to the first of the kernel's addresses that works."""
         for address in self._open_addresses():
             # Something else may have that address here; it has no key.
-            if self._greet(f"tcp://{address}:{self._keys.port}", address):
+            if self._greet(tcp_place(address, self._keys.port), address):
                 return True
         return False
 
@@ -268,6 +269,7 @@ class HostProcess:
         made: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         made.setsockopt(zmq.IDENTITY, os.urandom(8))
         made.setsockopt(zmq.MAXMSGSIZE, MESSAGE_MAX)
+        made.setsockopt(zmq.IPV6, 1)  # as well
         # Answered by zmq's own thread there, also while a call of the user's holds the interpreter.
         made.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * min(PING_S, self._keys.patience_s)))
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * self._keys.patience_s))

@@ -43,10 +43,11 @@ def installed_facts() -> dict[str, Any]:
 
 
 def resolve(hostname: str) -> tuple[str, ...]:
-    """The addresses of a name, as this host sees it."""
-    with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(hostname, None, socket.AF_INET, socket.SOCK_STREAM)
-        return tuple(sorted({str(entry[4][0]) for entry in found}))
+    """The IPv4 addresses of a name, as this host sees it; those of IPv6 if it has no other."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(hostname, None, family, socket.SOCK_STREAM)
+            return tuple(sorted({str(entry[4][0]) for entry in found}))
     return ()
 
 

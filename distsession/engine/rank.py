@@ -107,6 +107,12 @@ REQUEST_POLL_MS = 3
 """How long to wait for the next request before ipyparallel's event loop gets its turn: a request
 that follows at once is then served without the cost of entering and leaving that loop."""
 
+PUSHED_POLL_MS = 1, 50
+"""The shortest and longest time between two looks at whether what was staged is committed, while
+no request comes, which looks by itself."""
+PUSHED_WAIT_S = 0.2
+"""Seconds that completion waits for an idle rank to set what is committed."""
+
 NATIVE_MARK = "groups-of-torch"
 """A file in the session's folder, once its ranks have left their groups to torch."""
 
@@ -248,7 +254,9 @@ class Rank:
             self._wake_loop,
         )
         self._namespace: dict[str, Any] = {}
-        self._completion = CompletionServer(self._namespace, rank, self._send)
+        self._completion = CompletionServer(
+            self._namespace, rank, self._send, self._wait_for_pushed
+        )
         self._front: ShellFront
         self._dispatcher: RequestDispatcher
         self._on_begin: Sequence[Callable[[Request], None]] = ()
@@ -376,6 +384,7 @@ class Rank:
                 DebugRequest: lambda _: self._debugger.post_mortem(),
                 ReturnRequest: lambda _: self._loans.end(),
             },
+            board=self._board,
         )
         listeners = (
             self._capture,
@@ -410,13 +419,18 @@ class Rank:
         self._link.send(message)
 
     def _next_request(self) -> Received:
+        look_ms = PUSHED_POLL_MS[0]
         while True:
+            is_staged = self._dispatcher.transfers.commit_pushed()
             self._comms.handle(self._callback)
             if not self._link.has_request():
-                if not self._loop.is_used:
-                    self._loop.wait_outside(self._link.descriptor)
+                if is_staged and self._loop.is_used:
+                    self._loop.run_until_complete(asyncio.sleep(look_ms / 1000))
+                elif not self._loop.is_used:
+                    self._loop.wait_outside(self._link.descriptor, look_ms if is_staged else None)
                 elif not self._link.poll_request(REQUEST_POLL_MS):
                     self._loop.run_until_complete(self._await_request())
+                look_ms = min(2 * look_ms, PUSHED_POLL_MS[1])
                 continue
             received = self._link.receive_request()
             if received is not None:
@@ -449,6 +463,14 @@ class Rank:
             finally:
                 self._loop.remove_reader(descriptor)
                 self._idle = None
+
+    def _wait_for_pushed(self) -> None:
+        """From another thread: wait until names are set that an idle rank is about to set."""
+        deadline = time.monotonic() + PUSHED_WAIT_S
+        while self._dispatcher.transfers.is_pushed and not self._recorder.region.request:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def _end_idle(self) -> None:
         if self._idle is not None and not self._idle.done():
@@ -808,12 +830,12 @@ class Rank:
     def _acknowledged(self) -> int:
         return self._board.acknowledged(self._link.epoch)
 
-    def _on_pump(self, last_line: LastLine) -> None:
-        """Called by the thread that sends the output, whenever it wakes."""
+    def _on_pump(self, last_line: LastLine) -> bool:
+        """Called by the thread that sends the output, as it wakes; whether to call it often."""
         last_line.update()
         self._imports.update()
-        self._recorder.note_wait(_innermost)
         self._link.forget_acknowledged()
+        return self._recorder.note_wait(_innermost)
 
     # --- ipyparallel ------------------------------------------------------------------------------
 
@@ -825,6 +847,7 @@ class Rank:
     def _client_code(self) -> Iterator[None]:
         """What ipyparallel's clients have run runs within."""
         self._loans.touch()
+        self._dispatcher.transfers.commit_pushed()
         with self._handlers.user_code():
             yield
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from distsession.protocol.forward import listen
 from distsession.protocol.host_link import reach_proof
 
 __all__ = ["ReachListener", "own_addresses", "try_address", "try_peers"]
@@ -25,10 +26,17 @@ ANSWERS_AT_ONCE, ANSWER_TIMEOUT_S = 16, 3.0
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
+_SCOPE_GLOBAL = 0x00
+_NOT_READY = 0x01 | 0x08 | 0x20 | 0x40
+"""Flags of an address that is temporary, of one that another host has, of one that is to go, and of
+one of which it is not known yet whether another host has it."""
 
 
 def own_addresses() -> dict[str, str]:
-    """The IPv4 address of each interface that is up; the loopback's only if there is no other."""
+    """The address of each interface that is up; the loopback's only if there is no other.
+
+    It is the IPv4 address where it has one, and a global or a unique local one of IPv6 otherwise.
+    """
     found: dict[str, str] = {}
     loopback: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -39,7 +47,19 @@ def own_addresses() -> dict[str, str]:
                 address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, query)[20:24])
                 if flags & _IFF_UP:
                     (loopback if flags & _IFF_LOOPBACK else found)[name] = address
-    return found or loopback
+    more = {name: one for name, one in _ipv6_addresses().items() if name not in found}
+    return {**found, **more} or loopback
+
+
+def _ipv6_addresses() -> dict[str, str]:
+    """Those that other hosts can reach, by the interface, if the system has IPv6."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+        for line in table:
+            address, _, _, scope, flags, name = line.split()
+            if int(scope, 16) == _SCOPE_GLOBAL and not int(flags, 16) & _NOT_READY:
+                found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
+    return found
 
 
 class ReachListener:
@@ -51,7 +71,7 @@ class ReachListener:
 
     def __init__(self, name: str, reach_key: str):
         self._name, self._key = name, reach_key
-        self._socket = socket.create_server(("", 0), backlog=128)
+        self._socket = listen()
         self._pool = ThreadPoolExecutor(ANSWERS_AT_ONCE, thread_name_prefix="distsession-reach")
         self._is_closed = False
         threading.Thread(target=self._serve, name="distsession-reach", daemon=True).start()

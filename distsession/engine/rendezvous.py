@@ -70,7 +70,9 @@ class UserGroups(RequestListener):
         place = self._place
         if not 0 < world_size <= place.world_size or not 0 <= rank < world_size:
             return None
-        name = f"rendezvous of {world_size} ranks at port {port}"
+        # The session's own port is another one on each host.
+        where = "the session's port" if port == place.store_port else f"port {port}"
+        name = f"rendezvous of {world_size} ranks at {where}"
         part = f"generation{self._generation}/{name}"
         client = store.session_store(place.store_path)
         this = f"{part}/{self._met[name]}"

@@ -19,6 +19,7 @@ from distsession.engine.timeline import Trace
 from distsession.engine.transfer import Transfers
 from distsession.errors import SerializationError
 from distsession.protocol import serialize, shared_memory
+from distsession.protocol.board import Board
 from distsession.protocol.fingerprint import fingerprint
 from distsession.protocol.messages import (
     CallRequest,
@@ -60,6 +61,7 @@ class RequestDispatcher:
         payloads: Reaches what was sent with a request.
         around: Entered while the user's own code runs.
         extra: What is done with requests that only this kind of rank knows; gives their values.
+        board: Where the kernel may say that what was pushed is to be set.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RequestDispatcher:
         *,
         around: AbstractContextManager[None] | None = None,
         extra: Mapping[type[Any], Callable[[Any], Any]] | None = None,
+        board: Board | None = None,
     ):
         self._rank = rank
         self._namespace = namespace
@@ -80,11 +83,12 @@ class RequestDispatcher:
         self._payloads = payloads
         self._around = contextlib.nullcontext() if around is None else around
         self._extra = extra or {}
-        self._transfers = Transfers(namespace, rank)
+        self.transfers = Transfers(namespace, rank, board)
         self._summary: Summary | None = None
 
     def perform(self, request: Request, payload: Any) -> tuple[Any, Any]:
         """The value of a request (``NOTHING`` if it has none), and what of it is to be shown."""
+        self.transfers.commit_pushed()
         value, shown = self._perform(request, payload)
         self._trace.mark_end(request)
         return value, shown
@@ -97,17 +101,17 @@ class RequestDispatcher:
             case CallRequest():
                 value = self._call(request, payload)
             case PullRequest():
-                value = self._transfers.pull(request.names)
+                value = self.transfers.pull(request.names)
             case PushRequest():
                 value = self._stage(request, payload)
             case CommitRequest():
-                self._transfers.commit(request.keep)
+                self.transfers.commit(request.keep)
             case ShardsRequest():
-                value = self._transfers.shards(request.name)
+                value = self.transfers.shards(request.name)
             case FillRequest():
                 value = self._fill(request, payload)
             case PieceRequest():
-                value = self._transfers.piece(request.begin, request.shape)
+                value = self.transfers.piece(request.begin, request.shape)
             case SummaryRequest():
                 value = self._summarise(request)
             case PartsRequest():
@@ -161,7 +165,7 @@ class RequestDispatcher:
     def _stage(self, request: PushRequest, payload: Any) -> Any:
         self._remember_cells(request)
         began, frames = time.monotonic_ns(), self._payloads.read_private(payload)
-        problem = self._transfers.stage(frames)
+        problem = self.transfers.stage(frames, request.id if request.by_word else 0)
         self._trace.moved(request, shared_memory.nbytes(frames), began)
         return problem or NOTHING
 
@@ -169,8 +173,8 @@ class RequestDispatcher:
         at, began = request.at.get(self._rank), time.monotonic_ns()
         whole = self._payloads.map_whole(payload)
         if whole is None:  # of another host, it is not within reach
-            return self._transfers.stage_part(request.name, at)
-        size = self._transfers.fill(request.name, request.shape, at, whole)
+            return self.transfers.stage_part(request.name, at)
+        size = self.transfers.fill(request.name, request.shape, at, whole)
         self._trace.moved(request, size, began)
         return NOTHING
 

@@ -13,6 +13,7 @@ from typing import Any
 from distsession.engine.execute import rebound
 from distsession.errors import SerializationError
 from distsession.protocol import serialize
+from distsession.protocol.board import Board
 from distsession.protocol.tensor_memory import BorrowError
 
 __all__ = ["Part", "Shards", "Transfers"]
@@ -57,12 +58,15 @@ class Transfers:
     Args:
         namespace: The variables of a rank.
         rank: Its number.
+        board: Where the kernel may say that what was staged is to be set; None where it never does.
     """
 
-    def __init__(self, namespace: dict[str, Any], rank: int):
+    def __init__(self, namespace: dict[str, Any], rank: int, board: Board | None = None):
         self._namespace = namespace
         self._rank = rank
+        self._board = board
         self._staged: dict[str, Any] = {}
+        self._push = 0
         self._part: Any = None
 
     # --- pull -------------------------------------------------------------------------------------
@@ -105,13 +109,18 @@ class Transfers:
 
     # --- push -------------------------------------------------------------------------------------
 
-    def stage(self, payload: Sequence[Any]) -> str:
+    def stage(self, payload: Sequence[Any], push: int = 0) -> str:
         """Rebuild values, to be committed or discarded later.
 
+        Args:
+            payload: Of the push.
+            push: Its number, if the kernel may commit it by a word on the board.
+
         Returns:
-            Why not, where they have to come by another way; empty if they are here.
+            Why not, where they have to come by another way, or why the board's word is not enough;
+            empty if all is well.
         """
-        self._staged = {}
+        self._forget_staged()
         try:
             self._staged = serialize.load(payload)
         except BorrowError as error:
@@ -122,6 +131,13 @@ class Transfers:
                 f"what was pushed cannot be rebuilt: {type(error).__name__}: {error}. A module "
                 "that only the notebook has must be on sys.path of the ranks, too."
             ) from error
+        if not push or self._board is None:
+            return ""
+        for name in self._staged:
+            if _may_run_code(self._namespace.get(name)):
+                return f"the end of what {name!r} was before may have to be stopped"
+        self._push = push
+        self._board.regions[self._rank].set_staged(push)
         return ""
 
     def commit(self, keep: bool) -> None:
@@ -129,9 +145,31 @@ class Transfers:
 
         A function of a cell gets this rank's variables for its globals again.
         """
-        values, self._staged = self._staged, {}
-        if not keep:
-            return
+        if keep:
+            self._set_staged()
+        self._forget_staged()  # behind it: what is interrupted before is done again
+
+    def commit_pushed(self) -> bool:
+        """Set the names to what was staged if the board says so; whether it may still say so."""
+        if self.is_pushed:
+            self.commit(True)
+        return self._push != 0
+
+    @property
+    def is_pushed(self) -> bool:
+        """From any thread: what was staged is committed, and about to be set."""
+        push = self._push
+        return bool(push and self._board and self._board.is_push_committed(push))
+
+    def _forget_staged(self) -> None:
+        self._staged = {}
+        if self._push:
+            self._push = 0
+            assert self._board is not None
+            self._board.regions[self._rank].set_staged(0)
+
+    def _set_staged(self) -> None:
+        values = dict(self._staged)
         for name, value in values.items():
             if isinstance(value, FunctionType) and value.__module__ == "__main__":
                 for known, used in value.__globals__.items():
@@ -214,6 +252,18 @@ class Transfers:
             return None
         piece = self._part[tuple(slice(a, a + n) for a, n in zip(begin, shape, strict=True))]
         return piece.contiguous() if hasattr(piece, "contiguous") else piece
+
+
+def _may_run_code(value: Any) -> bool:
+    """Whether the end of a value may run Python code, which may hang."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
+        return bool(value.__dict__) or value.grad_fn is not None
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and type(value) is numpy.ndarray
+    return not (is_array and not value.dtype.hasobject)
 
 
 def _tensor_over(memory: Any, dtype: Any, shape: Sequence[int]) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from distsession.cluster.base import Launcher
+from distsession.cluster.deaths import SilentHost
 from distsession.cluster.pending import PendingRequest
 from distsession.engine.process_state import ENDED
 from distsession.errors import EngineDiedError
@@ -230,6 +231,8 @@ class Recovery:
                 break
             time.sleep(0.005)
         run = f"the run on {ranks_text(pending.ranks)} was stopped"
+        if pending.only_stages:
+            return f"{run}: the variables are as they were."
         replies = dict(pending.replies)
         finished = sorted(rank for rank, (reply, _) in replies.items() if reply.error is None)
         others = [rank for rank in pending.ranks if rank not in finished]
@@ -267,6 +270,8 @@ class Recovery:
             while True:
                 self.reconnect()
                 if not launcher.is_broken or launcher.dead_ranks() or not launcher.is_alive:
+                    return ""
+                if self._cut_off(ranks):  # which is told when it is sent
                     return ""
                 late = [rank for rank in ranks if launcher.channel.is_busy(rank)]
                 if not late:
@@ -339,6 +344,40 @@ class Recovery:
                 "their variables."
             )
         return "".join(f" {part}" for part in parts)
+
+    # --- hosts that do not answer -----------------------------------------------------------------
+
+    def check_reach(self, ranks: Sequence[int]) -> None:
+        """See that no rank is cut off, which would do what it was asked when nobody waits for it.
+
+        Raises:
+            EngineDiedError: One is.
+        """
+        for rank, host in self._cut_off(ranks).items():
+            raise host.error_of(self.launcher.infos[rank])
+
+    def _cut_off(self, ranks: Iterable[int]) -> dict[int, SilentHost]:
+        hosts = [host for host in self.launcher.silent_hosts() if host.is_cut_off]
+        wanted = set(ranks) if hosts else set()
+        return {rank: host for host in hosts for rank in host.ranks if rank in wanted}
+
+    def leave_behind(self, hosts: Sequence[SilentHost], pending: PendingRequest) -> None:
+        """Free whoever waits for ranks that are cut off, and wait for these no longer.
+
+        They live, and may come back: then they hear that they are to end what they do.
+        """
+        launcher = self.launcher
+        text = sentence(", ".join(host.text for host in hosts))
+        with self.lock:
+            if not launcher.is_broken:
+                launcher.abort(AbortReason.FAILED, text)
+            missing = set(pending.missing)
+            infos = launcher.infos
+            for host in hosts:
+                if left := sorted(missing & set(host.ranks)):
+                    launcher.leave(left, pending.request, text)
+                    for rank in left:
+                        pending.put_death(host.error_of(infos[rank]))
 
     # --- abort and reconnect ----------------------------------------------------------------------
 

@@ -117,6 +117,7 @@ class Requests:
         """
         self.before_submit()
         self.recovery.reconnect()
+        self.recovery.check_reach(ranks)
         try:
             return self.channel.submit(ranks, make, payload, progress, interrupts)
         except KeyboardInterrupt:

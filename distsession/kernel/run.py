@@ -42,7 +42,9 @@ from distsession.protocol import serialize
 from distsession.protocol.messages import RankReport
 from distsession.results import RankResults
 
-__all__ = ["Run"]
+__all__ = ["SET_ALREADY", "Run"]
+
+SET_ALREADY = "this was stopped when it was done already: the variables are set."
 
 BOARD_DELAY_S = 0.05
 """Seconds that it may take until it is known here what a rank of another node has done."""
@@ -174,7 +176,7 @@ class Run:
             infos = self._recovery.launcher.infos
             raise run_error(failed, results, infos, waited, then, self._watchdog.places)
         if is_late:
-            raise RunInterrupt("this was stopped when it was done already: the variables are set.")
+            raise RunInterrupt(SET_ALREADY)
         return results
 
     def _remark(self) -> None:

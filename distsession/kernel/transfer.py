@@ -11,15 +11,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from distsession.cluster.interrupts import interrupts_held
 from distsession.errors import (
     DistsessionError,
     OptionsError,
     RunError,
+    RunInterrupt,
     SerializationError,
     SessionStateError,
 )
 from distsession.kernel.outcome import notebook_cells
 from distsession.kernel.requests import Requests
+from distsession.kernel.run import SET_ALREADY
 from distsession.protocol import serialize
 from distsession.protocol.messages import (
     CommitRequest,
@@ -88,13 +91,25 @@ def _push_frames(
     requests: Requests, ranks: Sequence[int], payload: Any, cells: tuple[NotebookCell, ...] = ()
 ) -> None:
     """Push a pickled dict, the same for all ranks, or for each rank its own."""
+    channel, number, is_set = requests.channel, 0, False
+
+    def make(given: int) -> PushRequest:
+        nonlocal number
+        number = given
+        return PushRequest(given, cells, by_word=channel.commits_pushes)
+
     with requests.pushing:
         try:
-            requests.call(ranks, lambda number: PushRequest(number, cells), payload, verb="sending")
-        except BaseException:
+            unable = requests.call(ranks, make, payload, verb="sending")
+            with interrupts_held():
+                is_set = not any(unable.values()) and channel.commit_push(number, ranks)
+        except BaseException as error:
+            if is_set and isinstance(error, KeyboardInterrupt):
+                raise RunInterrupt(SET_ALREADY) from None
             _discard(requests, ranks)
             raise
-        requests.call(ranks, lambda number: CommitRequest(number, True), [], steady=True)
+        if not is_set:
+            requests.call(ranks, lambda number: CommitRequest(number, True), [], steady=True)
 
 
 def _discard(requests: Requests, ranks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from distsession.cluster.deaths import SilentHost
 from distsession.cluster.pending import PendingRequest
 from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.kernel.recovery import Recovery, is_doomed, waiting_in
@@ -56,6 +57,8 @@ class Watchdog:
         self._progress: object = None
         self._progress_at = time.monotonic()
         self._noticed_at = 0.0
+        self._silent = ""
+        self._was_broken = recovery.launcher.is_broken
         self._asked_at = 0.0
         self._idle_since: dict[int, tuple[int, float]] = {}
         self._still_since: dict[int, tuple[int, float]] = {}
@@ -75,6 +78,7 @@ class Watchdog:
         launcher = recovery.launcher
         self._find_late()
         launcher.note_unreported()
+        self._look_at_hosts()
         if launcher.board is None or self.verdict is not None or self._pending.stopped:
             return
         if where := self._pending.debugger_quit:
@@ -185,6 +189,45 @@ class Watchdog:
             launcher.abort(
                 AbortReason.FAILED, f"{ranks_text(sorted(late))} came too late for the others"
             )
+
+    # --- hosts that do not answer -----------------------------------------------------------------
+
+    def _look_at_hosts(self) -> None:
+        """Name hosts that the run waits for; free who waits in vain for one that is cut off."""
+        missing = set(self._pending.missing)
+        silent = [
+            host for host in self._recovery.launcher.silent_hosts() if missing & set(host.ranks)
+        ]
+        self._name_silent(silent)
+        cut_off = [host for host in silent if host.is_cut_off]
+        if cut_off and self._is_held_up(cut_off, missing):
+            self._recovery.leave_behind(cut_off, self._pending)
+
+    def _name_silent(self, silent: list[SilentHost]) -> None:
+        text = " ".join(f"{host.text}." for host in silent)
+        if text != self._silent:
+            names = ", ".join(host.name for host in silent)
+            self._notify(Notice(f"no answer from {names}", text) if text else NO_NOTICE)
+            self._silent = text
+
+    def _is_held_up(self, cut_off: list[SilentHost], missing: set[int]) -> bool:
+        """Whether a rank waits in an operation with some of a host, or was freed from it."""
+        launcher, away = self._recovery.launcher, {rank for host in cut_off for rank in host.ranks}
+        if launcher.is_broken:
+            return not self._was_broken and missing <= away
+        reports = self._recovery.reports(ask=False)
+        waiting = {
+            rank: report.operations[-1]
+            for rank, report in reports.items()
+            if report.state == RankState.RUNNING and report.operations and rank not in away
+        }
+        held_up = {
+            rank: describe_operation(operation)
+            for rank, operation in waiting.items()
+            if (operation.is_waiting or operation.is_enqueued) and away & set(operation.members)
+        }
+        self.waited |= held_up
+        return bool(held_up)
 
     # --- blocked in something that was issued asynchronously --------------------------------------
 

@@ -35,7 +35,7 @@ from distsession.protocol.unseen import Unseen
 
 __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 
-HEADER = 40
+HEADER = 48
 STREAMS = 4096
 RING = 64
 SLOT = 8
@@ -58,19 +58,23 @@ REGION = HEADER + STREAMS * STREAM + TEXT_WORDS + LINE_WORDS
 STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 INCARNATIONS, WITHOUT_GROUP = 11, 12
-LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files
-CLOCK_BEHIND = 15
+LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files, a word each
+CLOCK_BEHIND = 16
 """In nanoseconds; written by the kernel, in what it has of the boards of other hosts."""
 OPERATION_FAILED, DEVICE_LOST, CUT_OFF = 1, 2, 4  # bits of IS_DAMAGED
 # Of the first rank's header, written by the kernel; one word of each for every owner's epoch, so
 # that a former owner who goes on after a stop by SIGSTOP changes nothing of the present one's.
-COMMITTED, ACKNOWLEDGED = 16, 24
+COMMITTED, ACKNOWLEDGED = 17, 25
 EPOCHS = 8
+PUSHED = 33
+"""Of the first rank's header, written by the kernel: the last push whose names are to be set."""
+STAGED = 34
+"""The push that a rank has staged, and looks at ``PUSHED`` for; 0 if none."""
 # What the device was given that is not seen: its kinds, and how often something was begun.
-UNSEEN, UNSEEN_COUNT = 32, 33
+UNSEEN, UNSEEN_COUNT = 35, 36
 # Of its process: which one, by itself; and what the system says of it and, in a node's first
 # region, of the agent, by the relay of the node: for a kernel on another host.
-PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(34, 38)
+PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(37, 41)
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
 NAME = MEMBERS + MEMBER_WORDS
@@ -187,6 +191,13 @@ class Board:
 
     def acknowledged(self, epoch: int) -> int:
         return self.words[ACKNOWLEDGED + epoch % EPOCHS]
+
+    def commit_push(self, number: int) -> None:
+        """All ranks of a push have staged it by this request, and are to set its names."""
+        self.words[PUSHED] = number
+
+    def is_push_committed(self, number: int) -> bool:
+        return self.words[PUSHED] == number
 
     def kernel_words(self) -> list[tuple[int, int]]:
         """All of these, and where they are."""
@@ -305,6 +316,10 @@ class Region:
     def set_without_group(self, is_without: bool) -> None:
         """Whether its code has left the process group."""
         self._words[self.start + WITHOUT_GROUP] = is_without
+
+    def set_staged(self, number: int) -> None:
+        """Which push it has staged that the kernel commits by a word; 0 if none."""
+        self._words[self.start + STAGED] = number
 
     def set_unseen(self, flags: int, count: int) -> None:
         """What its device may have been given that is not seen, and how often that was begun."""
@@ -427,6 +442,11 @@ class Region:
         """``In[3] line 4``, from a text's number and a line in one word."""
         name = self.text(word >> LINE_BITS)
         return CodeLine(name, word & LINE_MASK).name if name else ""
+
+    @property
+    def staged(self) -> int:
+        """The push that it has staged and that is committed by a word; 0 if none."""
+        return self._words[self.start + STAGED]
 
     @property
     def request(self) -> int:

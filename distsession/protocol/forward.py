@@ -23,7 +23,7 @@ from distsession.protocol.secure_stream import (
     accept,
 )
 
-__all__ = ["Forwarder", "StreamListener", "UnixForwarder", "UnixListener", "pump"]
+__all__ = ["Forwarder", "StreamListener", "UnixForwarder", "UnixListener", "listen", "pump"]
 
 log = logging.getLogger(__name__)
 
@@ -311,6 +311,21 @@ class UnixListener(_Listener):
         self._on_connection(connection)
 
 
+def listen(bind: str = "") -> socket.socket:
+    """Listen at a free TCP port.
+
+    Args:
+        bind: At which IPv4 address. Default: all, those of IPv6 as well.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+    if bind or not socket.has_dualstack_ipv6():
+        return socket.create_server((bind, 0), backlog=BACKLOG)
+    family = socket.AF_INET6
+    return socket.create_server(("", 0), family=family, backlog=BACKLOG, dualstack_ipv6=True)
+
+
 def _listen(path: str) -> socket.socket:
     """Listen on a unix socket for this user alone."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -355,7 +370,7 @@ class StreamListener(_Listener):
         """Those that go on, in the order in which they began."""
         self._room = threading.Semaphore(HANDSHAKES_AT_ONCE)
         self.dropped = 0
-        listener = socket.create_server((bind, 0), backlog=BACKLOG)
+        listener = listen(bind)
         self.port = int(listener.getsockname()[1])
         super().__init__(listener, "distsession-streams")
 

@@ -110,7 +110,7 @@ def _packages(kernel: HostFacts, facts: HostFacts) -> Iterator[HostProblem]:
 
 
 def _own_name(facts: HostFacts) -> Iterator[HostProblem]:
-    loopback = [address for address in facts.resolves_to if address.startswith("127.")]
+    loopback = [address for address in facts.resolves_to if address.startswith(("127.", "::1"))]
     found = ", ".join(loopback) if loopback else "nothing"
     if loopback or not facts.resolves_to:
         interface = next(iter(facts.addresses), "eth0")

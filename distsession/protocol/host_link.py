@@ -30,6 +30,7 @@ __all__ = [
     "encode",
     "reach_proof",
     "read_keys",
+    "tcp_place",
     "tunnel_path",
     "write_keys",
 ]
@@ -51,7 +52,7 @@ STORE, TCP_STORE = "store", "tcp-store"
 ATTACH = "attach"
 """The way back: to the socket at which an agent takes in who wants to own the session."""
 
-PING_S = 1.0
+PING_S = 0.5
 """Seconds between two signs of life of the kernel."""
 
 
@@ -88,6 +89,11 @@ class LinkKeys:
 
 TUNNEL = "ssh"
 """Stands for the address of the kernel where ssh carries all that goes there."""
+
+
+def tcp_place(address: str, port: int) -> str:
+    """An address and a port for zmq and in URLs, where an IPv6 address stands in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def tunnel_path(tunnel: str, host: str, what: str) -> str:

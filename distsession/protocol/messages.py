@@ -248,15 +248,18 @@ class ReturnRequest(_Message):
 class PushRequest(_Message):
     """Rebuild values and keep them aside. Payload: a dict by name, such as a pull has brought.
 
-    They are assigned by an ``CommitRequest`` once all ranks have them, so a failure on one rank
-    leaves the names as they were on all.
+    They are assigned once all ranks have them, so a failure on one rank leaves the names as they
+    were on all: by a word on the board where the ranks look for that, else by a ``CommitRequest``.
+    Answer: why that word is not enough here; nothing where it is.
 
     Attributes:
         cells: Of the notebook's functions among the values.
+        by_word: Look for that word.
     """
 
     id: int
     cells: tuple[NotebookCell, ...] = ()
+    by_word: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,18 @@ KEEPALIVE_IDLE_S, KEEPALIVE_PAUSE_S, KEEPALIVE_PROBES = 15, 5, 4
 """When a silent connection is asked whether its other host is there, and how often until it is
 not."""
 
+WATCH_PAUSE_S = 1
+"""The same, until it is there no more, of connections by which a host is watched."""
+WATCH_PROBES = 34
+
 _VERSION = 1
 _CLIENT, _SERVER = b"DSESS-C", b"DSESS-S"  # unlike, so that nobody is sent back what was its own
 _GREETING = struct.Struct("!7sB32s32s")  # role, version, random number, public key
 _HEAD = struct.Struct("!BI")  # kind, bytes before encryption
 _HELLO, _DATA, _END = 1, 2, 3
 _TAG_BYTES = 16
+_LAST_ACK = struct.Struct("=56xI")
+"""Of Linux's tcp_info: milliseconds since the other end's system has acknowledged anything."""
 _FIRST_BUFFER_BYTES = 4 << 10
 _BUFFER_BYTES = RECORD_MAX_BYTES + (64 << 10)
 _LABEL = b"distsession stream 1: "
@@ -107,6 +113,31 @@ class SecureStream:
         elif kind != _DATA or not data:
             raise ConnectionError("a record came on the stream that is not allowed there")
         return data
+
+    def watch(self) -> None:
+        """Have the system ask that of the other host each second whether it is there."""
+        if self._socket.family != socket.AF_UNIX:
+            _set_keepalive(self._socket, WATCH_PAUSE_S, WATCH_PAUSE_S, WATCH_PROBES)
+
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """The address and the port of the other end; None where that is not another host."""
+        try:
+            address, port, *_ = self._socket.getpeername()
+        except (OSError, ValueError):  # it is closed; of a unix socket it is a path
+            return None
+        return address, port
+
+    def unheard_s(self) -> float | None:
+        """Seconds since the system of the other host has answered, whatever its processes do.
+
+        None where that is not known, as on a connection that ssh carries.
+        """
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+            return float(_LAST_ACK.unpack(info)[0]) / 1000
+        except (OSError, struct.error):
+            return None
 
     def end(self) -> None:
         """Say that no more is sent. What the other end sends can still be received.
@@ -373,12 +404,16 @@ def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sock.family == socket.AF_UNIX:
         return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # Not TCP_USER_TIMEOUT: it ends connections to a process that is stopped and takes nothing.
+    _set_keepalive(sock, KEEPALIVE_IDLE_S, KEEPALIVE_PAUSE_S, KEEPALIVE_PROBES)
+
+
+def _set_keepalive(sock: socket.socket, idle_s: int, pause_s: int, probes: int) -> None:
     for option, value in (
-        (socket.TCP_NODELAY, 1),
-        (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
-        (socket.TCP_KEEPINTVL, KEEPALIVE_PAUSE_S),
-        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.TCP_KEEPIDLE, idle_s),
+        (socket.TCP_KEEPINTVL, pause_s),
+        (socket.TCP_KEEPCNT, probes),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 

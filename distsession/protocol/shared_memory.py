@@ -57,6 +57,9 @@ ranks is faster than what a segment costs by itself, about 0.1 ms (``make bench`
 CHUNK = 16 << 20
 """Bytes that are written between two looks at whether to stop."""
 
+SHARED_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+"""Where the system says whether shared memory may lie in large pages."""
+
 HUGE = 8 << 20
 """Bytes from which memory is asked for in large pages: a third of the time of the first touch, and
 at most one of them (2 MB) more than is needed."""
@@ -121,6 +124,10 @@ class Segment:
             os.close(first)
         self._is_written = False
         self._memory: memoryview | None = None
+        if self.capacity >= HUGE and _has_shared_huge():
+            # Only who maps it can ask for large pages. Receivers find them in a fifth of the time.
+            self._mapped(mmap.MADV_HUGEPAGE)
+            self._is_written = True
 
     @property
     def is_free(self) -> bool:
@@ -151,9 +158,9 @@ class Segment:
         self._mapped()[at : at + len(data)] = data
         return len(data)
 
-    def _mapped(self) -> memoryview:
+    def _mapped(self, advice: int | None = None) -> memoryview:
         if self._memory is None:
-            (self._memory,) = map_shared(self.descriptor, [self.capacity])
+            (self._memory,) = _map(self.descriptor, [self.capacity], mmap.MAP_SHARED, advice)
         return self._memory
 
     def receive(self, at: int, count: int, read: Callable[[memoryview], None]) -> None:
@@ -360,15 +367,28 @@ def map_shared(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
     return _map(descriptor, sizes, mmap.MAP_SHARED)
 
 
-def _map(descriptor: int, sizes: Sequence[int], flags: int) -> list[memoryview]:
+def _has_shared_huge() -> bool:
+    """Whether shared memory lies in large pages where that is asked for."""
+    with contextlib.suppress(OSError):
+        said = _read(SHARED_HUGE)
+        return any(f"[{mode}]" in said for mode in ("advise", "within_size", "always"))
+    return False
+
+
+def _map(
+    descriptor: int, sizes: Sequence[int], flags: int, advice: int | None = None
+) -> list[memoryview]:
     length = length_of(sizes)
     if not length:
         return split(memoryview(bytearray()), sizes)
     # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
     extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    whole = memoryview(mmap.mmap(descriptor, length, flags=flags, prot=access, **extra))
-    return split(whole, sizes)
+    mapped = mmap.mmap(descriptor, length, flags=flags, prot=access, **extra)
+    if advice is not None:
+        with contextlib.suppress(OSError):  # it is only faster
+            mapped.madvise(advice)
+    return split(memoryview(mapped), sizes)
 
 
 def own_memory(sizes: Sequence[int]) -> memoryview:

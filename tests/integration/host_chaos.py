@@ -31,7 +31,7 @@ import torch
 from distsession import DistsessionError, Session
 from distsession.cluster import hosts as cluster_hosts
 from distsession.cluster.host_links import HostLinks
-from distsession.cluster.hosts import LOST_S
+from distsession.cluster.hosts import LOST_S, SILENT_S
 from tests.integration.conftest import Recorder
 from tests.integration.host_lab import HostLab, LabHost, host_lab
 from tests.integration.host_sessions import processes, reduced, start
@@ -321,6 +321,10 @@ class HostChaos:
         """Whether it may cost ranks, for it took longer than it should."""
         return self._is_loss(step) or self._dark_s > LOST_S - DOUBT_S
 
+    def _may_be_cut_off(self, step: Step) -> bool:
+        """Whether others may have been freed from waiting for it, which costs no ranks."""
+        return step.fault == "cut" and self._dark_s > SILENT_S - DOUBT_S
+
     def _check_error(self, step: Step, error: BaseException | None, victims: Any) -> None:
         if error is None:
             return
@@ -328,7 +332,7 @@ class HostChaos:
         if step.fault == "interrupt":
             if not isinstance(error, KeyboardInterrupt):
                 raise Violation(f"Ctrl-C gave {error!r}") from error
-        elif self._may_be_loss(step):
+        elif self._may_be_loss(step) or self._may_be_cut_off(step):
             ranks = "|".join(map(str, victims))
             if not re.search(rf"{step.host}\b|\branks? ({ranks})\b", text):
                 raise Violation(f"the error names neither {step.host} nor its ranks: {error!r}")

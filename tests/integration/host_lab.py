@@ -175,7 +175,16 @@ class HostLab:
 
     @property
     def address(self) -> str:
-        return f"{self.subnet}.254"
+        return f"{self.subnet}fe" if self.is_ipv6 else f"{self.subnet}254"
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.subnet
+
+    @property
+    def mask(self) -> list[str]:
+        """How long the part of an address is that all have; and no wait for others that have it."""
+        return ["64", "nodad"] if self.is_ipv6 else ["24"]
 
     @property
     def ssh_config(self) -> str:
@@ -216,18 +225,20 @@ class HostLab:
 
 
 @contextlib.contextmanager
-def host_lab(names: Sequence[str]) -> Iterator[HostLab]:
-    """Start hosts of these names; in the end nothing is left of them."""
+def host_lab(names: Sequence[str], *, ipv6: bool = False) -> Iterator[HostLab]:
+    """Start hosts of these names, with addresses of IPv4 or IPv6 only; nothing is left of them."""
     need(*PROGRAMS)
     remove_stale()
     number = random.randrange(1 << 14)
     folder = make_folder()
-    lab = HostLab(folder, f"dl{os.getpid()}", f"10.{64 + number // 256}.{number % 256}")
+    subnet = f"fd00:{number:x}::" if ipv6 else f"10.{64 + number // 256}.{number % 256}."
+    lab = HostLab(folder, f"dl{os.getpid()}", subnet)
     sshds: list[subprocess.Popen[bytes]] = []
     try:
         _write_configuration(lab, names)
         run("ip", "link", "add", f"{lab.prefix}b", "type", "bridge")
-        run("ip", "addr", "add", f"{lab.address}/24", "dev", f"{lab.prefix}b")
+        length, *more = lab.mask
+        run("ip", "addr", "add", f"{lab.address}/{length}", "dev", f"{lab.prefix}b", *more)
         run("ip", "link", "set", f"{lab.prefix}b", "up")
         for place, name in enumerate(names, 1):
             sshds.append(_start_host(lab, place, name))
@@ -276,7 +287,7 @@ def _write_configuration(lab: HostLab, names: Sequence[str]) -> None:
     for key in ("host_key", "identity", "stranger"):
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", lab.folder / key)
     shutil.copy(lab.folder / "identity.pub", lab.folder / "authorized_keys")
-    addresses = {name: f"{lab.subnet}.{place}" for place, name in enumerate(names, 1)}
+    addresses = {name: f"{lab.subnet}{place}" for place, name in enumerate(names, 1)}
     hosts = "\n".join(f"Host {name}\n  HostName {ip}" for name, ip in addresses.items())
     (lab.folder / "ssh_config").write_text(SSH.format(hosts=hosts, folder=lab.folder))
     table = ["127.0.0.1 localhost", *(f"{ip} {name}" for name, ip in addresses.items())]
@@ -284,13 +295,14 @@ def _write_configuration(lab: HostLab, names: Sequence[str]) -> None:
 
 
 def _start_host(lab: HostLab, place: int, name: str) -> subprocess.Popen[bytes]:
-    namespace, address = f"{lab.prefix}n{place}", f"{lab.subnet}.{place}"
+    namespace, address = f"{lab.prefix}n{place}", f"{lab.subnet}{place}"
     outside = f"{lab.prefix}v{place}"
     run("ip", "netns", "add", namespace)
     run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
     run("ip", "link", "set", outside, "master", f"{lab.prefix}b", "up")
-    for command in (["link", "set", "lo", "up"], ["addr", "add", f"{address}/24", "dev", "eth0"],
-                    ["link", "set", "eth0", "up"]):  # fmt: skip
+    length, *more = lab.mask
+    for command in (["link", "set", "lo", "up"], ["link", "set", "eth0", "up"],
+                    ["addr", "add", f"{address}/{length}", "dev", "eth0", *more]):  # fmt: skip
         run("ip", "-n", namespace, *command)
     config = lab.folder / f"sshd_config_{name}"
     config.write_text(SSHD.format(address=address, folder=lab.folder))

@@ -58,6 +58,8 @@ from distsession import Session
 session = Session(**{options!r}, name={name!r}, keep=60)
 session.execute("value = rank + 1")
 session.submit(lambda: time.sleep(2) or 41)
+while not all(region.request for region in session.launcher.board.regions):
+    time.sleep(0.01)  # what has not been sent to all ranks is dropped
 print("ready", os.getpid(), session.job, flush=True)
 time.sleep(60)
 """
@@ -80,11 +82,11 @@ def attached(name: str, *before: str, **options: Any) -> Iterator[Session]:
     ) as process:  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        _, pid, job = next(line for line in lines if line.startswith("ready")).split(" ")
-        os.kill(int(pid), signal.SIGKILL)
-        until(lambda: process.poll() or not psutil.pid_exists(int(pid)), "the kernel's end")
         try:
+            lines = iter(process.stdout.readline, "")
+            _, pid, job = next(line for line in lines if line.startswith("ready")).split(" ")
+            os.kill(int(pid), signal.SIGKILL)
+            until(lambda: process.poll() or not psutil.pid_exists(int(pid)), "the kernel's end")
             with Session.attach(name) as session:
                 assert session.job == job.strip()
                 (future,) = session.pending()

@@ -252,7 +252,7 @@ def mpi_options(lab: HostLab, mpi_ssh: Path, monkeypatch: pytest.MonkeyPatch) ->
     need("mpiexec.openmpi")
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
-    network = f"{lab.subnet}.0/24"
+    network = f"{lab.subnet}0/24"
     return f"--mca plm_rsh_agent {mpi_ssh} --mca oob_tcp_if_include {network} --bind-to none"
 
 

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from distsession import RunError, Session
-from distsession.engine.capture import IDLE_INTERVAL_S, PUMP_INTERVAL_S, REST_AFTER_S
+from distsession import RunError, RunInterrupt, Session
+from distsession.engine.capture import (
+    IDLE_INTERVAL_S,
+    PUMP_INTERVAL_S,
+    QUIET_INTERVAL_S,
+    REST_AFTER_S,
+)
 from tests.backends import Backend
 from tests.integration.conftest import Recorder
 from tests.until import until
@@ -39,6 +44,27 @@ def test_the_threads_of_idle_ranks_sleep(session: Session) -> None:
         # A look itself may take the thread to sleep more than once.
         allowed = 3 * LOOK_S / IDLE_INTERVAL_S if name == "distsession-output" else 0
         assert count <= allowed < LOOK_S / PUMP_INTERVAL_S, woken
+
+
+def test_a_run_that_puts_nothing_out_is_looked_at_seldom(session: Session) -> None:
+    thread = session.evaluate(THREADS)[0]["distsession-output"]
+    future = session.submit(time.sleep, LOOK_S + 2)
+    time.sleep(1)
+    before = sleeps(session.infos[0].pid, thread)
+    time.sleep(LOOK_S)
+    count = sleeps(session.infos[0].pid, thread) - before
+    assert count <= 3 * LOOK_S / QUIET_INTERVAL_S < LOOK_S / PUMP_INTERVAL_S
+    future.result(60)
+
+
+def test_what_a_quiet_run_prints_is_shown_while_it_runs(session: Session, output: Recorder) -> None:
+    code = "import os, time\ntime.sleep(1)\nprint('by Python')\nos.write(1, b'by C code\\n')\n"
+    future = session.submit(exec, f"{code}time.sleep(600)")
+    texts = ("by Python", "by C code")
+    until(lambda: all(output.text(rank).count(each) for rank in (0, 1) for each in texts))
+    session.interrupt()
+    with pytest.raises(RunInterrupt):
+        future.result(60)
 
 
 def test_what_is_put_out_at_rest_is_shown_all_the_same(session: Session, output: Recorder) -> None:

@@ -35,7 +35,7 @@ def lab() -> Iterator[GridEngineLab]:
 def _nothing_left(lab: GridEngineLab) -> Iterator[None]:
     yield
     until(lambda: not lab.queue(), "an empty queue")
-    assert not list(lab.hosts.folder.glob("distsession-*"))
+    until(lambda: not list(lab.hosts.folder.glob("distsession-*")), "the folder of the start to go")
 
 
 def options_of(lab: GridEngineLab, **changes: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def lab() -> Iterator[SlurmLab]:
 def _nothing_left(lab: SlurmLab) -> Iterator[None]:
     yield
     until(lambda: not lab.queue(), "an empty queue")
-    assert not list(lab.folder.glob("distsession-*"))
+    until(lambda: not list(lab.folder.glob("distsession-*")), "the folder of the start to go")
 
 
 def options_of(lab: SlurmLab, **changes: Any) -> dict[str, Any]:

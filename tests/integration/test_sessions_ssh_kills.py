@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,7 +22,7 @@ from distsession import EngineDiedError, RunError, Session
 from distsession.cluster import hosts as cluster_hosts
 from distsession.cluster.host_links import HostLinks
 from distsession.cluster.hosts import LOST_S
-from tests.integration.host_lab import HostLab, host_lab
+from tests.integration.host_lab import HostLab, LabHost, host_lab
 from tests.integration.host_sessions import nothing_left, processes, reduced, start
 from tests.until import until, until_settled
 
@@ -110,11 +113,11 @@ def test_the_end_of_a_process_frees_the_others_and_is_mended(
     assert len(lab["gpu2"].left()) == 1  # of the agent that is there now
 
 
-def test_a_network_that_is_cut_for_two_seconds_costs_nothing(lab: HostLab, six: Session) -> None:
+def test_a_network_that_is_cut_for_a_second_costs_nothing(lab: HostLab, six: Session) -> None:
     pids = [info.pid for info in six.infos]
     future = six.submit(_count, 30)
     with lab["gpu2"].unplugged():
-        time.sleep(2)
+        time.sleep(1)
     assert list(future.result(60).values()) == [30 * 6.0] * 6
     assert reduced(six) == {6.0}
     assert [info.pid for info in six.infos] == pids
@@ -140,6 +143,77 @@ def test_a_kernel_that_is_held_up_gives_up_no_host(six: Session) -> None:
     assert [info.pid for info in six.infos] == pids
 
 
+CUT_OFF = r"^EngineDiedError: rank 2 \(pid \d+\) cannot be reached: gpu2 has not answered for 2 s"
+
+
+@pytest.mark.parametrize("work", ["waits", "reduces"])
+def test_a_host_that_is_cut_off_is_named_and_the_others_are_free(
+    lab: HostLab, six: Session, work: str
+) -> None:
+    pids = [info.pid for info in six.infos]
+    future = in_a_barrier(six) if work == "waits" else six.submit(_count, 600)
+    until(lambda: any(r.operations() for r in six._launcher.board.regions), "a collective")
+    with lab["gpu2"].unplugged():
+        with pytest.raises(RunError, match=CUT_OFF):
+            future.result(30)
+        assert dict(six.on("gpu1", "gpu3").evaluate("kept")) == {0: 0, 1: 1, 4: 4, 5: 5}
+        with pytest.raises(EngineDiedError, match="gpu2 has not answered"):
+            six.run(int)
+        assert "gpu2 has not answered" in six.status()
+        assert not six._launcher.dead_ranks()
+    until(lambda: not six._launcher.silent_hosts(), "gpu2 to answer again")
+    assert reduced(six) == {6.0}
+    assert [info.pid for info in six.infos] == pids
+    assert "gpu2" not in six.status()
+
+
+@contextlib.contextmanager
+def stopped(host: LabHost) -> Iterator[None]:
+    """All processes of a host are stopped; its system answers."""
+    pids = host.processes()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("link", ["near", "far", "lossy"])
+def test_a_host_that_is_stopped_for_three_seconds_is_named_and_costs_nothing(
+    lab: HostLab, six: Session, link: str
+) -> None:
+    pids = [info.pid for info in six.infos]
+    delays = {"far": (0.2, 0.0), "lossy": (0.01, 0.02)}
+    with lab.delayed("gpu2", *delays[link]) if link in delays else contextlib.nullcontext():
+        future = six.submit(_count, 10)
+        until(lambda: any(r.operations() for r in six._launcher.board.regions), "a collective")
+        with stopped(lab["gpu2"]):
+            began = time.monotonic()
+            until(lambda: "gpu2 has not answered for 2 s" in six.status(), "its name")
+            time.sleep(max(0.0, began + 3 - time.monotonic()))
+            assert not future.done()
+        assert list(future.result(60).values()) == [10 * 6.0] * 6
+        until(lambda: "gpu2" not in six.status(), "gpu2 to answer again")
+    assert reduced(six) == {6.0}
+    assert [info.pid for info in six.infos] == pids
+
+
+def test_hosts_that_are_busy_are_not_cut_off(lab: HostLab, six: Session) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    try:
+        future = six.submit(_count, 50)
+        while not future.done():
+            assert not any(host.is_cut_off for host in six._launcher.silent_hosts())
+            time.sleep(0.1)
+        assert list(future.result(60).values()) == [50 * 6.0] * 6
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize("crashes", [True, False], ids=["crashed", "cut off for a while"])
 def test_a_host_that_is_lost_is_named_and_taken_in_again(
     lab: HostLab, six: Session, crashes: bool
@@ -148,8 +222,11 @@ def test_a_host_that_is_lost_is_named_and_taken_in_again(
     with lab["gpu2"].unplugged():
         if crashes:
             lab["gpu2"].crash()
-        with pytest.raises(RunError, match=f"^EngineDiedError: {KILLED['host']}"):
+        with pytest.raises(RunError, match=CUT_OFF):
             future.result(30)
+        until(lambda: sorted(six._launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
+        with pytest.raises(EngineDiedError, match=KILLED["host"]):
+            six.run(int)
         assert dict(six.on("gpu1", "gpu3").evaluate("kept")) == {0: 0, 1: 1, 4: 4, 5: 5}
     six.restart(hosts=["gpu2"], restore=["kept"])
     assert reduced(six) == {6.0}
@@ -162,8 +239,9 @@ def test_another_host_takes_the_place_of_one_that_is_cut_off(
 ) -> None:
     future = in_a_barrier(six)
     with lab["gpu2"].unplugged():
-        with pytest.raises(RunError, match=f"^EngineDiedError: {KILLED['host']}"):
+        with pytest.raises(RunError, match=CUT_OFF):
             future.result(30)
+        until(lambda: sorted(six._launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
         six.restart(hosts={"gpu2": "gpu4"}, restore="kept")
         assert [host.name for host in six.hosts] == ["gpu1", "gpu4", "gpu3"]
         assert dict(six.on("gpu4").run(lambda: os.uname().nodename)) == {2: "gpu4", 3: "gpu4"}

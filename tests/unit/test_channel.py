@@ -19,6 +19,7 @@ from distsession.cluster.channel import SocketChannel
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError, SessionStateError
+from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import (
     AgentFailed,
     CellRequest,
@@ -175,6 +176,75 @@ def kernel() -> Iterator[Kernel]:
 def beside() -> Iterator[Callable[..., Future[Any]]]:
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit
+
+
+# --- pushes that are committed by a word ----------------------------------------------------------
+
+
+@pytest.fixture
+def board(kernel: Kernel) -> Iterator[Board]:
+    descriptor = make_file()
+    os.ftruncate(descriptor, file_size(3))
+    kernel.channel.board = board = Board(descriptor, 3)
+    yield board
+    kernel.channel.board = None
+    board.close()
+    os.close(descriptor)
+
+
+def test_a_push_is_committed_by_a_word_once_all_its_ranks_have_it(
+    kernel: Kernel, board: Board
+) -> None:
+    ranks = [kernel.add_rank(number) for number in range(2)]
+    pending = kernel.channel.submit([0, 1], PushRequest, [])
+    for rank in ranks:
+        assert not kernel.channel.commit_push(pending.request, [0, 1])
+        rank.reply(rank.receive()[0].id)
+    wait(pending)
+    assert not board.is_push_committed(pending.request)
+    assert kernel.channel.commit_push(pending.request, [0, 1])
+    assert board.is_push_committed(pending.request)
+
+
+def test_what_is_on_its_way_to_its_ranks_has_to_come_before_the_commit(
+    kernel: Kernel, board: Board
+) -> None:
+    rank = kernel.add_rank(0)
+    kernel.add_rank(1)
+    beside = kernel.submit(0)
+    assert not kernel.channel.commit_push(7, [0])
+    assert kernel.channel.commit_push(8, [1])
+    rank.reply(beside.request)
+    wait(beside)
+    assert kernel.channel.commit_push(9, [0])
+
+
+def test_the_word_of_a_push_stays_until_its_ranks_have_seen_it(
+    kernel: Kernel, board: Board
+) -> None:
+    kernel.add_rank(0)
+    kernel.add_rank(1)
+    assert kernel.channel.commit_push(7, [0])
+    board.regions[0].set_staged(7)
+    assert not kernel.channel.commit_push(8, [1])
+    assert board.is_push_committed(7)
+    board.regions[0].set_staged(0)
+    assert kernel.channel.commit_push(8, [1])
+
+
+def test_a_push_is_not_committed_where_a_rank_of_it_has_died(kernel: Kernel, board: Board) -> None:
+    kernel.add_rank(0)
+    kernel.channel.mark_dead(death(0))
+    with pytest.raises(EngineDiedError):
+        kernel.channel.commit_push(7, [0])
+    assert not board.is_push_committed(7)
+
+
+def test_a_session_that_is_kept_asks_for_each_commit() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        channel = SocketChannel(folder, print, PendingRequest(0, ()), is_kept=True)
+        assert not channel.commits_pushes
+        channel.close()
 
 
 # --- requests and replies -------------------------------------------------------------------------

@@ -206,6 +206,12 @@ def test_stop_ends_a_session_and_returns_when_it_has_ended(play: Play, capsys: C
     assert other.folder.exists()
 
 
+def test_one_that_is_about_to_end_by_itself_is_waited_for(play: Play) -> None:
+    agent = play(answer="is ending")
+    assert main(["stop", "digits"]) == 0
+    assert not agent.folder.exists()
+
+
 def test_stop_ends_every_agent(play: Play) -> None:
     agent = play(nodes=3)
     assert main(["stop", str(agent.agents[0].pid)]) == 0

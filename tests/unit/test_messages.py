@@ -132,7 +132,7 @@ EXAMPLES: list[Any] = [
     Shared("0.1", 3, (10, 2000)),
     ShardsRequest(4, "x"),
     Operation("all_reduce", "world", (0, 1), 3, "float32 [4], sum", "In[2] line 1", 1.5),
-    PushRequest(5),
+    PushRequest(5, by_word=True),
     RankReport(0, "running", 2.0, 7, "In[2] line 1", sequences={"world": 3}, stack=(FRAME,)),
     StackReply(1, 4, (FRAME,), "In[3] line 2"),
     AgentStarted(1),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from distsession.engine.requests import RequestDispatcher
 from distsession.engine.timeline import Trace
 from distsession.errors import SerializationError
 from distsession.protocol import serialize
+from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import (
     CallRequest,
     CellRequest,
@@ -44,7 +48,7 @@ class Payloads:
 
 
 class Rank:
-    def __init__(self, **variables: Any):
+    def __init__(self, *, board: Board | None = None, **variables: Any):
         self.namespace: dict[str, Any] = {"__name__": "__main__", **variables}
         self.payloads = Payloads()
         self.trace = Trace(0, None)
@@ -56,6 +60,7 @@ class Rank:
             self.trace,
             self.payloads,
             extra={ReconnectRequest: self.extra.append, DebugRequest: lambda _: "no error"},
+            board=board,
         )
 
     def __call__(self, request: Request, payload: Any = ()) -> Any:
@@ -109,6 +114,57 @@ def test_what_is_discarded_is_gone() -> None:
     rank(CommitRequest(2, keep=False))
     rank(CommitRequest(3, keep=True))
     assert rank.namespace["x"] == 1
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    descriptor = make_file()
+    os.ftruncate(descriptor, file_size(1))
+    board = Board(descriptor, 1)
+    yield board
+    board.close()
+    os.close(descriptor)
+
+
+def test_what_is_pushed_by_word_is_set_before_the_next_request_begins(board: Board) -> None:
+    rank = Rank(board=board, x=1)
+    push = serialize.dump_value({"x": 2}, what="the values")
+    assert rank(PushRequest(1, by_word=True), push) == (NOTHING, None)
+    assert board.regions[0].staged == 1
+    assert rank(PullRequest(2, ("x",))) == ({"x": 1}, None)
+    board.commit_push(1)
+    assert rank(PullRequest(3, ("x",))) == ({"x": 2}, None)
+    assert board.regions[0].staged == 0
+    rank(CellRequest(4, "x = 3", "In[1]"))
+    assert rank(PullRequest(5, ("x",))) == ({"x": 3}, None)
+
+
+def test_the_word_for_another_push_sets_nothing(board: Board) -> None:
+    rank = Rank(board=board, x=1)
+    rank(PushRequest(1, by_word=True), serialize.dump_value({"x": 2}, what="the values"))
+    rank(CommitRequest(2, keep=False))
+    rank(PushRequest(3, by_word=True), serialize.dump_value({"x": 3}, what="the values"))
+    board.commit_push(1)
+    assert rank(PullRequest(4, ("x",))) == ({"x": 1}, None)
+    rank(CommitRequest(5, keep=True))
+    assert rank(PullRequest(6, ("x",))) == ({"x": 3}, None)
+
+
+class Ending:
+    def __del__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("before", [Ending(), [torch.ones(1)], np.array([None])])
+def test_it_is_asked_for_where_code_may_run_at_the_end_of_what_was_there(
+    board: Board, before: Any
+) -> None:
+    rank = Rank(board=board, x=before)
+    push = serialize.dump_value({"x": 2}, what="the values")
+    why, _ = rank(PushRequest(1, by_word=True), push)
+    assert why == "the end of what 'x' was before may have to be stopped"
+    rank(CommitRequest(2, keep=True))
+    assert rank.namespace["x"] == 2
 
 
 def test_a_rank_fills_its_part_of_memory_that_is_shared() -> None:

@@ -241,10 +241,16 @@ class Recorder(RequestListener):
         self.in_flight.note_completed()
         self.unseen.note_completed()
 
-    def note_wait(self, innermost: Callable[[], FrameType | None]) -> None:
-        """From another thread, now and then: note whether the main thread waits for the device."""
-        if self.log is not None:
-            self.in_flight.note_wait(innermost)
+    def note_wait(self, innermost: Callable[[], FrameType | None]) -> bool:
+        """From another thread, now and then: note whether the main thread waits for the device.
+
+        Returns:
+            Whether there is anything that it may wait for, and somebody wants to know.
+        """
+        if self.log is None:
+            return False
+        self.in_flight.note_wait(innermost)
+        return len(self.in_flight) > 0
 
     def _show_request(self, number: int) -> None:
         start = self.region.start
