@@ -47,6 +47,7 @@ def _show_all(kept: KeptSession, lines: int) -> None:
         for texts in texts_of_all(kept, lines, tell_missing):
             for text in texts:
                 output.write(text)
+            output.tick(lambda with_places: {})
 
 
 def _make_output() -> Output:

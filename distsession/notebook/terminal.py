@@ -71,7 +71,10 @@ class TerminalOutput(Output):
             self._write_batched("stdout", _plain_text([message.rank], message.data) + "\n")
 
     def tick(self, reports: Callable[[bool], Mapping[int, RankReport]]) -> None:
-        """Nothing is shown of what ranks do."""
+        """Write what came too soon after other text; of what ranks do nothing is shown."""
+        if self._batch:
+            self._flush()
+            self._update_live()
 
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the last value of a cell, ranks that show the same folded into one."""

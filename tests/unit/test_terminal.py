@@ -59,6 +59,17 @@ def test_a_last_line_without_an_end_is_written_when_the_run_is_over(
     assert capsys.readouterr() == ("[1] unfinished\n", "[0] also\n")
 
 
+def test_what_comes_too_soon_after_other_text_is_written_at_the_next_look(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "FLUSH_INTERVAL_S", 600)
+    output = TerminalOutput()
+    output.write(out(0, "x\n"))
+    assert capsys.readouterr().out == ""
+    output.tick(lambda with_places: {})
+    assert capsys.readouterr().out == "[0] x\n"
+
+
 def test_closing_twice_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
     output = TerminalOutput()
     output.write(out(0, "x"))
