@@ -42,6 +42,12 @@ def say(text):
 session = Session(**{options!r})
 session.execute("value = rank + 1")
 """
+NEVER_BEGUN = """
+import time
+from distsession.cluster.local import LocalLauncher
+LocalLauncher._write_state = lambda launcher: time.sleep(600)
+"""
+"""Has a start stay at the last thing that it does."""
 LINES = """
 import time
 for number in range(60):
@@ -84,11 +90,17 @@ class Kernels:
             line = process.stdout.readline()
         return process
 
-    def begin(self, code: str, name: str, **options: Any) -> subprocess.Popen[str]:
-        """The same, without waiting."""
+    def begin(
+        self, code: str, name: str, *, first: str = "", **options: Any
+    ) -> subprocess.Popen[str]:
+        """The same, without waiting.
+
+        Args:
+            first: What is run before the session is started.
+        """
         given = {"ranks_per_host": [1, 1], "keep": 60, "name": name, **options}
         self._names.append(name)
-        begin = BEGIN.format(options=options_of(self._lab, "gpu1", "gpu2", **given))
+        begin = first + BEGIN.format(options=options_of(self._lab, "gpu1", "gpu2", **given))
         process = subprocess.Popen(
             [sys.executable, "-c", f"{begin}{code}\nsay('ready')\ntime.sleep(600)"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -273,7 +285,7 @@ def test_ranks_that_work_are_not_idle(kernels: Kernels) -> None:
 def test_a_start_that_is_cut_off_leaves_nothing(
     lab: HostLab, kernels: Kernels, number: int, moment: str
 ) -> None:
-    process = kernels.begin("pass", "cut")
+    process = kernels.begin("pass", "cut", first=NEVER_BEGUN)
     moments: dict[str, Callable[[], object]] = {
         "starts": lab.processes,
         "imports": lab["gpu2"].left,
