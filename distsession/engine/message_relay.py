@@ -168,6 +168,8 @@ class MessageRelay:
                 self._sockets[kind], self._drop
             )
         pause, longest = RETRY_MS
+        self._report_taken()  # what came with the welcome
+        self._flush()
         while not self._is_ending:
             self._listen()
             waits = bool(self._waiting)

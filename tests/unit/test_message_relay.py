@@ -129,11 +129,17 @@ class Node:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
+def short_folder() -> Iterator[str]:
+    """A folder whose sockets have names that are short enough."""
     with tempfile.TemporaryDirectory() as folder:
-        node = Node(folder)
-        yield node
-        node.close()
+        yield folder
+
+
+@pytest.fixture
+def node(short_folder: str) -> Iterator[Node]:
+    node = Node(short_folder)
+    yield node
+    node.close()
 
 
 # --- to ranks -------------------------------------------------------------------------------------
@@ -228,6 +234,36 @@ def test_what_is_held_back_is_sent_before_the_link_is_closed(node: Node) -> None
     node.end()  # the last ones wait in the relay
     reader.join()
     assert taken == texts
+
+
+def test_what_comes_with_the_welcome_is_reported_as_taken(
+    short_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, drain = threading.Event(), MessageRelay._drain
+
+    def drain_late(relay: MessageRelay, *arguments: Any) -> None:
+        may_go_on.wait(60)
+        drain(relay, *arguments)
+
+    monkeypatch.setattr(MessageRelay, "_drain", drain_late)
+    node = Node(short_folder)
+    try:
+        rank = Rank(node, b"0.2")
+        texts = [b"%d" % number for number in range(2 * WINDOW)]
+        for text in texts:
+            node.send(b"0.2", text=text)
+        time.sleep(0.5)  # until all of it is there
+        may_go_on.set()
+
+        def is_sent() -> bool:
+            node.receive()
+            return node.near.wait_sent(0.0)
+
+        until(is_sent, "room for what is held back")
+        assert rank.take(len(texts)) == texts
+    finally:
+        may_go_on.set()
+        node.close()
 
 
 # --- from ranks -----------------------------------------------------------------------------------
