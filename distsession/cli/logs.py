@@ -36,24 +36,15 @@ def show_log(
     kept = find_kept(name, any_version=True)
     (rank,) = select_ranks(rank, kept.world_size)
     target = sys.stdout.buffer if output is None else output
-    told: list[str] = []  # until it is known whether that is all there is to say
-    with contextlib.closing(open_tails(kept, [rank], [stream], miss=told.append)) as tails:
-        if problem := tails.problem():
-            raise KeptSessionError(
-                f"what rank {rank} of {kept} writes is not to be had: {problem}."
-            )
+    with contextlib.closing(open_tails(kept, [rank], [stream], miss=tell_missing)) as tails:
+        if not tails.is_there:
+            problem = tails.problem or "it has just begun"
+            raise KeptSessionError(f"rank {rank} of {kept} has no log to show: {problem}.")
         for _ in looks(kept, follow):
             for _, _, data in tails.read():
                 target.write(data)
-                _tell_all(told)
             target.flush()
-            _tell_all(told)
     return 0
-
-
-def _tell_all(texts: list[str]) -> None:
-    while texts:
-        tell_missing(texts.pop(0))
 
 
 def tell_missing(text: str) -> None:

@@ -25,20 +25,18 @@ from typing import Any
 from distsession.cluster.host_links import LinkedHost
 from distsession.cluster.host_logs import HostLogs
 from distsession.cluster.hosts import FIRST, Hosts
-from distsession.cluster.kept_hosts import (
-    BeginHosts,
-    Call,
-    HostsState,
-    LogsRead,
-    ReadLogs,
-    Result,
-    TakeHosts,
-)
+from distsession.cluster.kept_hosts import BeginHosts, Call, HostsState, Result, TakeHosts
 from distsession.engine.process import started_at
 from distsession.engine.process_state import DEAD
 from distsession.errors import DistsessionError, SessionStateError
 from distsession.protocol import folder_lock
-from distsession.protocol.attach import BoardReply, BoardRequest, attach_path
+from distsession.protocol.attach import (
+    BoardReply,
+    BoardRequest,
+    LogsReply,
+    LogsRequest,
+    attach_path,
+)
 from distsession.protocol.board import Board
 from distsession.protocol.board_mirror import apply, unpack
 from distsession.protocol.forward import UnixListener
@@ -132,10 +130,10 @@ class HostKeeper:
         ).start()
 
     def _serve(self, connection: Connection) -> None:
-        """Do what a kernel wants that owns the session, until it goes."""
+        """Do what somebody wants until it goes: a kernel that owns the session, or who looks on."""
         try:
             first = connection.recv() if connection.poll(FIRST_TIMEOUT_S) else None
-            if isinstance(first, ReadLogs):
+            if isinstance(first, LogsRequest):
                 self._show_logs(first, connection)
                 return
             if not self._begin(first, connection):
@@ -150,7 +148,7 @@ class HostKeeper:
         except (EOFError, OSError):
             pass
         except Exception:
-            log.exception("a kernel has sent what cannot be read")
+            log.exception("somebody has sent what cannot be read")
         finally:
             self._leave(connection)
             connection.close()
@@ -191,11 +189,10 @@ class HostKeeper:
 
     # --- who only looks on ------------------------------------------------------------------------
 
-    def _show_logs(self, wanted: ReadLogs, connection: Connection) -> None:
-        """Read logs on hosts for somebody, until it goes."""
-        while isinstance(wanted, ReadLogs):
-            parts = self._logs.read(wanted.reads, self._ranks)
-            connection.send(LogsRead(parts))
+    def _show_logs(self, wanted: LogsRequest, connection: Connection) -> None:
+        """Read logs on hosts for somebody, as often as it asks, until it goes."""
+        while isinstance(wanted, LogsRequest):
+            connection.send(LogsReply(self._logs.read(wanted.reads, self._ranks)))
             wanted = connection.recv()
 
     def _host_name(self, node: int) -> tuple[str, bool]:

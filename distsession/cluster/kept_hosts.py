@@ -24,21 +24,11 @@ from distsession.cluster.host_links import LinkedHost
 from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import SessionStateError
 from distsession.host_plan import HostPlan
-from distsession.protocol.attach import LogPart, LogRead
+from distsession.protocol.attach import keeper_path
 from distsession.protocol.host_checks import HostProblem, Reach
 from distsession.protocol.host_facts import HostFacts
 
-__all__ = [
-    "BeginHosts",
-    "Call",
-    "HostsState",
-    "KeptHosts",
-    "LogsRead",
-    "ReadLogs",
-    "Result",
-    "TakeHosts",
-    "keeper_path",
-]
+__all__ = ["BeginHosts", "Call", "HostsState", "KeptHosts", "Result", "TakeHosts"]
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +39,6 @@ CLOSE_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 60.0
 """Seconds that it has to end all on the hosts, and itself."""
 BACKLOG = 16
-
-
-def keeper_path(folder: str) -> str:
-    """Where the process that keeps the hosts listens."""
-    return os.path.join(folder, "hosts.sock")
 
 
 # --- to that process ------------------------------------------------------------------------------
@@ -71,13 +56,6 @@ class TakeHosts:
     """The first message of another kernel, which owns the session now."""
 
     epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadLogs:
-    """From one who only looks on, as often as it likes: parts of logs of any hosts are wanted."""
-
-    reads: tuple[LogRead, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +89,6 @@ class Result:
     number: int
     value: Any = None
     error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LogsRead:
-    """One part for each that was wanted."""
-
-    parts: tuple[LogPart, ...]
 
 
 @dataclass(frozen=True, slots=True)

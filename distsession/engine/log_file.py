@@ -46,8 +46,9 @@ BLOCK_BYTES = 1 << 16
 """Holes begin and end at multiples of it, which those of any file system divide."""
 PIECE_BYTES = 256 << 10
 """The most that is sent of a log file in one message."""
-PARTS_BYTES = 1 << 20
-"""The most that is sent together of the logs of one host to somebody who looks on."""
+PARTS_BYTES = 256 << 10
+"""The most that is sent together of the logs of one host to somebody who looks on: what the system
+takes at once, so that the agent waits for nobody."""
 RETRY_S = 1.0
 """Seconds between two attempts to reserve room on a full disk."""
 
@@ -90,16 +91,13 @@ def newest_generation(folder: str, rank: int, stream: str) -> int | None:
     return max(generations, default=None)
 
 
-def read_piece(
-    path: str, begin: int, count: int, most: int = PIECE_BYTES
-) -> tuple[int, int, bytes]:
+def read_piece(path: str, begin: int, count: int) -> tuple[int, int, bytes]:
     """A part of a log file, without what was given back to the disk.
 
     Args:
         path: Of the file.
         begin: Where it begins.
-        count: Bytes that are wanted at most; ``most`` are the most that there are.
-        most: See there.
+        count: Bytes that are wanted at most; ``PIECE_BYTES`` are the most that there are.
 
     Returns:
         The file's size, 0 if it is gone; where the data begins; and the data.
@@ -111,7 +109,7 @@ def read_piece(
     try:
         size = os.fstat(descriptor).st_size
         begin = next_data(descriptor, begin, size)
-        return size, begin, os.pread(descriptor, min(count, most), begin)
+        return size, begin, os.pread(descriptor, min(count, PIECE_BYTES), begin)
     finally:
         os.close(descriptor)
 
@@ -133,7 +131,7 @@ def _read_part(folder: str, read: LogRead, most: int) -> LogPart:
     if generation is None:
         return LogPart()
     path = log_path(folder, read.rank, generation, read.stream)
-    piece = read_piece(path, max(0, read.begin), max(0, read.count), most)
+    piece = read_piece(path, max(0, read.begin), min(max(0, read.count), most))
     return LogPart(generation, newest, path, *piece)
 
 

@@ -45,7 +45,9 @@ REQUEST_TIMEOUT_S = 1.0
 """Seconds that one who has connected may take to say what it wants."""
 
 REPLY_TIMEOUT_S = 1
-"""Seconds that one who has asked for logs may take to read the answer."""
+"""Seconds that one who has asked for logs may take to read what the system does not take."""
+SEND_BYTES = 208 << 10
+"""Room that is asked for, and may be had everywhere; the system makes twice as much of it."""
 
 
 class Owners:
@@ -217,8 +219,9 @@ def _clock() -> float:
 
 
 def _limit_sending(connection: Connection) -> None:
-    """Who does not read must not hold the agent up: more is sent than the system has room for."""
+    """Who reads slowly, or over a slow network, must not hold the agent up."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         limit = struct.pack("ll", REPLY_TIMEOUT_S, 0)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

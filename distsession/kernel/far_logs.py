@@ -6,15 +6,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
-from distsession.cluster.kept_hosts import LogsRead, ReadLogs, keeper_path
 from distsession.cluster.kept_session import KeptSession
 from distsession.engine.log_file import PARTS_BYTES
 from distsession.engine.process_state import STOPPED, process_state
-from distsession.protocol.attach import LogPart, LogRead
+from distsession.protocol.attach import LogPart, LogRead, LogsReply, LogsRequest, keeper_path
 from distsession.protocol.messages import LogPiece
 
 __all__ = ["FarLogs", "FarTails", "FarText"]
@@ -25,7 +24,7 @@ LOOK_S = 1.0
 """Seconds between two looks whether the keeper can answer at all."""
 NEWEST_S = 1.0
 """Seconds that what is known of a rank's newest log is taken for true."""
-TEXT_BYTES = 4 << 20
+TEXT_BYTES = 1 << 20
 """Bytes that come here of all that a cell which runs has written on other hosts. What a cell has
 written that has ended came to its kernel."""
 TAIL_BYTES = 16 << 10
@@ -72,10 +71,10 @@ class FarLogs:
             try:
                 if self._connection is None:
                     self._connection = self._connect()
-                self._connection.send(ReadLogs(tuple(reads)))
+                self._connection.send(LogsRequest(tuple(reads)))
                 problem = self._wait(self._connection)
                 reply = None if problem else self._connection.recv()
-                if isinstance(reply, LogsRead):
+                if isinstance(reply, LogsReply):
                     return reply.parts
             except (EOFError, OSError):
                 problem = ""
@@ -106,9 +105,9 @@ class FarLogs:
             for each, part in zip(list(ends), self.read(reads), strict=True):
                 text = found[each]
                 text.problem = part.problem
-                if not text.data and part.data:  # its front was given back to the disk
+                if part.data and part.begin > text.end:  # what is before it goes back to the disk
                     text.lost += part.begin - text.begin
-                    text.begin = part.begin
+                    text.begin, text.data = part.begin, b""
                 text.data += part.data
                 if not part.data or text.end >= ends[each][1]:
                     del ends[each]
@@ -127,9 +126,10 @@ class FarLogs:
         self, rank: int, stream: str, generation: int | None, begin: int, count: int
     ) -> LogPiece | None:
         """A part of one log; None where nobody answers. Its size is that of a moment ago."""
-        known = LogPart() if count else self.newest(rank, stream)
-        if known.generation is not None and known.generation == generation:
-            return LogPiece(0, 0, known.size, begin, b"")
+        if not count and generation is not None:
+            known = self.newest(rank, stream)
+            if known.generation == generation:
+                return LogPiece(0, 0, known.size, begin, b"")
         (part,) = self.read([LogRead(rank, stream, generation, begin, count)])
         return None if part.problem else LogPiece(0, 0, part.size, part.begin, part.data)
 
@@ -182,92 +182,98 @@ class FarTails:
     """What ranks on other hosts write from here on, also where another process takes one's place.
 
     Args:
-        logs: Reads them.
-        wanted: Ranks, and their streams by the ends of the names of log files.
+        kept: The session.
+        wanted: Ranks, and of each ``"stdout"`` or ``"stderr"``.
         lines: How many of those that are there already come first. Default: all.
         miss: Is told what is missing.
     """
 
     def __init__(
         self,
-        logs: FarLogs,
-        wanted: Sequence[tuple[int, str]],
+        kept: KeptSession,
+        wanted: Iterable[tuple[int, str]],
         lines: int | None,
         miss: Callable[[str], None],
     ):
-        self._logs, self._miss = logs, miss
+        self._kept, self._lines, self._miss = kept, lines, miss
+        self._logs = FarLogs(kept)
         self._places = {each: _Place() for each in wanted}
-        self._said: set[str] = set()
-        self.problem = ""
-        """Why nothing can be had of one of them, as it was last tried."""
-        self.is_there = True
-        """Whether one of them has a log, as far as is known."""
-        self._begin(lines)
+        self._unknown = list(self._places)
+        self._problems: dict[tuple[int, str], str] = {}
+        problems = self._locate()
+        self.problem = next(filter(None, problems.values()), "")
+        """Why one of them could not be had at the beginning; empty if all could."""
+        self.is_there = any(place.generation is not None for place in self._places.values())
+        """Whether one of them had a log then."""
 
-    def read(self) -> Iterator[tuple[tuple[int, str], bytes]]:
+    def read(self) -> Iterator[tuple[int, str, bytes]]:
         """What has been written since the last time; what is missing is said."""
-        ends: dict[tuple[int, str], tuple[int, int]] = {}
-        behind = list(self._places)
+        if self._unknown:
+            self._tell(self._locate())
+        ends: dict[tuple[int, str], int] = {}  # what comes behind them waits for the next time
+        behind = [each for each in self._places if each not in self._unknown]
         while behind:
-            reads = [self._next(each) for each in behind]
-            parts = self._logs.read(reads)
-            self._note_problems(parts)
-            found = list(zip(behind, parts, strict=True))
-            behind = []
-            for each, part in found:
+            parts = self._logs.read([self._next(each) for each in behind])
+            found, behind = dict(zip(behind, parts, strict=True)), []
+            self._tell({each: part.problem for each, part in found.items()})
+            for each, part in found.items():
                 if part.generation is None:
                     continue
                 if part.data:
-                    yield each, self._take(each, part)
-                place = self._places[each]
-                is_read = place.begin >= part.size or not part.data
-                if is_read and part.newest not in (None, part.generation):
-                    self._places[each] = _Place(part.newest)  # its predecessor has ended
-                    is_read = False
-                end = ends.setdefault(each, (part.newest or part.generation, part.size))
-                place = self._places[each]
-                if not is_read and (place.generation, place.begin) < end:
+                    yield *each, self._take(each, part)
+                begin = self._places[each].begin
+                if part.newest not in (None, part.generation):  # so this one has ended
+                    if begin >= part.size or not part.data:
+                        self._places[each] = _Place(part.newest)
                     behind.append(each)
+                elif part.data and begin < ends.setdefault(each, part.size):
+                    behind.append(each)
+
+    def close(self) -> None:
+        """Ask no more. Harmless when repeated."""
+        self._logs.close()
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _begin(self, lines: int | None) -> None:
-        heads = self._logs.read([self._next(each, 0) for each in self._places])
-        self._note_problems(heads)
-        self.is_there = any(head.generation is not None for head in heads)
-        for each, head in zip(self._places, heads, strict=True):
+    def _locate(self) -> dict[tuple[int, str], str]:
+        """Find where to begin, where that is not known yet; gives why of some it still is not."""
+        heads = self._logs.read([self._next(each, 0) for each in self._unknown])
+        found = dict(zip(self._unknown, heads, strict=True))
+        for each, head in found.items():
             if head.generation is not None:
-                begin = 0 if lines is None else head.size
+                begin = 0 if self._lines is None else head.size
                 self._places[each] = _Place(head.generation, begin)
-        if not lines:
-            return
-        count = min(TAIL_BYTES, PARTS_BYTES // len(self._places))
-        reads = [self._next(each, count) for each in self._places]
+        if self._lines:
+            self._go_back([each for each, head in found.items() if head.size], self._lines)
+        self._unknown = [each for each, head in found.items() if head.problem]
+        return {each: head.problem for each, head in found.items()}
+
+    def _go_back(self, wanted: Sequence[tuple[int, str]], lines: int) -> None:
+        """From where logs end, to where their last lines begin."""
+        count = min(TAIL_BYTES, PARTS_BYTES // max(1, len(wanted)))
+        reads = [self._next(each, count) for each in wanted]
         reads = [replace(read, begin=max(0, read.begin - count)) for read in reads]
-        for place, part in zip(self._places.values(), self._logs.read(reads), strict=True):
-            # The last byte may end a line.
-            found = part.data[:-1].split(b"\n")[-lines:]
-            if part.generation is not None:
-                place.begin = part.begin + max(0, len(part.data) - len(b"\n".join(found)) - 1)
+        for each, part in zip(wanted, self._logs.read(reads) if reads else (), strict=True):
+            if part.data:
+                shown = b"\n".join(part.data[:-1].split(b"\n")[-lines:])  # its end may end a line
+                self._places[each].begin = part.begin + len(part.data) - 1 - len(shown)
 
     def _next(self, each: tuple[int, str], count: int = PARTS_BYTES) -> LogRead:
-        place = self._places[each]
-        return LogRead(*each, place.generation, place.begin, count)
+        (rank, stream), place = each, self._places[each]
+        return LogRead(rank, stream.removeprefix("std"), place.generation, place.begin, count)
 
     def _take(self, each: tuple[int, str], part: LogPart) -> bytes:
-        assert part.generation is not None
-        place = self._places[each]
-        lost = part.begin - place.begin
+        lost = part.begin - self._places[each].begin
         if lost > 0:
             self._miss(f"{lost:,} bytes of text that were given back to the disk are missing here")
         self._places[each] = _Place(part.generation, part.begin + len(part.data))
         return part.data
 
-    def _note_problems(self, parts: Sequence[LogPart]) -> None:
-        """Say each once, until all can be had again."""
-        problems = dict.fromkeys(part.problem for part in parts if part.problem)
-        self.problem = next(iter(problems), "")
-        for problem in problems:
-            if problem not in self._said:
-                self._miss(problem)
-        self._said = set(problems) if len(parts) == len(self._places) else {*self._said, *problems}
+    def _tell(self, problems: Mapping[tuple[int, str], str]) -> None:
+        """Tell each once, until what had it can be had again."""
+        said = set(self._problems.values())
+        self._problems.update(problems)
+        if self._kept.is_alive:  # else nobody answers any more, which is told otherwise
+            for problem in dict.fromkeys(problems.values()):
+                if problem and problem not in said:
+                    self._miss(problem)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 
 from distsession.cluster.kept_session import KeptSession, refuse_lost
 from distsession.engine.log_file import newest_log
-from distsession.kernel.far_logs import FarLogs, FarTails
+from distsession.kernel.far_logs import FarTails
 from distsession.kernel.log_text import LogReader, MissingText, read_open_log
 from distsession.protocol.messages import Text
 
@@ -21,17 +21,21 @@ POLL_S, FAR_POLL_S = 0.2, 1.0
 """Seconds between two looks for more text; on other hosts somebody has to be asked for it."""
 STREAMS = {"stdout": "out", "stderr": "err"}
 """The ends of the names of their log files."""
-NO_LOG = "it has no log file yet, since it has just begun"
 
 
 class LogTails(Protocol):
     """What some ranks write from here on."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether one of them had a log at the beginning."""
+
+    @property
+    def problem(self) -> str:
+        """Why a log could not be had; empty where nothing was wrong."""
+
     def read(self) -> Iterator[tuple[int, str, bytes]]:
         """What has been written since the last time, with its rank and stream."""
-
-    def problem(self) -> str:
-        """Why there is nothing to be had; empty if there is."""
 
     def close(self) -> None: ...
 
@@ -57,10 +61,12 @@ def open_tails(
     """
     refuse_lost(kept)
     wanted = [(rank, stream) for rank in ranks for stream in streams]
-    return (_FarTails if kept.keeper else _LocalTails)(kept, wanted, lines, miss)
+    return (FarTails if kept.keeper else _LocalTails)(kept, wanted, lines, miss)
 
 
 class _LocalTails:
+    problem = ""
+
     def __init__(
         self,
         kept: KeptSession,
@@ -70,45 +76,18 @@ class _LocalTails:
     ):
         self._tails = {each: LogTail(kept.folder, *each, lines, miss) for each in wanted}
 
+    @property
+    def is_there(self) -> bool:
+        return any(tail.is_there for tail in self._tails.values())
+
     def read(self) -> Iterator[tuple[int, str, bytes]]:
         for (rank, stream), tail in self._tails.items():
             for data in tail.read():
                 yield rank, stream, data
 
-    def problem(self) -> str:
-        return "" if any(tail.is_there for tail in self._tails.values()) else NO_LOG
-
     def close(self) -> None:
         for tail in self._tails.values():
             tail.close()
-
-
-class _FarTails:
-    def __init__(
-        self,
-        kept: KeptSession,
-        wanted: Iterable[tuple[int, str]],
-        lines: int | None,
-        miss: Callable[[str], None],
-    ):
-        self._kept, self._miss = kept, miss
-        self._logs = FarLogs(kept)
-        files = [(rank, STREAMS[stream]) for rank, stream in wanted]
-        self._tails = FarTails(self._logs, files, lines, self._say)
-
-    def read(self) -> Iterator[tuple[int, str, bytes]]:
-        for (rank, stream), data in self._tails.read():
-            yield rank, f"std{stream}", data
-
-    def problem(self) -> str:
-        return self._tails.problem or ("" if self._tails.is_there else NO_LOG)
-
-    def close(self) -> None:
-        self._logs.close()
-
-    def _say(self, text: str) -> None:
-        if self._kept.is_alive:  # else nobody answers, and that is said otherwise
-            self._miss(text)
 
 
 class LogTail:

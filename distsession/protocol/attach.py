@@ -2,7 +2,8 @@
 
 Each agent of a kept session listens on a unix socket in the session's folder, which only its user
 can open. One who connects says first what it wants. Only an owner stays connected: there is one at
-a time, told from those before it by its epoch.
+a time, told from those before it by its epoch. The process that keeps other hosts listens there,
+too, and answers those who want to read logs in the same words.
 """
 
 from __future__ import annotations
@@ -29,12 +30,18 @@ __all__ = [
     "LogsRequest",
     "SetOwner",
     "attach_path",
+    "keeper_path",
 ]
 
 
 def attach_path(folder: str, node: int) -> str:
     """Where the agent of a node listens."""
     return os.path.join(folder, f"attach-{node}.sock")
+
+
+def keeper_path(folder: str) -> str:
+    """Where the process that keeps the hosts listens."""
+    return os.path.join(folder, "hosts.sock")
 
 
 # --- from one who connects ------------------------------------------------------------------------
