@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from distsession.engine import owners as module
+from distsession.engine.log_file import PARTS_BYTES
 from distsession.engine.owners import Owners
 from distsession.protocol.attach import (
     Attached,
@@ -270,3 +271,15 @@ def test_who_looks_at_board_and_logs_owns_nothing(make: Callable[..., Agent]) ->
     agent.connect(LogsRequest(()))
     agent.now += 2
     assert agent.owners.problem(idle)
+
+
+def test_who_asks_for_logs_and_does_not_read_does_not_hold_the_agent_up(
+    make: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = make()
+    part = LogPart(1, 1, "/tmp/" + "p" * 100, PARTS_BYTES, 0, b"x" * PARTS_BYTES)
+    monkeypatch.setattr(agent, "read_logs", lambda reads: (part,))
+    with Client(attach_path(agent.folder, 0), family="AF_UNIX") as client:
+        client.send(LogsRequest((LogRead(1, "out", 1, 0, PARTS_BYTES),)))
+        agent.owners.accept(agent.link, agent.attached, agent.read_board, agent.read_logs)
+        assert client.recv() == LogsReply((part,))
