@@ -215,8 +215,9 @@ def test_a_keeper_that_is_not_there_is_a_problem_and_no_error(
         assert f"(pid {kept.keeper}) does not answer" in tails.problem
         assert list(tails.read()) == []
         assert told == [tails.problem]
+    with closing(open_tails(kept, (0, 1), ["stdout"], 5, told.append)) as tails:
         agent.close()
-        assert list(tails.read()) == []  # it has ended, which is no news here
+        assert list(tails.read()) == []  # it has ended, which is told otherwise
     assert len(told) == 1
 
 
