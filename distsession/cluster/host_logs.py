@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
 """Seconds that an agent has to send parts of logs; it may just import something large."""
-PAUSE_S = 1.0
+PAUSE_S = 0.25
 """Seconds of a host's time that a question takes up, for whoever looks on: answering one costs its
-processors some milliseconds, which are taken from what the ranks do."""
-BURST = 4
+processors two milliseconds, and what ranks do is to have 99 % of a processor at least."""
+BURST = 16
 """Questions that need not wait for that, where there were none before."""
 HOSTS_AT_ONCE = 16
 

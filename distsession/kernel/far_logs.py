@@ -24,7 +24,7 @@ LOOK_S = 1.0
 """Seconds between two looks whether the keeper can answer at all."""
 NEWEST_S = 1.0
 """Seconds that what is known of a rank's newest log is taken for true."""
-TEXT_BYTES = 1 << 20
+TEXT_BYTES = 4 << 20
 """Bytes that come here of all that a cell which runs has written on other hosts. What a cell has
 written that has ended came to its kernel."""
 TAIL_BYTES = 16 << 10
