@@ -67,6 +67,8 @@ class FarLogs:
 
     def read(self, reads: Sequence[LogRead]) -> Sequence[LogPart]:
         """Parts of logs, one for each that is wanted."""
+        parts: Sequence[LogPart] | None = None
+        problem = ""
         with self._lock:
             try:
                 if self._connection is None:
@@ -75,11 +77,15 @@ class FarLogs:
                 problem = self._wait(self._connection)
                 reply = None if problem else self._connection.recv()
                 if isinstance(reply, LogsReply):
-                    return reply.parts
+                    parts = reply.parts
             except (EOFError, OSError):
-                problem = ""
-            self._hang_up()
+                pass
+            finally:
+                if parts is None:  # also at Stop: else the next question got the answer to this one
+                    self._hang_up()
+        if parts is None:
             return [LogPart(problem=problem or self._gone_text())] * len(reads)
+        return parts
 
     def since(self, begins: Mapping[tuple[int, str], int]) -> dict[tuple[int, str], FarText]:
         """What newest logs have from an offset on; of very much the end.

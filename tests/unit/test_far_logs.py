@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +219,25 @@ def test_a_keeper_that_is_not_there_is_a_problem_and_no_error(
         agent.close()
         assert list(tails.read()) == []  # it has ended, which is told otherwise
     assert len(told) == 1
+
+
+def test_after_stop_the_next_question_gets_its_own_answer(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper.write(0, "zero")
+    keeper.write(1, "one")
+
+    def stop(self: FarLogs, connection: Connection) -> str:
+        assert connection.poll(10)
+        raise KeyboardInterrupt
+
+    with closing(FarLogs(keeper.kept)) as logs:
+        with monkeypatch.context() as patch:
+            patch.setattr(FarLogs, "_wait", stop)
+            with pytest.raises(KeyboardInterrupt):
+                logs.read([LogRead(0, "out", None, 0, 10)])
+        (part,) = logs.read([LogRead(1, "out", None, 0, 10)])
+        assert part.data == b"one"
 
 
 # --- the keeper asks hosts ------------------------------------------------------------------------
