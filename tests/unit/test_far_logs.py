@@ -53,7 +53,7 @@ class Keeper:
                 try:
                     while (wanted := connection.recv()) is not None:
                         connection.send(LogsReply(self._logs.read(wanted.reads, RANKS)))
-                except EOFError:
+                except (EOFError, OSError):
                     continue
                 return
 
