@@ -344,6 +344,8 @@ class HostChaos:
         launcher = self.session.launcher
         if self._is_loss(step) and step.work != "restart":
             until(launcher.dead_ranks, "that a rank is dead")
+        # What was lost on a connection is sent again some time after the network has come back.
+        until(lambda: not launcher.silent_hosts(), "hosts that answer again, or are gone")
         time.sleep(0.3)  # the others on its host
         dead = set(launcher.dead_ranks())
         if dead and not self._may_be_loss(step) and step.work != "restart":
