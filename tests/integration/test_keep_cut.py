@@ -173,11 +173,10 @@ def test_a_cut_that_nobody_sees_costs_nothing(lab: HostLab) -> None:
 
 def test_who_attaches_while_a_host_is_cut_off_has_the_others(lab: HostLab) -> None:
     leave(lab)
-    with lab["gpu2"].unplugged():
-        with Session.attach(NAME) as session:
-            assert session[0].evaluate("kept") == {0: 0}
-            until(session.launcher.dead_ranks, "gpu2 to count as gone")
-            session.detach()
+    with lab["gpu2"].unplugged(), Session.attach(NAME) as session:
+        assert session[0].evaluate("kept") == {0: 0}
+        until(session.launcher.dead_ranks, "gpu2 to count as gone")
+        session.detach()
     with Session.attach(NAME) as session:
         with pytest.raises(EngineDiedError, match="rank 1"):
             session.run(int)
