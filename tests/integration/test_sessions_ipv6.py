@@ -33,6 +33,11 @@ def test_no_host_has_an_ipv4_address(lab: HostLab) -> None:
         assert "inet " not in host.run("ip", "-o", "addr", "show", "dev", "eth0")
 
 
+def test_hosts_come_to_the_kernel_without_the_help_of_ssh(lab: HostLab, four: Session) -> None:
+    links = four.launcher._hosts.links  # type: ignore[attr-defined]
+    assert [link.address for link in links] == [lab.address] * 2
+
+
 def test_collectives_and_tensors_cross_the_hosts(four: Session) -> None:
     assert reduced(four) == {4.0}
     four.push({"sent": [1, 2]})

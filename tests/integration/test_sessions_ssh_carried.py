@@ -94,11 +94,11 @@ def test_a_host_that_is_cut_off_for_a_while_is_named_and_costs_nothing(
 ) -> None:
     monkeypatch.setattr(cluster_hosts, "LOST_S", 60.0)  # however slow the machine is
     pids = [info.pid for info in session.infos]
-    future = session.submit(_count, 10)
-    until(lambda: any(r.operations() for r in session.launcher.board.regions), "a collective")
+    future = session.submit(_count, 20)
+    until(lambda: all(r.request for r in session.launcher.board.regions), "the call's beginning")
     with lab["gpu2"].unplugged():
         until(lambda: "gpu2 has not answered for" in session.status(), "its name")
-    assert list(future.result(60).values()) == [10 * 2.0] * 2
+    assert list(future.result(60).values()) == [20 * 2.0] * 2
     until(lambda: not silent(session), "gpu2 to answer again")
     assert [info.pid for info in session.infos] == pids
 

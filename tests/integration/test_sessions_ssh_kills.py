@@ -198,7 +198,7 @@ def test_a_host_that_is_stopped_for_three_seconds_is_named_and_costs_nothing(
     delays = {"far": (0.2, 0.0), "lossy": (0.01, 0.02)}
     with lab.delayed("gpu2", *delays[link]) if link in delays else contextlib.nullcontext():
         future = six.submit(_count, 10)
-        until(lambda: any(r.operations() for r in six._launcher.board.regions), "a collective")
+        until(lambda: any(r.request for r in six._launcher.board.regions), "the call's beginning")
         with stopped(lab["gpu2"]):
             began = time.monotonic()
             until(lambda: "gpu2 has not answered for" in six.status(), "its name")
