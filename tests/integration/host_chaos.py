@@ -209,7 +209,7 @@ class HostChaos:
         error = self._disturbed(step, is_over)
         told = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         self._check_error(step, error, victims)
-        dead = self._dead(step)
+        dead = self._dead(step, victims)
         if dead - set(victims) and step.work != "restart":
             raise Violation(f"{sorted(dead)} are dead, and {told!r} was told")
         fresh = self._mend(step, dead, is_over)
@@ -339,16 +339,30 @@ class HostChaos:
         elif step.fault != "full" or step.work != "restart":
             raise Violation(f"this is no reason for {error!r}") from error
 
-    def _dead(self, step: Step) -> set[int]:
+    def _dead(self, step: Step, victims: Any) -> set[int]:
         """The ranks that are dead, once that is known."""
         launcher = self.session.launcher
-        if self._is_loss(step) and step.work != "restart":
-            until(launcher.dead_ranks, "that a rank is dead")
-        time.sleep(0.3)  # the others on its host
+        if self._is_loss(step) and step.work == "restart":
+            self._ask_all()  # it may have hit those that were to be replaced, or the others
+        elif self._is_loss(step):
+            hit = {step.rank} if step.fault == "rank" else set(victims)
+            until(lambda: hit <= set(launcher.dead_ranks()), f"that {sorted(hit)} are dead")
+        # What was lost on a connection is sent again some time after the network has come back.
+        until(lambda: not launcher.silent_hosts(), "hosts that answer again, or are gone")
         dead = set(launcher.dead_ranks())
         if dead and not self._may_be_loss(step) and step.work != "restart":
             raise Violation(f"{sorted(dead)} are dead, for nothing")
         return dead
+
+    def _ask_all(self) -> None:
+        """Have it known which ranks are dead: a call ends for each that is not known to be."""
+        session, known = self.session, None
+        with at_most(LIMIT_S, "a call does not end", session):
+            while known != (dead := set(session.launcher.dead_ranks())):
+                known = dead
+                if living := sorted(set(session.ranks) - dead):
+                    with contextlib.suppress(DistsessionError):
+                        session[living].run(int)
 
     def _mend(self, step: Step, dead: set[int], is_over: threading.Event) -> set[int]:
         """Make the session whole; gives the ranks that may be fresh."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from distsession import RunError, Session, SessionStateError
+from distsession.cluster import hosts as cluster_hosts
 from tests.integration.host_lab import HostLab, host_lab
 from tests.integration.host_sessions import nothing_left, reduced, start
 from tests.until import until
@@ -32,6 +33,11 @@ def test_no_host_has_an_ipv4_address(lab: HostLab) -> None:
         assert "inet " not in host.run("ip", "-o", "addr", "show", "dev", "eth0")
 
 
+def test_hosts_come_to_the_kernel_without_the_help_of_ssh(lab: HostLab, four: Session) -> None:
+    links = four.launcher._hosts.links  # type: ignore[attr-defined]
+    assert [link.address for link in links] == [lab.address] * 2
+
+
 def test_collectives_and_tensors_cross_the_hosts(four: Session) -> None:
     assert reduced(four) == {4.0}
     four.push({"sent": [1, 2]})
@@ -44,7 +50,10 @@ def test_a_script_meets_at_the_store_that_torch_is_given(four: Session) -> None:
     four.reconnect()
 
 
-def test_a_host_that_is_cut_off_is_named_and_comes_back(lab: HostLab, four: Session) -> None:
+def test_a_host_that_is_cut_off_is_named_and_comes_back(
+    lab: HostLab, four: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_hosts, "LOST_S", 60.0)  # however slow the machine is
     future = four.submit(_wait_but_for_one)
     until(lambda: any(r.operations() for r in four._launcher.board.regions), "a collective")
     with lab["gpu2"].unplugged(), pytest.raises(RunError, match="gpu2 has not answered"):

@@ -193,6 +193,31 @@ def test_an_agent_that_was_given_up_while_it_was_cut_off_ends_when_it_comes_back
     process.communicate()
 
 
+def test_links_that_were_held_up_take_no_host_for_silent(links: HostLinks, tmp_path: Path) -> None:
+    write_keys(str(tmp_path / "keys"), links.keys)
+    process = agent(tmp_path / "keys")
+    assert links.wait(lambda: len(links.hosts) == 1, 60)
+    (host,) = links.hosts.values()
+    assert links.wait(lambda: host.round_trip < 10, 60)
+    silent: list[float] = []
+    is_over = threading.Event()
+
+    def hold_up() -> None:
+        """As if nobody had been asked, or heard, for 100 seconds."""
+        links._pinged_at -= 100
+        host.heard -= 100
+        silent.append(links.silent_s(host))
+        links._ping_all()
+        silent.append(links.silent_s(host))
+        is_over.set()
+
+    links._order(hold_up)
+    assert is_over.wait(60)
+    assert max(silent) < 50
+    links.close()
+    process.communicate()
+
+
 def test_an_agent_without_keys_says_so(tmp_path: Path) -> None:
     output, _ = agent(tmp_path / "none").communicate(timeout=60)
     assert f"the keys cannot be read from {tmp_path}/none: No such file or directory" in output
