@@ -413,7 +413,7 @@ class Agent:
         if problem:
             self._tell(AgentFailed(reason=problem))
             return False
-        from distsession.engine import rank  # noqa: F401  IPython
+        from distsession.engine import ipython, rank  # noqa: F401
         from distsession.engine.collectives import torch_private
 
         torch_private.hide_from_compiler()
@@ -429,6 +429,7 @@ class Agent:
             self._tell(AgentFailed(reason=problem))
             return False
         self._tell(AgentReady(self._host_info(identify=message.identify), self._node))
+        ipython.prepare_shell()
         return True
 
     def _preload(self, message: PreloadRequest) -> None:
