@@ -169,8 +169,8 @@ _prepared: _Prepared | None = None
 def prepare_shell() -> None:
     """Make the shell that ranks forked from this process will have.
 
-    To make one takes a rank longer than to connect to all others. This process stays as it was: what
-    it imports later sees no shell, and gives ranks nothing that belongs to one.
+    To make one takes a rank longer than to connect to all others. This process stays as it was:
+    what it imports later finds no shell.
     """
     global _prepared
     path, environ, names = list(sys.path), dict(os.environ), dict(vars(builtins))

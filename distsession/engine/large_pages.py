@@ -1,8 +1,8 @@
 """Large pages for the memory of a process that is forked often.
 
 A fork copies an entry for each page of 4 KB, and the end of the child takes each away: for an agent
-with torch these are 80,000. A large page has one. What a child writes to is copied in pages of 4 KB, as
-it was.
+with torch these are 80,000. A large page has one. What a child writes to is copied in pages of
+4 KB, as it was.
 """
 
 from __future__ import annotations
