@@ -25,7 +25,11 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
 
         seed += get_rank()
     random.seed(seed)
-    torch.manual_seed(seed)
+    if torch.accelerator.current_accelerator() is None:
+        # torch would note the seed, with a stack each, for devices that this build does not know.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)

@@ -20,13 +20,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from distsession.engine import store_server
+from distsession.engine.large_pages import use_large_pages
 from distsession.engine.log_file import log_path, read_parts, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
@@ -67,6 +68,10 @@ PARENT_POLL_S = 0.5
 
 PRELOAD_IDLE_S = 0.3
 """Seconds without a message before the next of ``DDP_IMPORTS`` is imported."""
+
+LARGE_PAGES_RANKS = 4
+"""With so many ranks, large pages save at a restart what they take. Until then the ranks that are
+there keep the pages that they share, so it is memory for once, some 150 MB."""
 
 ORPHANS_TIMEOUT_S = 5.0
 """Seconds that other processes of a session whose kernel is gone have to end."""
@@ -174,7 +179,8 @@ class Agent:
 
     def serve(self) -> None:
         """Handle what the kernel sends until the link closes."""
-        later = list(DDP_IMPORTS)
+        later: list[Callable[[], None]] = [partial(_import_quietly, name) for name in DDP_IMPORTS]
+        later.append(self._use_large_pages)
         try:
             while not self._kernel.is_leaving and not self._is_over():  # an import may swallow it
                 idle = PRELOAD_IDLE_S if later and self._ranks else PARENT_POLL_S
@@ -192,7 +198,7 @@ class Agent:
                     self._forward_usage()
                 self._reap()
                 if not ready and later and self._ranks:
-                    _import_quietly(later.pop(0))
+                    later.pop(0)()
         except (EOFError, OSError):
             log.info("the kernel has closed the link")
         finally:
@@ -416,7 +422,7 @@ class Agent:
         if problem:
             self._tell(AgentFailed(reason=problem))
             return False
-        from distsession.engine import rank  # noqa: F401  IPython
+        from distsession.engine import ipython, rank  # noqa: F401
         from distsession.engine.collectives import torch_private
 
         torch_private.hide_from_compiler()
@@ -432,6 +438,7 @@ class Agent:
             self._tell(AgentFailed(reason=problem))
             return False
         self._tell(AgentReady(self._host_info(identify=message.identify), self._node))
+        ipython.prepare_shell()
         return True
 
     def _preload(self, message: PreloadRequest) -> None:
@@ -630,6 +637,11 @@ class Agent:
         mine.close()
 
     # --- ranks ------------------------------------------------------------------------------------
+
+    def _use_large_pages(self) -> None:
+        """For ranks that are forked later."""
+        if len(self._ranks) >= LARGE_PAGES_RANKS:
+            log.debug("%d large pages", use_large_pages())
 
     def _fork(self, message: StartRanks, rank_number: int) -> None:
         from distsession.engine import deaths, rank

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import builtins
 import contextlib
 import errno
 import inspect
@@ -18,6 +19,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +43,7 @@ from distsession.engine.listeners import RequestListener
 from distsession.protocol.messages import ClearOutput, ControllerInfo, Display, Request
 from distsession.protocol.signing import no_signing_warning
 
-__all__ = ["ShellFront", "make_shell", "register"]
+__all__ = ["ShellFront", "make_shell", "new_namespace", "prepare_shell", "register"]
 
 log = logging.getLogger(__name__)
 _ipyparallel_log = log.getChild("ipyparallel")
@@ -141,8 +143,87 @@ class ShellFront(RequestListener):
         return (data, metadata) if data else None
 
 
+# --- the shell ------------------------------------------------------------------------------------
+
+SHELL_ENVIRONMENT = ("HOME", "IPYTHONDIR", "XDG_CONFIG_HOME")
+"""What decides where a shell has its folders, which it looks up when it is made."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A shell that an agent has made for the ranks it forks.
+
+    Attributes:
+        environ: What ``SHELL_ENVIRONMENT`` was then.
+        builtins: The names that the shell adds to Python's own.
+    """
+
+    shell: EngineShell
+    environ: tuple[str | None, ...]
+    builtins: dict[str, Any]
+
+
+_prepared: _Prepared | None = None
+
+
+def prepare_shell() -> None:
+    """Make the shell that ranks forked from this process will have.
+
+    To make one takes a rank longer than to connect to all others. This process stays as it was:
+    what it imports later finds no shell.
+    """
+    global _prepared
+    path, environ, names = list(sys.path), dict(os.environ), dict(vars(builtins))
+    main = sys.modules["__main__"]
+    try:
+        shell = _new_shell({})
+        added = {name: value for name, value in vars(builtins).items() if name not in names}
+        _prepared = _Prepared(shell, _shell_environment(), added)
+    except Exception:
+        log.exception("no shell could be made before the ranks: each makes its own")
+    finally:
+        EngineShell.clear_instance()
+        sys.modules["__main__"] = main
+        sys.path[:] = path
+        for name in vars(builtins).keys() - names.keys():
+            delattr(builtins, name)
+        if os.environ != environ:
+            os.environ.clear()
+            os.environ.update(environ)
+
+
+def new_namespace() -> dict[str, Any]:
+    """An empty dictionary, or what is that of the shell which :func:`make_shell` will give."""
+    prepared = _usable()
+    return {} if prepared is None else prepared.shell.user_ns
+
+
 def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Comms) -> ShellFront:
-    """Make the shell whose ``user_ns`` is the rank's namespace."""
+    """Make the shell whose ``user_ns`` is the rank's namespace.
+
+    Args:
+        namespace: From :func:`new_namespace`.
+        capture: Gets what is displayed.
+        rank: Which.
+        comms: Of its widgets.
+    """
+    prepared = _usable()
+    if prepared is not None and prepared.shell.user_ns is namespace:
+        shell = prepared.shell
+        _settle(prepared)
+    else:
+        shell = _new_shell(namespace)
+    sys.argv = [""]  # argparse would take the agent's own arguments for the user's
+    publisher = shell.display_pub
+    assert isinstance(publisher, _Publisher)
+    publisher.capture = capture
+    publisher.rank = rank
+    comms.install(_is_px)
+    _install_old_comms(shell, comms)
+    return ShellFront(shell, publisher)
+
+
+def _new_shell(namespace: dict[str, Any]) -> EngineShell:
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
@@ -154,15 +235,38 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Co
         config=config,
         display_pub_class=_Publisher,
     )
-    _look_like_a_script()
+    # Libraries take sys.ps1 for a person who sits at a prompt: Lightning then refuses "ddp".
+    for prompt in ("ps1", "ps2", "ps3"):
+        if hasattr(sys, prompt):
+            delattr(sys, prompt)
     atexit.unregister(shell.atexit_operations)  # a full garbage collection, for a history we lack
-    publisher = shell.display_pub
-    assert isinstance(publisher, _Publisher)
-    publisher.capture = capture
-    publisher.rank = rank
-    comms.install(_is_px)
-    _install_old_comms(shell, comms)
-    return ShellFront(shell, publisher)
+    return shell
+
+
+def _shell_environment() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in SHELL_ENVIRONMENT)
+
+
+def _usable() -> _Prepared | None:
+    """The shell made before the fork, unless one that is made now would have other folders."""
+    if _prepared is None or _prepared.environ != _shell_environment():
+        return None
+    return _prepared
+
+
+def _settle(prepared: _Prepared) -> None:
+    """Let a shell know the process that it has come to, as if it had been made there."""
+    shell = prepared.shell
+    for each in EngineShell._walk_mro():
+        each._instance = shell
+    vars(builtins).update(prepared.builtins)
+    shell.starting_dir = os.getcwd()
+    shell.init_environment()
+    shell.init_virtualenv()
+    shell.save_sys_module_state()
+    shell.init_sys_modules()
+    shell.init_io()
+    shell.history_manager.reset(new_session=False)  # the folder that _dh begins with
 
 
 def _install_old_comms(shell: EngineShell, comms: Comms) -> None:
@@ -196,18 +300,6 @@ def _install_old_comms(shell: EngineShell, comms: Comms) -> None:
                 comms.publish(self.comm_id, kind, *args, **keys)
 
     ipykernel.comm.Comm = Comm
-
-
-def _look_like_a_script() -> None:
-    """A rank is no prompt at which somebody sits, though it has IPython's shell.
-
-    Libraries take ``sys.ps1`` for a person (Lightning then refuses ``strategy="ddp"``), and
-    ``argparse`` would take the agent's own arguments for the user's.
-    """
-    for prompt in ("ps1", "ps2", "ps3"):
-        if hasattr(sys, prompt):
-            delattr(sys, prompt)
-    sys.argv = [""]
 
 
 # --- ipyparallel ----------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from distsession.engine.event_loop import RankLoop
 from distsession.engine.execute import NOTHING
 from distsession.engine.forks import Forks, make_private, spawn_hint
 from distsession.engine.imports import LONG_S, ImportWatch
-from distsession.engine.ipython import ShellFront, make_shell, register
+from distsession.engine.ipython import ShellFront, make_shell, new_namespace, register
 from distsession.engine.kernel_link import KernelLink, Received
 from distsession.engine.listeners import is_run, told
 from distsession.engine.log_file import log_path
@@ -253,7 +253,7 @@ class Rank:
             self._capture,
             self._wake_loop,
         )
-        self._namespace: dict[str, Any] = {}
+        self._namespace = new_namespace()
         self._completion = CompletionServer(
             self._namespace, rank, self._send, self._wait_for_pushed
         )
