@@ -17,7 +17,7 @@ from distsession.cluster.base import python_command
 from distsession.cluster.deaths import agent_text
 from distsession.engine.process import agent_environment, started_at
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
-from distsession.protocol.messages import AgentStarted
+from distsession.protocol.agent_messages import AgentStarted
 from distsession.protocol.wire import socket_path
 
 __all__ = ["AgentProcess", "Agents"]

@@ -14,15 +14,9 @@ from distsession.cluster.pending import PendingRequest
 from distsession.engine.process import module_command
 from distsession.errors import EngineDiedError, OptionsError
 from distsession.options import SessionOptions
+from distsession.protocol.agent_messages import LogPiece, UsageReply
 from distsession.protocol.board import Board
-from distsession.protocol.messages import (
-    CompletionReply,
-    LogPiece,
-    Mismatch,
-    Request,
-    StackReply,
-    UsageReply,
-)
+from distsession.protocol.messages import CompletionReply, Mismatch, Request, StackReply
 from distsession.protocol.rank_state import AbortReason
 from distsession.protocol.serialize import Frames
 from distsession.protocol.shared_memory import Progress, Segment

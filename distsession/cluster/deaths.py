@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from distsession.engine.oom import oom_text
 from distsession.errors import EngineDiedError
-from distsession.protocol.messages import RankExited
+from distsession.protocol.agent_messages import RankExited
 from distsession.ranks import RankInfo, ranks_text
 
 __all__ = [

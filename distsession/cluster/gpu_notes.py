@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from distsession.protocol.messages import GpuHolder, GpuMemory
+from distsession.protocol.agent_messages import GpuHolder, GpuMemory
 from distsession.ranks import RankInfo, ranks_text
 
 __all__ = ["full_gpus"]

@@ -21,8 +21,8 @@ from distsession.cluster.pending import OutputMessage
 from distsession.errors import LaunchError, SessionStateError
 from distsession.host_plan import HostPlan
 from distsession.options import SessionOptions
+from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.host_checks import HostProblem, check_hosts, choose_addresses
-from distsession.protocol.messages import StartRanks
 from distsession.ranks import HostInfo, RankInfo
 
 __all__ = ["HostsLauncher"]

@@ -19,7 +19,8 @@ from distsession.cluster.pending import PendingRequest
 from distsession.errors import EngineDiedError, OptionsError, SessionStateError
 from distsession.options import SessionOptions
 from distsession.protocol import shared_memory
-from distsession.protocol.messages import CompletionReply, Request, UsageReply
+from distsession.protocol.agent_messages import UsageReply
+from distsession.protocol.messages import CompletionReply, Request
 from distsession.protocol.serialize import Frames
 from distsession.ranks import RankInfo
 

@@ -49,6 +49,16 @@ from distsession.errors import (
     SessionStateError,
 )
 from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.protocol.agent_messages import (
+    GpuRequest,
+    LogPiece,
+    LogRequest,
+    PrepareAgent,
+    StartRanks,
+    StopRanks,
+    UsageReply,
+    UsageRequest,
+)
 from distsession.protocol.attach import Fenced
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.comparison import Comparison, completed, late_members
@@ -57,20 +67,12 @@ from distsession.protocol.messages import (
     Abort,
     CompletionReply,
     CompletionRequest,
-    GpuRequest,
-    LogPiece,
-    LogRequest,
     Mismatch,
-    PrepareAgent,
     RankAttached,
     Reason,
     ReconnectRequest,
     StackReply,
-    StartRanks,
-    StopRanks,
     TimedOut,
-    UsageReply,
-    UsageRequest,
 )
 from distsession.protocol.rank_state import AbortReason
 from distsession.ranks import HostInfo, RankInfo, ranks_text

@@ -26,22 +26,19 @@ from distsession.errors import (
     ProcessGroupError,
     SessionStateError,
 )
-from distsession.protocol.messages import (
+from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
-    EngineRegistered,
     GpuMemory,
     GpuReply,
     LogPiece,
     PreloadReply,
-    RankAttached,
     RankExited,
-    RankFailed,
-    RankReady,
     StoreEnded,
     StoreReady,
     UsageReply,
 )
+from distsession.protocol.messages import EngineRegistered, RankAttached, RankFailed, RankReady
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
 __all__ = ["Monitor", "NodeGone", "RankUnreported", "RelayGone"]

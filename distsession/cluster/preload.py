@@ -11,8 +11,8 @@ from distsession.cluster.agents import Agents
 from distsession.cluster.deaths import node_text
 from distsession.cluster.monitor import Monitor
 from distsession.errors import OptionsError, RunInterrupt, SessionStateError
+from distsession.protocol.agent_messages import PreloadRequest
 from distsession.protocol.cause import sentence
-from distsession.protocol.messages import PreloadRequest
 
 __all__ = ["Preload"]
 

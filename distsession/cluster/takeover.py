@@ -23,17 +23,10 @@ from distsession.cluster.monitor import Monitor, NodeGone
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import SessionStateError
 from distsession.protocol import serialize
+from distsession.protocol.agent_messages import AgentReady, StopRanks, StoreReady
 from distsession.protocol.attach import Adopt
 from distsession.protocol.board import Board
-from distsession.protocol.messages import (
-    AgentReady,
-    ErrorInfo,
-    RankAttached,
-    Reply,
-    Resume,
-    StopRanks,
-    StoreReady,
-)
+from distsession.protocol.messages import ErrorInfo, RankAttached, Reply, Resume
 
 __all__ = ["Takeover"]
 

@@ -36,10 +36,7 @@ from distsession.engine.process import die_with_parent, signal_when_parent_ends,
 from distsession.engine.process_state import delay_s
 from distsession.engine.process_watch import ProcessWatch
 from distsession.protocol import attach, board_mirror, folder_lock
-from distsession.protocol.board import Board, file_size, make_file
-from distsession.protocol.board_mirror import Mirror
-from distsession.protocol.kept_record import SESSION_FILE
-from distsession.protocol.messages import (
+from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
     AgentStarted,
@@ -57,6 +54,9 @@ from distsession.protocol.messages import (
     StoreReady,
     UsageRequest,
 )
+from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.board_mirror import Mirror
+from distsession.protocol.kept_record import SESSION_FILE
 from distsession.protocol.shared_memory import LinkListener
 from distsession.protocol.wire import make_node_folder, memory_path, socket_path
 from distsession.ranks import HostInfo

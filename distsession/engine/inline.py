@@ -23,14 +23,8 @@ from distsession.engine.timeline import Trace
 from distsession.errors import LaunchError, SessionStateError
 from distsession.options import SessionOptions
 from distsession.protocol import serialize, shared_memory
-from distsession.protocol.messages import (
-    CompletionReply,
-    CompletionRequest,
-    Reply,
-    Request,
-    UsageReply,
-    UsageRequest,
-)
+from distsession.protocol.agent_messages import UsageReply, UsageRequest
+from distsession.protocol.messages import CompletionReply, CompletionRequest, Reply, Request
 from distsession.protocol.serialize import Frames
 from distsession.ranks import RankInfo
 

@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from distsession.protocol import shared_memory
+from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Addressed,
@@ -27,7 +28,6 @@ from distsession.protocol.messages import (
     Reply,
     Request,
     Shared,
-    StartRanks,
     decode,
     encode,
 )

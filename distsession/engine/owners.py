@@ -19,6 +19,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
+from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.attach import (
     Attached,
     AttachRefused,
@@ -35,7 +36,6 @@ from distsession.protocol.attach import (
     attach_path,
 )
 from distsession.protocol.kept_record import OWNER_FILE, Owner, write_record
-from distsession.protocol.messages import StartRanks
 
 __all__ = ["Owners"]
 

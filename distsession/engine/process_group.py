@@ -18,7 +18,7 @@ from distsession.engine import host_info, store, store_server
 from distsession.engine.collectives import torch_changes
 from distsession.engine.collectives.group import Groups
 from distsession.errors import CollectiveError
-from distsession.protocol.messages import StartRanks
+from distsession.protocol.agent_messages import StartRanks
 from distsession.ranks import RankInfo
 
 __all__ = ["Place", "is_gloo", "join", "leave", "prepare", "rank_info"]

@@ -70,6 +70,7 @@ from distsession.engine.torch_errors import is_from_gloo, is_without_group
 from distsession.errors import CollectiveError, SessionStateError
 from distsession.protocol import attach, serialize, shared_memory
 from distsession.protocol import board as layout
+from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Abort,
@@ -92,7 +93,6 @@ from distsession.protocol.messages import (
     Shared,
     StackReply,
     StackRequest,
-    StartRanks,
 )
 from distsession.protocol.rank_state import AbortReason
 from distsession.protocol.shared_memory import Segment

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distsession.engine.process import die_with_parent
-from distsession.protocol.messages import (
+from distsession.protocol.agent_messages import (
     GpuHolder,
     GpuMemory,
     GpuReply,

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from distsession.cluster.kept_session import KeptSession
 from distsession.engine.log_file import PARTS_BYTES
 from distsession.engine.process_state import STOPPED, process_state
+from distsession.protocol.agent_messages import LogPiece
 from distsession.protocol.attach import LogPart, LogRead, LogsReply, LogsRequest, keeper_path
-from distsession.protocol.messages import LogPiece
 
 __all__ = ["FarLogs", "FarTails", "FarText"]
 

@@ -26,8 +26,9 @@ from distsession.kernel.kept_state import board_reports, far_pids, open_board
 from distsession.kernel.log_text import FarLog, LocalLog, LogSource
 from distsession.kernel.replay import OutputHistory, RunRecord
 from distsession.kernel.session_record import known_outputs
+from distsession.protocol.agent_messages import UsageReply, UsageRequest
 from distsession.protocol.board import Board
-from distsession.protocol.messages import RankReport, Text, UsageReply, UsageRequest
+from distsession.protocol.messages import RankReport, Text
 from distsession.ranks import RankInfo
 
 __all__ = ["KeptRanks", "NotThereError"]

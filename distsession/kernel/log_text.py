@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from distsession.engine.log_file import next_data
-from distsession.protocol.messages import LogPiece
+from distsession.protocol.agent_messages import LogPiece
 
 __all__ = [
     "FarLog",

@@ -13,8 +13,9 @@ from distsession.display.panel import HISTORY_READINGS, Gauge, RankRow, Snapshot
 from distsession.display.render import config_rows, state_text
 from distsession.errors import SessionStateError
 from distsession.options import SessionOptions, duration_text, read_duration, read_size
+from distsession.protocol.agent_messages import RankUsage, UsageReply
 from distsession.protocol.diagnosis import device_wait_text
-from distsession.protocol.messages import RankReport, RankUsage, UsageReply
+from distsession.protocol.messages import RankReport
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distsession.protocol.rank_state import AbortReason, Outcome, RankState
-from distsession.ranks import HostInfo, RankInfo
+from distsession.ranks import RankInfo
 
 __all__ = [
     "LIMITED_STORE_WAIT",
@@ -23,9 +23,6 @@ __all__ = [
     "Abort",
     "Aborted",
     "Addressed",
-    "AgentFailed",
-    "AgentReady",
-    "AgentStarted",
     "CallRequest",
     "Called",
     "CellRequest",
@@ -42,31 +39,21 @@ __all__ = [
     "ErrorInfo",
     "FillRequest",
     "FrameInfo",
-    "GpuHolder",
-    "GpuMemory",
-    "GpuReply",
-    "GpuRequest",
     "InputReply",
     "InputRequest",
-    "LogPiece",
-    "LogRequest",
     "MalformedMessage",
+    "Message",
     "Mismatch",
     "Operation",
     "OutputEnd",
     "PartsRequest",
     "PieceRequest",
-    "PreloadReply",
-    "PreloadRequest",
-    "PrepareAgent",
     "PullRequest",
     "PushRequest",
     "RankAttached",
-    "RankExited",
     "RankFailed",
     "RankReady",
     "RankReport",
-    "RankUsage",
     "Reason",
     "ReconnectRequest",
     "Reply",
@@ -77,16 +64,10 @@ __all__ = [
     "Shared",
     "StackReply",
     "StackRequest",
-    "StartRanks",
-    "StopRanks",
-    "StoreEnded",
-    "StoreReady",
     "SummaryRequest",
     "Text",
     "TimedOut",
     "TimelineRequest",
-    "UsageReply",
-    "UsageRequest",
     "decode",
     "encode",
 ]
@@ -123,12 +104,12 @@ def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any] | Shared]:
         message, inline = pickle.loads(memoryview(frames[0])[len(MAGIC) :])
     except Exception as error:
         raise MalformedMessage(f"a frame that does not unpickle: {error!r}") from error
-    if type(message).__module__ != __name__:
+    if not isinstance(message, Message):
         raise MalformedMessage(f"a {type(message).__name__} where a message should be")
     return message, frames[1:] if inline is None else inline
 
 
-class _Message:
+class Message:
     """What all messages have in common."""
 
     __slots__ = ()
@@ -142,7 +123,7 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared(_Message):
+class Shared(Message):
     """A payload that is not with its message, but in memory of which a descriptor was sent.
 
     Attributes:
@@ -176,7 +157,7 @@ class NotebookCell:
 
 
 @dataclass(frozen=True, slots=True)
-class CallRequest(_Message):
+class CallRequest(Message):
     """Call a function. Payload: function, args, kwargs.
 
     Attributes:
@@ -189,7 +170,7 @@ class CallRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CellRequest(_Message):
+class CellRequest(Message):
     """Run a cell of source code in the rank's namespace.
 
     Attributes:
@@ -210,7 +191,7 @@ class CellRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ReconnectRequest(_Message):
+class ReconnectRequest(Message):
     """Leave the process group and join the one of another generation.
 
     Attributes:
@@ -223,7 +204,7 @@ class ReconnectRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PullRequest(_Message):
+class PullRequest(Message):
     """Send the values of these names, in one payload, so that what they share stays shared.
 
     Attributes:
@@ -238,14 +219,14 @@ class PullRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnRequest(_Message):
+class ReturnRequest(Message):
     """What was lent with a pull has been copied. Answer: whether it was the same all the while."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class PushRequest(_Message):
+class PushRequest(Message):
     """Rebuild values and keep them aside. Payload: a dict by name, such as a pull has brought.
 
     They are assigned once all ranks have them, so a failure on one rank leaves the names as they
@@ -263,7 +244,7 @@ class PushRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitRequest(_Message):
+class CommitRequest(Message):
     """Set names to the values that were pushed, or drop these values."""
 
     id: int
@@ -271,7 +252,7 @@ class CommitRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardsRequest(_Message):
+class ShardsRequest(Message):
     """Say which part of the whole this rank holds under a name."""
 
     id: int
@@ -279,7 +260,7 @@ class ShardsRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class FillRequest(_Message):
+class FillRequest(Message):
     """Write this rank's parts into the whole. Payload: the whole, shared by the ranks of one host.
 
     A rank that gets no such memory keeps its part aside for ``PieceRequest`` and says where it
@@ -298,7 +279,7 @@ class FillRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRequest(_Message):
+class PieceRequest(Message):
     """Send a piece of the part that a ``FillRequest`` has kept aside.
 
     Attributes:
@@ -312,7 +293,7 @@ class PieceRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class SummaryRequest(_Message):
+class SummaryRequest(Message):
     """Evaluate an expression, say what its value consists of, and keep that for a moment.
 
     Attributes:
@@ -325,7 +306,7 @@ class SummaryRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PartsRequest(_Message):
+class PartsRequest(Message):
     """Send parts of what was summarised; without paths, forget it."""
 
     id: int
@@ -333,14 +314,14 @@ class PartsRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DebugRequest(_Message):
+class DebugRequest(Message):
     """Open the debugger where the last cell or call failed; the value says why that cannot be."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineRequest(_Message):
+class TimelineRequest(Message):
     """Send the record of an earlier request, if there is one.
 
     Attributes:
@@ -370,7 +351,7 @@ Request = (
 
 
 @dataclass(frozen=True, slots=True)
-class Addressed(_Message):
+class Addressed(Message):
     """A request of a session that is kept, and who else gets it.
 
     A kernel may end while it sends a request; so it counts once all have it (see ``board``).
@@ -384,7 +365,7 @@ class Addressed(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class FrameInfo(_Message):
+class FrameInfo(Message):
     """One frame of a traceback.
 
     Attributes:
@@ -398,7 +379,7 @@ class FrameInfo(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorInfo(_Message):
+class ErrorInfo(Message):
     """An exception as data, so that it arrives whatever its class does.
 
     Attributes:
@@ -417,7 +398,7 @@ class ErrorInfo(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted(_Message):
+class Aborted(Message):
     """A rank failed only since the process group had been given up, for the sake of another.
 
     Attributes:
@@ -431,7 +412,7 @@ class Aborted(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Called(_Message):
+class Called(Message):
     """What one rank called.
 
     Attributes:
@@ -447,7 +428,7 @@ class Called(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch(_Message):
+class Mismatch(Message):
     """Ranks called different things as the same operation of a group, as far as one has seen.
 
     Attributes:
@@ -466,7 +447,7 @@ class Mismatch(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class TimedOut(_Message):
+class TimedOut(Message):
     """Ranks did not come to an operation within its time limit.
 
     Attributes:
@@ -485,7 +466,7 @@ Reason = Aborted | Mismatch | TimedOut
 
 
 @dataclass(frozen=True, slots=True)
-class Reply(_Message):
+class Reply(Message):
     """The end of a request on one rank. Payload: the value, or the pickled exception, or nothing.
 
     Attributes:
@@ -508,7 +489,7 @@ class Reply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RankReady(_Message):
+class RankReady(Message):
     """The rank is in the process group and waits for requests."""
 
     rank: int
@@ -516,7 +497,7 @@ class RankReady(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RankAttached(_Message):
+class RankAttached(Message):
     """The rank has connected to a kernel that has attached, and waits for its ``Resume``.
 
     Attributes:
@@ -544,7 +525,7 @@ class RankAttached(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RankFailed(_Message):
+class RankFailed(Message):
     """The rank could not join the process group; it ends itself."""
 
     rank: int
@@ -553,7 +534,7 @@ class RankFailed(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRegistered(_Message):
+class EngineRegistered(Message):
     """The rank's ipyparallel engine is known to the controller under this id.
 
     Attributes:
@@ -568,7 +549,7 @@ class EngineRegistered(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class StackReply(_Message):
+class StackReply(Message):
     """Where the main thread is.
 
     Attributes:
@@ -589,7 +570,7 @@ class StackReply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionReply(_Message):
+class CompletionReply(Message):
     """Completions, or what is known about a name.
 
     Attributes:
@@ -609,7 +590,7 @@ class CompletionReply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Text(_Message):
+class Text(Message):
     """Text that a rank wrote while a request ran (request 0: between requests).
 
     Attributes:
@@ -626,7 +607,7 @@ class Text(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Display(_Message):
+class Display(Message):
     """Something that a rank displayed. ``update`` replaces the display of the same id."""
 
     rank: int
@@ -638,7 +619,7 @@ class Display(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CommMessage(_Message):
+class CommMessage(Message):
     """What a comm of a rank sends to the page: a widget that is made, changes, or is closed.
 
     Attributes:
@@ -659,7 +640,7 @@ class CommMessage(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ClearOutput(_Message):
+class ClearOutput(Message):
     """The rank called ``clear_output``."""
 
     rank: int
@@ -668,7 +649,7 @@ class ClearOutput(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class InputRequest(_Message):
+class InputRequest(Message):
     """A rank wants a line of input, and waits for the ``InputReply``; sent in order with its text.
 
     Attributes:
@@ -684,7 +665,7 @@ class InputRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class OutputEnd(_Message):
+class OutputEnd(Message):
     """All output of a request has been sent."""
 
     rank: int
@@ -695,7 +676,7 @@ class OutputEnd(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Operation(_Message):
+class Operation(Message):
     """A collective, send or receive that a rank has begun and not ended.
 
     Attributes:
@@ -734,7 +715,7 @@ LIMITED_STORE_WAIT = "limited_store_wait"
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport(_Message):
+class RankReport(Message):
     """What one rank does.
 
     Attributes:
@@ -778,7 +759,7 @@ class RankReport(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Abort(_Message):
+class Abort(Message):
     """Give the process group up: free whoever waits in it, refuse it to whoever comes later.
 
     Attributes:
@@ -802,7 +783,7 @@ class Abort(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Resume(_Message):
+class Resume(Message):
     """Send again what nobody has acknowledged, and go on.
 
     Attributes:
@@ -813,14 +794,14 @@ class Resume(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class StackRequest(_Message):
+class StackRequest(Message):
     """Send a ``StackReply``."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest(_Message):
+class CompletionRequest(Message):
     """Send a ``CompletionReply`` about the rank's variables.
 
     Attributes:
@@ -833,7 +814,7 @@ class CompletionRequest(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CommInput(_Message):
+class CommInput(Message):
     """What the page sends to a comm of a rank; handled when the rank is idle.
 
     Attributes:
@@ -848,7 +829,7 @@ class CommInput(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class InputReply(_Message):
+class InputReply(Message):
     """What was typed.
 
     Attributes:
@@ -863,7 +844,7 @@ class InputReply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerInfo(_Message):
+class ControllerInfo(Message):
     """Connection facts of ipyparallel's controller for an engine. Never in an environment.
 
     Attributes:
@@ -872,350 +853,3 @@ class ControllerInfo(_Message):
 
     connection: dict[str, Any]
     profile_dir: str
-
-
-# --- kernel and agent -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareAgent(_Message):
-    """Import these modules too, then say that you are ready.
-
-    Attributes:
-        identify: Say the UUIDs of the GPUs, too.
-        has_ranks: It is to fork ranks; else it needs neither torch nor the modules.
-    """
-
-    preload: tuple[str, ...]
-    sys_path: tuple[str, ...]
-    identify: bool = False
-    has_ranks: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class PreloadRequest(_Message):
-    """Import these modules for ranks that are forked later, and send a ``PreloadReply``.
-
-    Attributes:
-        number: Of this request. No two kernels of a session give the same.
-        modules: None ends a trial that is under way.
-        is_trial: Do so in a child that ends thereafter.
-    """
-
-    number: int
-    modules: tuple[str, ...] = ()
-    sys_path: tuple[str, ...] = ()
-    is_trial: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PreloadReply(_Message):
-    """How that went.
-
-    Attributes:
-        problem: Why it cannot be; empty if all is well.
-        known: Those of the modules that the agent had before.
-    """
-
-    number: int
-    node: int
-    problem: str = ""
-    known: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StartRanks(_Message):
-    """Fork these ranks.
-
-    Attributes:
-        ranks: Ranks to start, all of the agent's node; on the first node there may be none, if only
-            the store is needed.
-        devices: torch device of every rank of the node, also of those that are not to be started.
-        visible: What each of them has for ``CUDA_VISIBLE_DEVICES``; empty: as in ``environ``.
-        is_shared: Several ranks are on one GPU.
-        check: How collectives are compared (see ``SessionOptions.check``).
-        board: The descriptor of the shared memory of ``board``, inherited from the kernel; -1 on
-            another host, whose agent makes its own.
-        is_board_shared: All nodes have that one, since they are on one host; else each has its own.
-        environ: The kernel's environment; the rank's own variables are laid over it. On another
-            host it is laid over that of the agent itself, and is only a part.
-        is_whole: All ranks of the world are new, so there are no groups to agree on.
-        node: Of which node the agent is. All but 0 have a relay.
-        node_rank: What users call that node.
-        interface: Of the network, for gloo and NCCL; empty where all ranks are on one host.
-        nodes: How many there are. Each has a block of ranks, in their order.
-        first_rank: Of the node's block.
-        host: What the node is called; empty: as its machine.
-        store_port: Of torch's TCP store; 0 on the first node, whose agent has it.
-        epoch: Of the owner, to whose sockets the ranks connect.
-        keep: Seconds for which the ranks stay when their kernel has gone; 0: they end with it.
-        keep_idle: The same once all of them are idle; 0: as long.
-        keep_output: Bytes of each log file that are kept.
-        version: Of the kernel's package, which is the agent's too.
-        groups: Whose process groups code gets (see ``SessionOptions.groups``).
-    """
-
-    ranks: tuple[int, ...]
-    world_size: int
-    generation: int
-    devices: tuple[str, ...]
-    backend: str
-    timeout: float | None
-    seed: int | None
-    seed_per_rank: bool
-    threads: int
-    check: str
-    board: int
-    folder: str
-    cwd: str
-    sys_path: tuple[str, ...]
-    environ: dict[str, str] = field(repr=False)
-    is_whole: bool = True
-    is_board_shared: bool = True
-    node: int = 0
-    nodes: int = 1
-    first_rank: int = 0
-    host: str = ""
-    store_port: int = 0
-    epoch: int = 1
-    keep: float = 0.0
-    keep_idle: float = 0.0
-    keep_output: int = 1 << 30
-    version: str = ""
-    groups: str = "session"
-    visible: tuple[str, ...] = ()
-    is_shared: bool = False
-    node_rank: int = 0
-    interface: str = ""
-
-    @property
-    def here(self) -> range:
-        """All ranks of the node."""
-        return range(self.first_rank, self.first_rank + len(self.devices))
-
-
-@dataclass(frozen=True, slots=True)
-class StopRanks(_Message):
-    """End these ranks at once and everything they started."""
-
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UsageRequest(_Message):
-    """Send ``UsageReply``.
-
-    Attributes:
-        gpus: UUID of the GPU of each rank that has one.
-        node: Whose agent is asked.
-    """
-
-    number: int
-    gpus: dict[int, str]
-    node: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RankUsage(_Message):
-    """What a rank's process, and its GPU, are using.
-
-    Attributes:
-        at: When this was read, in seconds by a clock of its host that only goes forward.
-        cpu_seconds: Processor time since the process began.
-        rss: Bytes of memory that it holds.
-        gpu_memory: Bytes in use on its GPU, by whomever; -1 where that is not known.
-        gpu_total: Bytes that the GPU has.
-        gpu_percent: Share of the time in which the GPU was busy; -1 where that is not known.
-    """
-
-    rank: int
-    pid: int
-    at: float
-    cpu_seconds: float
-    rss: int
-    gpu_memory: int = -1
-    gpu_total: int = 0
-    gpu_percent: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class UsageReply(_Message):
-    """What the ranks of a node use."""
-
-    number: int
-    uses: tuple[RankUsage, ...]
-    node: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LogRequest(_Message):
-    """Send ``LogPiece``: a part of a log file that only the agent's host has.
-
-    Attributes:
-        generation: In which the rank was forked.
-        stream: ``"out"`` or ``"err"``.
-        begin: Where the part begins, in bytes.
-        count: How many bytes of it are wanted at most; none asks for the size.
-        node: Whose agent is asked.
-    """
-
-    number: int
-    rank: int
-    generation: int
-    stream: str
-    begin: int
-    count: int
-    node: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LogPiece(_Message):
-    """A part of a log file.
-
-    Attributes:
-        size: Bytes of the file; 0 if it is gone.
-        begin: Where the data begins, behind what was given back to the disk.
-        data: Empty where nothing is left from there on.
-    """
-
-    number: int
-    node: int
-    size: int
-    begin: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GpuRequest(_Message):
-    """Send ``GpuReply``.
-
-    Attributes:
-        node: Whose agent is asked.
-    """
-
-    node: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GpuHolder(_Message):
-    """A process that holds memory of a GPU.
-
-    Attributes:
-        pid: As the driver tells it; in a container it may be that of the host.
-        user: Whose it is; empty where that is not known.
-        nbytes: How much; -1 where that is not known.
-    """
-
-    pid: int
-    user: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory(_Message):
-    """The memory of a GPU, or of a slice of one.
-
-    Attributes:
-        number: By which nvidia-smi shows the GPU.
-        uuid: ``"GPU-..."`` or ``"MIG-..."``.
-        name: The model.
-        free: Bytes.
-        total: Bytes.
-        holders: Who has the rest.
-    """
-
-    number: int
-    uuid: str
-    name: str
-    free: int
-    total: int
-    holders: tuple[GpuHolder, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GpuReply(_Message):
-    """The memory of all GPUs of a node's host; none where NVML knows of none."""
-
-    node: int
-    gpus: tuple[GpuMemory, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AgentStarted(_Message):
-    """The first message of an agent: of which node it is."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class AgentReady(_Message):
-    """The agent has imported torch and can fork."""
-
-    host: HostInfo
-    node: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReady(_Message):
-    """The stores, which the agent of the first node has forked, are up; torch's at this port."""
-
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreEnded(_Message):
-    """A store has ended, and the agent has put another in its place where it could.
-
-    Attributes:
-        pid: Of its process.
-        returncode: As of ``subprocess``.
-        is_tcp: It is torch's, which scripts meet at by an address.
-        is_replaced: Another one is there.
-    """
-
-    pid: int
-    returncode: int
-    is_tcp: bool
-    is_replaced: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AgentFailed(_Message):
-    """The agent cannot go on (a preload module that does not import); it ends itself."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankExited(_Message):
-    """A rank's process has ended.
-
-    Attributes:
-        returncode: Exit code, or the negative signal number.
-        expected: It was asked to end.
-        log_tail: The last lines that it wrote, stderr after stdout.
-        oom: Killed by SIGKILL, and its cgroup (or the host, where there is none) counts one more
-            out-of-memory kill than before.
-        oom_limit: Bytes that its cgroup may have; 0 where that is not known.
-        place: The line of user code that it was at, such as ``"In[3] line 4"``; empty if not known.
-        runs: The cell or function that ran, where no line is known.
-        is_certain: It ended at that line, rather than that it was seen there some time before.
-        is_idle: Nothing ran.
-        is_terminated: It has ended on SIGTERM.
-        stack: Of a crash, the Python stack, innermost line first.
-    """
-
-    rank: int
-    generation: int
-    pid: int
-    returncode: int
-    expected: bool
-    log_tail: str
-    oom: bool = False
-    oom_limit: int = 0
-    place: str = ""
-    runs: str = ""
-    is_certain: bool = False
-    is_idle: bool = False
-    is_terminated: bool = False
-    stack: tuple[str, ...] = ()

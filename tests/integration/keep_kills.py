@@ -33,7 +33,7 @@ KERNEL = '''
 import faulthandler, json, os, random, sys, time
 from collections import Counter
 from distsession import RunError, RunInterrupt, Session
-from distsession.protocol.messages import Text
+from distsession.protocol.messages import (Text)
 from distsession.view import Output
 
 faulthandler.enable()

@@ -15,7 +15,7 @@ from distsession import LaunchError, OptionsError, Session
 from distsession.cluster import local
 from distsession.cluster.local import LocalLauncher
 from distsession.options import RankPlan, SessionOptions, plan_ranks
-from distsession.protocol.messages import GpuRequest
+from distsession.protocol.agent_messages import GpuRequest
 from distsession.ranks import HostInfo
 
 TOY = {"backend": "toyccl", "preload": ["tests.toy_accelerator"]}

@@ -16,7 +16,7 @@ import ipykernel
 import pytest
 
 from distsession import Session
-from distsession.protocol.messages import UsageRequest
+from distsession.protocol.agent_messages import UsageRequest
 
 from .kernel import Notebook
 

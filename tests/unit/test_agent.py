@@ -37,10 +37,9 @@ from distsession.engine.agent import (
 from distsession.engine.collectives import torch_private  # noqa: F401  before parts are replaced
 from distsession.engine.log_file import log_path
 from distsession.engine.process import die_with_parent
-from distsession.protocol.messages import (
+from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
-    CellRequest,
     GpuMemory,
     GpuReply,
     GpuRequest,
@@ -55,6 +54,7 @@ from distsession.protocol.messages import (
     UsageReply,
     UsageRequest,
 )
+from distsession.protocol.messages import CellRequest
 from distsession.ranks import HostInfo
 from tests.until import until
 

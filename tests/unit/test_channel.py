@@ -19,9 +19,9 @@ from distsession.cluster.channel import SocketChannel
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError, SessionStateError
+from distsession.protocol.agent_messages import AgentFailed, StoreReady
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import (
-    AgentFailed,
     CellRequest,
     CompletionReply,
     CompletionRequest,
@@ -35,7 +35,6 @@ from distsession.protocol.messages import (
     Shared,
     StackReply,
     StackRequest,
-    StoreReady,
     Text,
     decode,
     encode,

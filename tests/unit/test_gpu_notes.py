@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distsession.cluster.gpu_notes import full_gpus
-from distsession.protocol.messages import GpuHolder, GpuMemory
+from distsession.protocol.agent_messages import GpuHolder, GpuMemory
 from distsession.ranks import DeviceInfo, RankInfo
 
 GIB = 2**30

@@ -13,6 +13,7 @@ import zmq
 
 from distsession.engine.kernel_link import KernelLink, Received
 from distsession.protocol import shared_memory
+from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import (
     Addressed,
@@ -20,7 +21,6 @@ from distsession.protocol.messages import (
     Reply,
     Shared,
     StackReply,
-    StartRanks,
     decode,
     encode,
 )

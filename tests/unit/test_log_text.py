@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distsession.engine.log_file import PIECE_BYTES, read_piece
 from distsession.kernel import log_text
 from distsession.kernel.log_text import FarLog, LogReader
-from distsession.protocol.messages import LogPiece
+from distsession.protocol.agent_messages import LogPiece
 
 
 @pytest.fixture

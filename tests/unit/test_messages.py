@@ -11,15 +11,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.protocol import messages
+from distsession.protocol import agent_messages, messages
+from distsession.protocol.agent_messages import (
+    AgentFailed,
+    AgentReady,
+    AgentStarted,
+    GpuHolder,
+    GpuMemory,
+    GpuReply,
+    GpuRequest,
+    LogPiece,
+    LogRequest,
+    PreloadReply,
+    PreloadRequest,
+    PrepareAgent,
+    RankExited,
+    RankUsage,
+    StartRanks,
+    StopRanks,
+    StoreEnded,
+    StoreReady,
+    UsageReply,
+    UsageRequest,
+)
 from distsession.protocol.messages import (
     MAGIC,
     Abort,
     Aborted,
     Addressed,
-    AgentFailed,
-    AgentReady,
-    AgentStarted,
     Called,
     CallRequest,
     CellRequest,
@@ -36,31 +55,20 @@ from distsession.protocol.messages import (
     ErrorInfo,
     FillRequest,
     FrameInfo,
-    GpuHolder,
-    GpuMemory,
-    GpuReply,
-    GpuRequest,
     InputReply,
     InputRequest,
-    LogPiece,
-    LogRequest,
     MalformedMessage,
     Mismatch,
     Operation,
     OutputEnd,
     PartsRequest,
     PieceRequest,
-    PreloadReply,
-    PreloadRequest,
-    PrepareAgent,
     PullRequest,
     PushRequest,
     RankAttached,
-    RankExited,
     RankFailed,
     RankReady,
     RankReport,
-    RankUsage,
     ReconnectRequest,
     Reply,
     Resume,
@@ -69,16 +77,10 @@ from distsession.protocol.messages import (
     Shared,
     StackReply,
     StackRequest,
-    StartRanks,
-    StopRanks,
-    StoreEnded,
-    StoreReady,
     SummaryRequest,
     Text,
     TimedOut,
     TimelineRequest,
-    UsageReply,
-    UsageRequest,
     decode,
     encode,
 )
@@ -175,7 +177,7 @@ EXAMPLES: list[Any] = [
 
 
 def test_every_message_has_an_example_here() -> None:
-    public = [getattr(messages, name) for name in messages.__all__]
+    public = [getattr(home, name) for home in (messages, agent_messages) for name in home.__all__]
     classes = {cls for cls in public if dataclasses.is_dataclass(cls)}
     assert {type(example) for example in EXAMPLES} == classes
 

@@ -19,18 +19,15 @@ from distsession.errors import (
     ProcessGroupError,
 )
 from distsession.options import SessionOptions
-from distsession.protocol.messages import (
+from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
-    EngineRegistered,
-    ErrorInfo,
     GpuMemory,
     GpuReply,
     RankExited,
-    RankFailed,
-    RankReady,
     StoreReady,
 )
+from distsession.protocol.messages import EngineRegistered, ErrorInfo, RankFailed, RankReady
 from distsession.ranks import HostInfo, RankInfo
 
 HOST = HostInfo("alpha", 1, (), (("gloo", ("cpu",)),), "2.9.0", 4)

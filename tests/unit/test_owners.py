@@ -15,6 +15,7 @@ import pytest
 from distsession.engine import owners as module
 from distsession.engine.log_file import PARTS_BYTES
 from distsession.engine.owners import Owners
+from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.attach import (
     Attached,
     AttachRefused,
@@ -31,7 +32,6 @@ from distsession.protocol.attach import (
     attach_path,
 )
 from distsession.protocol.kept_record import OWNER_FILE, Owner, read_record
-from distsession.protocol.messages import StartRanks
 from distsession.ranks import HostInfo
 
 HOST = HostInfo("alpha", 1, (), (("gloo", ("cpu",)),), "2.9.0", 4)

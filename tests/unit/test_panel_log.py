@@ -9,7 +9,7 @@ import pytest
 from distsession.engine.log_file import read_piece
 from distsession.kernel.log_text import FarLog, LocalLog
 from distsession.notebook.panel_log import PAGE_LINES, LogView, log_html
-from distsession.protocol.messages import LogPiece
+from distsession.protocol.agent_messages import LogPiece
 
 
 @pytest.fixture

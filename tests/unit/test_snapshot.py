@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from distsession.kernel.snapshot import Snapshots
-from distsession.protocol.messages import RankUsage, UsageReply
+from distsession.protocol.agent_messages import RankUsage, UsageReply
 
 
 def use(rank: int, *, at: float, seconds: float, pid: int = 0) -> RankUsage:

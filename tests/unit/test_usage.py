@@ -23,7 +23,7 @@ from distsession.engine.usage import (
     read,
     visible_gpus,
 )
-from distsession.protocol.messages import GpuHolder, UsageRequest
+from distsession.protocol.agent_messages import GpuHolder, UsageRequest
 from distsession.ranks import GpuSlice
 
 GIB = 2**30
