@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,19 @@ from distsession.cluster.host_agents import FIRST
 from tests.integration.host_lab import HostLab
 from tests.until import until
 
-__all__ = ["attached", "nothing_left", "options_of", "processes", "reduced", "start"]
+__all__ = [
+    "attached",
+    "interrupt_start",
+    "kill_kernel",
+    "nothing_left",
+    "options_of",
+    "processes",
+    "python",
+    "reduced",
+    "start",
+]
 
+ROOT = Path(distsession.__file__).parents[1]
 REDUCE = "t = torch.ones(())\ndist.all_reduce(t)"
 
 
@@ -52,6 +63,38 @@ def processes(session: Session, host: str) -> dict[str, psutil.Process]:
     return {"agent": agent, "relay": relay, "host": process}
 
 
+def python(code: str, *before: str, **streams: Any) -> subprocess.Popen[str]:
+    """Another process that runs this, with pipes unless these are given.
+
+    Args:
+        code: Of Python.
+        before: The command that it is run by.
+        streams: As those of :class:`subprocess.Popen`.
+    """
+    pipes = {name: streams.get(name, subprocess.PIPE) for name in ("stdin", "stdout", "stderr")}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([*before, sys.executable, "-c", code], env=environ, text=True, **pipes)
+
+
+def interrupt_start(is_waiting: Callable[[], object], **options: Any) -> None:
+    """Interrupt the start of a session while its job waits."""
+    starts = python(f"from distsession import Session\nSession(**{options!r})")
+    until(is_waiting, "a job that waits")
+    starts.send_signal(signal.SIGINT)
+    _, written = starts.communicate(timeout=60)
+    assert written.rstrip().endswith("KeyboardInterrupt")
+
+
+def kill_kernel(**options: Any) -> None:
+    """Kill a kernel that has started a session."""
+    code = f"from distsession import Session\nsession = Session(**{options!r})\n"
+    kernel = python(f"{code}print('ready', flush=True)\nimport time\ntime.sleep(600)")
+    assert kernel.stdout is not None
+    assert kernel.stdout.readline() == "ready\n"
+    kernel.kill()
+    kernel.communicate()
+
+
 KEPT = """
 import os, time
 from distsession import Session
@@ -75,11 +118,7 @@ def attached(name: str, *before: str, **options: Any) -> Iterator[Session]:
         options: Of the session.
     """
     code = KEPT.format(options=options, name=name)
-    root = str(Path(distsession.__file__).parents[1])
-    with subprocess.Popen(
-        [*before, sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    with python(code, *before, stderr=None) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

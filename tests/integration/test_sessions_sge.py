@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import distsession
 from distsession import LaunchError, RunError, RunInterrupt, Session, SessionStateError
 from tests.integration.grid_engine_lab import GridEngineLab, grid_engine_lab
-from tests.integration.host_sessions import attached, reduced
+from tests.integration.host_sessions import attached, interrupt_start, kill_kernel, reduced
 from tests.until import Press, until
 
 pytestmark = pytest.mark.timeout(240)
-
-ROOT = Path(distsession.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +35,6 @@ def _nothing_left(lab: GridEngineLab) -> Iterator[None]:
 def options_of(lab: GridEngineLab, **changes: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"launcher": "sge", "nodes": 2, "ranks_per_host": [1, 1]}
     return {**given, "folder": str(lab.hosts.folder), **changes}
-
-
-def python(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
 
 def test_each_task_of_an_array_job_has_the_ranks_of_its_host(lab: GridEngineLab) -> None:
@@ -91,20 +78,11 @@ def _sleep() -> None:
 
 def test_stop_while_a_job_waits_takes_it_back(lab: GridEngineLab) -> None:
     options = options_of(lab, launcher_options={"a": "203001010000"})
-    waits = python(f"from distsession import Session\nSession(**{options!r})")
-    until(lambda: "qw" in lab.queue(), "a job that waits")
-    waits.send_signal(signal.SIGINT)
-    _, written = waits.communicate(timeout=60)
-    assert written.rstrip().endswith("KeyboardInterrupt")
+    interrupt_start(lambda: "qw" in lab.queue(), **options)
 
 
 def test_a_killed_kernel_gives_its_job_back(lab: GridEngineLab) -> None:
-    code = f"from distsession import Session\ns = Session(**{options_of(lab)!r})\n"
-    kernel = python(f"{code}print('ready', flush=True)\nimport time\ntime.sleep(600)")
-    assert kernel.stdout is not None
-    assert kernel.stdout.readline() == "ready\n"
-    kernel.kill()
-    kernel.communicate()
+    kill_kernel(**options_of(lab))
     until(lambda: not lab.queue(), "an empty queue")
     with Session(**options_of(lab)):  # whoever comes next removes what is left of the start
         pass

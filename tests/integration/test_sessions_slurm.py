@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import distsession
 from distsession import (
     EngineDiedError,
     LaunchError,
@@ -23,13 +20,11 @@ from distsession import (
     SessionStateError,
 )
 from tests.integration.host_lab import need
-from tests.integration.host_sessions import attached, reduced
+from tests.integration.host_sessions import attached, interrupt_start, kill_kernel, python, reduced
 from tests.integration.slurm_lab import SlurmLab, slurm_lab
 from tests.until import Press, until
 
 pytestmark = pytest.mark.timeout(120)
-
-ROOT = Path(distsession.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +52,6 @@ def options_of(lab: SlurmLab, **changes: Any) -> dict[str, Any]:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def python(code: str, *before: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*before, sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
 
 def test_a_session_runs_in_a_job_of_its_own_and_outlives_a_rank(lab: SlurmLab) -> None:
@@ -108,21 +96,12 @@ def _sleep() -> None:
 
 def test_stop_while_a_job_waits_takes_it_back(lab: SlurmLab) -> None:
     options = options_of(lab, launcher_options={"begin": "now+1hour"})
-    waits = python(f"from distsession import Session\nSession(**{options!r})")
-    until(lambda: "PD" in lab.queue(), "a job that waits")
-    waits.send_signal(signal.SIGINT)
-    _, written = waits.communicate(timeout=60)
-    assert written.rstrip().endswith("KeyboardInterrupt")
+    interrupt_start(lambda: "PD" in lab.queue(), **options)
     assert not lab.queue()
 
 
 def test_a_killed_kernel_gives_its_job_back(lab: SlurmLab) -> None:
-    code = f"from distsession import Session\ns = Session(**{options_of(lab)!r})\n"
-    kernel = python(f"{code}print('ready', flush=True)\nimport time\ntime.sleep(600)")
-    assert kernel.stdout is not None
-    assert kernel.stdout.readline() == "ready\n"
-    kernel.kill()
-    kernel.communicate()
+    kill_kernel(**options_of(lab))
     until(lambda: not lab.queue(), "an empty queue")
     for folder in lab.folder.glob("distsession-start-*"):
         assert not (folder / "keys").exists()
