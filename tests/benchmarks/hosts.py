@@ -26,6 +26,7 @@ from distsession.errors import RunInterrupt
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.calls import ANSWER_TIMEOUT, noop, time_calls
 from tests.benchmarks.figures import OURS, Arm, Figure, Row, Target, take_turns
+from tests.benchmarks.keep import ATTACH_TARGET, attach_in_a_fresh_process
 from tests.benchmarks.moving import MB, touch
 from tests.benchmarks.processes import end_tree, program, snapshot
 from tests.benchmarks.programs.hangs import WORK, Fault, cell
@@ -36,6 +37,8 @@ from tests.integration.host_sessions import options_of
 NAMES = ("gpu1", "gpu2", "gpu3")
 RANKS = 2
 """Of each host."""
+LINK_S = 0.0002
+"""Seconds that a packet takes from or to a host, at least, where links are to take some."""
 PUSH_BYTES = 256 * MB
 RAW = "raw zmq, CURVE, one hop"
 TCP = "plain TCP to all hosts"
@@ -52,9 +55,15 @@ def hosts(bench: Bench) -> Iterator[Row]:
         with Session(**options_of(lab, *NAMES)) as session:
             yield from _call(bench, lab, session)
             yield from _push(bench, lab, session)
+            # Last: such links leave the interfaces without what makes sending much cheap.
+            with contextlib.ExitStack() as links:
+                for host in NAMES:
+                    links.enter_context(lab.delayed(host, LINK_S))
+                yield from _call(bench, lab, session, f", links of {1e3 * LINK_S} ms")
             yield from _stop(bench, session)
             yield from _end(lab, session)
         bench.sweep(OURS, before)
+        yield from _attach(bench, lab)
 
 
 # --- start ----------------------------------------------------------------------------------------
@@ -132,13 +141,13 @@ def _run_on(host: LabHost, name: str, *arguments: object) -> subprocess.Popen[st
     return subprocess.Popen([*there, *program(name, *arguments)], text=True)
 
 
-def _call(bench: Bench, lab: HostLab, session: Session) -> Iterator[Row]:
+def _call(bench: Bench, lab: HostLab, session: Session, links: str = "") -> Iterator[Row]:
     each = 100 if bench.quick else 200
     with contextlib.closing(RawHops(bench, lab)) as hops:
         raw = Arm(RAW, lambda: time_calls(hops.call, each))
         ours = Arm(OURS, lambda: time_calls(lambda: session.run(noop), each))
         take_turns([raw, ours], max(bench.repeats, 3))
-        name = f"call with no work, {len(NAMES)} hosts of {RANKS}"
+        name = f"call with no work, {len(NAMES)} hosts of {RANKS}{links}"
         yield raw.row(name, "ms")
         yield ours.row(name, "ms", raw, target=Target(1.5))
 
@@ -214,3 +223,15 @@ def _end(lab: HostLab, session: Session) -> Iterator[Row]:
             yield Row(name, OURS, Figure((took,)), "s", target=Target(2))
         else:
             yield Row(name, OURS, note=f"not named: {str(error)[:100]}", failed=True)
+
+
+def _attach(bench: Bench, lab: HostLab) -> Iterator[Row]:
+    """To ranks that are kept on hosts, in a process that has just imported all it needs."""
+    hosts = NAMES[:-1]  # the last one is gone
+    before = snapshot()
+    Session(**options_of(lab, *hosts), name="bench", keep=600.0).detach()
+    took = [attach_in_a_fresh_process("bench") for _ in range(2 * bench.repeats)]
+    Session.attach("bench").close()
+    bench.sweep(OURS, before)
+    name = f"attach after the import, {len(hosts)} hosts of {RANKS}"
+    yield Row(name, OURS, Figure(tuple(took)), "ms", target=ATTACH_TARGET)

@@ -13,6 +13,8 @@ from tests.benchmarks.calls import noop, time_calls
 from tests.benchmarks.figures import OURS, Arm, Row, Target, take_turns
 from tests.benchmarks.processes import program
 
+__all__ = ["ATTACH_TARGET", "attach_in_a_fresh_process", "keep"]
+
 RANKS = 4
 KEEP_S = 600.0
 ATTACH_TARGET = Target(500.0)
@@ -28,7 +30,7 @@ def keep(bench: Bench) -> Iterator[Row]:
         take_turns([floor, ours], rounds)
         yield ours.row(f"call with no work, N={RANKS}, kept", "ms", floor, "not kept", CALL_TARGET)
         kept.detach()
-        fresh = Arm(OURS, lambda: [_attach_in_a_fresh_process()])
+        fresh = Arm(OURS, lambda: [attach_in_a_fresh_process("bench")])
         again = Arm(OURS, lambda: [_attach_here()])
         take_turns([fresh, again], bench.repeats * 2)
         yield fresh.row(f"attach after the import, N={RANKS}", "ms", target=ATTACH_TARGET)
@@ -36,9 +38,9 @@ def keep(bench: Bench) -> Iterator[Row]:
         Session.attach("bench").close()
 
 
-def _attach_in_a_fresh_process() -> float:
+def attach_in_a_fresh_process(name: str) -> float:
     """Milliseconds that it takes after the import."""
-    command = program("attach", "bench")
+    command = program("attach", name)
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return float(done.stdout)
 

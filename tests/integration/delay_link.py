@@ -48,7 +48,7 @@ def carry(first: str, second: str, delay_s: float, loss: float) -> None:
     for interface in (first, second):
         turn_off(interface)
     ends = attach(first), attach(second)
-    ready = selectors.DefaultSelector()
+    ready = selectors.SelectSelector()  # of which a wait may be less than a millisecond
     for end, other in (ends, ends[::-1]):
         ready.register(end, selectors.EVENT_READ, other)
     under_way: deque[tuple[float, socket.socket, bytes]] = deque()
