@@ -51,6 +51,9 @@ SILENT_S = 1.7
 """Seconds without a word after which a host is said not to answer. It may only be busy."""
 LOST_S = 5.0
 """Seconds without a word from a host after which it counts as gone."""
+SLOW_LOST_S = 10.0
+"""The same where its system answers: its processes are slow, or its network has just come back and
+what was sent meanwhile is sent again in some seconds only, for TCP waits ever longer."""
 BEGIN_TIMEOUT_S = 20.0
 """Seconds that a host has to make a folder."""
 OWNER_TIMEOUT_S = 5.0
@@ -133,19 +136,24 @@ class Hosts:
         return (
             self._links.is_closed
             or link.is_given_up
-            or self.silent_s(link) > LOST_S
+            or self._is_silent_for_too_long(link)
             or (self._launcher is not None and link.name in self._launcher.ended())
         )
 
-    def is_cut_off(self, link: LinkedHost) -> bool:
-        """Whether not even a host's system answers, as that of one does whose processes are slow.
-
-        Nobody knows that where ssh carries all.
-        """
-        if self._streams is None or self.silent_s(link) <= SILENT_S:
+    def _is_silent_for_too_long(self, link: LinkedHost) -> bool:
+        silent_s = self.silent_s(link)
+        if silent_s <= LOST_S:
             return False
-        unheard_s = self._streams.unheard_s(link)
-        return unheard_s is not None and unheard_s > SILENT_S
+        return silent_s > SLOW_LOST_S or self._does_system_answer(link) is not True
+
+    def is_cut_off(self, link: LinkedHost) -> bool:
+        """Whether not even a host's system answers, as it does where processes are slow."""
+        return self.silent_s(link) > SILENT_S and self._does_system_answer(link) is False
+
+    def _does_system_answer(self, link: LinkedHost) -> bool | None:
+        """Whether a host's system does; None where nobody knows, as where ssh carries all."""
+        unheard_s = None if self._streams is None else self._streams.unheard_s(link)
+        return None if unheard_s is None else unheard_s <= SILENT_S
 
     def lost_for_good(self, suspects: Sequence[LinkedHost]) -> list[LinkedHost]:
         """Those of some hosts that are gone and cannot be started without all others.

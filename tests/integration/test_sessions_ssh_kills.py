@@ -176,6 +176,19 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_are_free(
     assert "gpu2" not in six.status()
 
 
+def test_a_network_that_comes_back_in_time_costs_no_ranks_though_nothing_is_sent_again_yet(
+    lab: HostLab, six: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_hosts, "LOST_S", 7.0)
+    monkeypatch.setattr(cluster_hosts, "SLOW_LOST_S", 60.0)
+    pids = [info.pid for info in six.infos]
+    with lab["gpu2"].unplugged():
+        time.sleep(4.5)  # after which what was sent meanwhile is sent again some 3 s later
+    until(lambda: not six._launcher.silent_hosts(), "gpu2 to answer again")
+    assert reduced(six) == {6.0}
+    assert [info.pid for info in six.infos] == pids
+
+
 @contextlib.contextmanager
 def stopped(host: LabHost) -> Iterator[None]:
     """All processes of a host are stopped; its system answers."""
