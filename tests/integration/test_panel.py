@@ -82,7 +82,9 @@ class FrontEnd:
     def wait(self, condition: Callable[[], bool], seconds: float = 40) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, (self.values(), self.text, self.errors)
+            if time.monotonic() >= deadline:
+                said = " ".join(re.sub("<[^>]*>", " ", self.values()).split())
+                pytest.fail(f"{said}; {self.text!r}; {self.errors}")
             self.take()
 
     def start(self, code: str, **options: Any) -> str:
@@ -144,8 +146,9 @@ def _front() -> Iterator[FrontEnd]:
 
 @pytest.fixture
 def front(_front: FrontEnd) -> FrontEnd:
-    """With the panel shown anew."""
+    """With the panel shown anew, and no longer with what ranks did in the test before."""
     _front.run("session.show_config()")
+    _front.wait(lambda: "waiting in" not in _front.values())
     _front.errors.clear()
     _front.text = ""
     return _front
