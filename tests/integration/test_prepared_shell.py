@@ -12,6 +12,7 @@ import pytest
 
 from distsession import Session
 from distsession.engine.agent import LARGE_PAGES_RANKS
+from tests.large_pages import needs_large_pages
 from tests.until import until
 
 USE = """
@@ -131,6 +132,7 @@ def test_the_prompts_history_is_no_file(session: Session) -> None:
     assert not [file.path for file in agent.open_files() if "sqlite" in file.path]
 
 
+@needs_large_pages
 @pytest.mark.usefixtures("cold_agents")
 def test_an_agent_that_has_nothing_to_do_puts_its_memory_into_large_pages() -> None:
     with Session(LARGE_PAGES_RANKS, threads=1) as session:

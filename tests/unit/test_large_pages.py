@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
+from tests.large_pages import needs_large_pages
 
 PROGRAM = """
 import mmap, os
@@ -26,10 +26,8 @@ assert memory[:8] == bytes(8)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="large pages are Linux's")
+@needs_large_pages
 def test_memory_in_large_pages_holds_what_it_held_and_a_child_has_a_copy() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    if int(done.stdout) == 0:
-        pytest.skip("this system gives no large pages when asked")
     assert int(done.stdout) >= 7
