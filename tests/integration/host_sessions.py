@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.until import until
 
 __all__ = [
     "attached",
+    "count",
     "interrupt_start",
     "kill_kernel",
     "nothing_left",
@@ -144,6 +146,19 @@ def reduced(session: Session) -> set[float]:
     """What an all_reduce of ones gives."""
     session.execute(REDUCE)
     return {float(value) for value in session.pull("t").values()}
+
+
+def count(times: int) -> float:
+    """Run on ranks: their number, that many times, in that many tenths of a second."""
+    import torch
+
+    total = torch.zeros(())
+    for _ in range(times):
+        one = torch.ones(())
+        torch.distributed.all_reduce(one)
+        total += one
+        time.sleep(0.1)
+    return float(total)
 
 
 def nothing_left(lab: HostLab) -> None:

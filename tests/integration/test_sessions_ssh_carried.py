@@ -16,7 +16,7 @@ from distsession.cluster import hosts as cluster_hosts
 from distsession.cluster.host_links import HostLinks
 from tests.integration.host_chaos import ssh_clients
 from tests.integration.host_lab import HostLab, host_lab
-from tests.integration.host_sessions import nothing_left, reduced, start
+from tests.integration.host_sessions import count, nothing_left, reduced, start
 from tests.until import Press, until, until_settled
 
 pytestmark = pytest.mark.timeout(90)
@@ -73,18 +73,6 @@ def _wait() -> None:
     time.sleep(600) if os.environ["RANK"] == "1" else torch.distributed.barrier()
 
 
-def _count(times: int) -> float:
-    import torch
-
-    total = torch.zeros(())
-    for _ in range(times):
-        one = torch.ones(())
-        torch.distributed.all_reduce(one)
-        total += one
-        time.sleep(0.1)
-    return float(total)
-
-
 def silent(session: Session) -> list[Any]:
     return list(session.launcher.silent_hosts())
 
@@ -94,7 +82,7 @@ def test_a_host_that_is_cut_off_for_a_while_is_named_and_costs_nothing(
 ) -> None:
     monkeypatch.setattr(cluster_hosts, "LOST_S", 60.0)  # however slow the machine is
     pids = [info.pid for info in session.infos]
-    future = session.submit(_count, 20)
+    future = session.submit(count, 20)
     until(lambda: all(r.request for r in session.launcher.board.regions), "the call's beginning")
     with lab["gpu2"].unplugged():
         until(lambda: "gpu2 has not answered for" in session.status(), "its name")

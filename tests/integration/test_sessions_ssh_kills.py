@@ -23,7 +23,7 @@ from distsession.cluster import hosts as cluster_hosts
 from distsession.cluster.host_links import HostLinks
 from distsession.cluster.hosts import LOST_S
 from tests.integration.host_lab import HostLab, LabHost, host_lab
-from tests.integration.host_sessions import nothing_left, processes, reduced, start
+from tests.integration.host_sessions import count, nothing_left, processes, reduced, start
 from tests.until import until, until_settled
 
 pytestmark = pytest.mark.timeout(90)
@@ -115,24 +115,12 @@ def test_the_end_of_a_process_frees_the_others_and_is_mended(
 
 def test_a_network_that_is_cut_for_a_second_costs_nothing(lab: HostLab, six: Session) -> None:
     pids = [info.pid for info in six.infos]
-    future = six.submit(_count, 30)
+    future = six.submit(count, 30)
     with lab["gpu2"].unplugged():
         time.sleep(1)
     assert list(future.result(60).values()) == [30 * 6.0] * 6
     assert reduced(six) == {6.0}
     assert [info.pid for info in six.infos] == pids
-
-
-def _count(times: int) -> float:
-    import torch
-
-    total = torch.zeros(())
-    for _ in range(times):
-        one = torch.ones(())
-        torch.distributed.all_reduce(one)
-        total += one
-        time.sleep(0.1)
-    return float(total)
 
 
 def test_a_kernel_that_is_held_up_gives_up_no_host(six: Session) -> None:
@@ -160,7 +148,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_are_free(
     lab: HostLab, six: Session, work: str
 ) -> None:
     pids = [info.pid for info in six.infos]
-    future = in_a_barrier(six) if work == "waits" else six.submit(_count, 600)
+    future = in_a_barrier(six) if work == "waits" else six.submit(count, 600)
     until(lambda: any(r.operations() for r in six._launcher.board.regions), "a collective")
     with lab["gpu2"].unplugged():
         with pytest.raises(RunError, match=CUT_OFF):
@@ -210,7 +198,7 @@ def test_a_host_that_is_stopped_for_three_seconds_is_named_and_costs_nothing(
     pids = [info.pid for info in six.infos]
     delays = {"far": (0.2, 0.0), "lossy": (0.01, 0.02)}
     with lab.delayed("gpu2", *delays[link]) if link in delays else contextlib.nullcontext():
-        future = six.submit(_count, 10)
+        future = six.submit(count, 10)
         until(lambda: any(r.request for r in six._launcher.board.regions), "the call's beginning")
         with stopped(lab["gpu2"]):
             began = time.monotonic()
@@ -226,7 +214,7 @@ def test_a_host_that_is_stopped_for_three_seconds_is_named_and_costs_nothing(
 def test_hosts_that_are_busy_are_not_cut_off(lab: HostLab, six: Session) -> None:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
-        future = six.submit(_count, 50)
+        future = six.submit(count, 50)
         while not future.done():
             assert not any(host.is_cut_off for host in six._launcher.silent_hosts())
             time.sleep(0.1)
