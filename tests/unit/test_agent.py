@@ -673,7 +673,9 @@ def torch_here(host: Host, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(
         torch_problem=lambda: "", fork_problem=lambda: "", host_info=lambda _: HOST
     )
+    ipython = SimpleNamespace(prepare_shell=lambda: None)
     monkeypatch.setattr(engine, "host_info", found, raising=False)
+    monkeypatch.setattr(engine, "ipython", ipython, raising=False)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # all of what the tests have
     monkeypatch.setattr(sys, "path", ["/here", "/there"])
     return found
