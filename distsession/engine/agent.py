@@ -71,7 +71,7 @@ PRELOAD_IDLE_S = 0.3
 
 LARGE_PAGES_RANKS = 4
 """With so many ranks, large pages save at a restart what they take. Until then the ranks that are
-there keep the pages that they share, so it is memory for once, some 150 MB."""
+there keep the pages that they share, so it is memory for once, some 100 MB."""
 
 ORPHANS_TIMEOUT_S = 5.0
 """Seconds that other processes of a session whose kernel is gone have to end."""
