@@ -176,8 +176,12 @@ class _Apart:
 
 
 def _step(bench: Bench, target: targets.Target) -> Iterator[Row]:
-    """Blocks of steps in turns: on a session's ranks with our group and without it, and apart."""
-    pairs = 12 if bench.quick else 40
+    """Blocks of steps in turns: on a session's ranks with our group and without it, and apart.
+
+    Blocks differ by some percent, whosever they are. So on the session's ranks single steps are
+    taken in turns as well, with the one group and the other: many, as each takes part in the noise.
+    """
+    rounds_of_blocks, rounds_of_steps = (12, 600) if bench.quick else (40, 3000)
     before = snapshot()
     apart = _Apart(bench, target, STEPS)
     try:
@@ -194,16 +198,18 @@ def _step(bench: Bench, target: targets.Target) -> Iterator[Row]:
                 f"{OURS}, with {BARE}": lambda: session.evaluate(f"bare.time({STEPS})")[0],
             }
             rounds = []
-            for number in range(pairs):
+            for number in range(rounds_of_blocks):
                 order = [*arms][number % 3 :] + [*arms][: number % 3]  # none is always behind one
                 rounds.append({name: arms[name]() for name in order})
+            steps = session.evaluate(f"ours.time_beside(bare, {rounds_of_steps})")[0]
     finally:
         apart.close()
         bench.sweep(OURS, before)
     what = f"a step of DistributedDataParallel on {target.backend}, N={RANKS}"
     walls = {name: [each[name][0] for each in rounds] for name in arms}
     used = {name: [each[name][1] for each in rounds] for name in arms}
-    yield from _beside_apart(f"wall time of {what}", walls, Target(MOST_OF_A_STEP))
+    yield from _beside_apart(f"wall time of {what}", walls)
+    yield from _step_by_step(f"{what}, step by step", steps)
     yield from _beside_apart(f"processor time of rank 0 in {what}", used)
     # What is added is the same however long a step is: it is a share of one of the usual length.
     length = statistics.median(walls[APART])
@@ -212,16 +218,24 @@ def _step(bench: Bench, target: targets.Target) -> Iterator[Row]:
     yield Row(name, OURS, ratio=Figure(shares), beside=APART, target=Target(MOST_OF_A_STEP))
 
 
-def _beside_apart(
-    name: str, times: Mapping[str, Sequence[float]], target: Target | None = None
-) -> Iterator[Row]:
-    """A row for each, with its ratio in each round; that of our group has a target."""
+def _beside_apart(name: str, times: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+    """A row for each, with its ratio in each round."""
     bare = f"{OURS}, with {BARE}"
     yield Row(name, APART, Figure(tuple(times[APART])), UNIT)
-    for subject, beside, aim in ((bare, APART, None), (OURS, APART, None), (OURS, bare, target)):
+    for subject, beside in ((bare, APART), (OURS, APART), (OURS, bare)):
         mine, theirs = times[subject], times[beside]
         ratio = Figure(tuple(a / b for a, b in zip(mine, theirs, strict=True)))
-        yield Row(name, subject, Figure(tuple(mine)), UNIT, ratio, beside, aim)
+        yield Row(name, subject, Figure(tuple(mine)), UNIT, ratio, beside)
+
+
+def _step_by_step(name: str, pairs: Sequence[tuple[float, float]]) -> Iterator[Row]:
+    """Medians of tenths of all pairs: how far these differ says how sure the figure is."""
+    bare = f"{OURS}, with {BARE}"
+    tenths = [pairs[first::10] for first in range(10)]
+    ratio = Figure(tuple(statistics.median(a / b for a, b in tenth) for tenth in tenths))
+    mine, theirs = zip(*pairs, strict=True)
+    yield Row(name, bare, Figure(theirs), UNIT)
+    yield Row(name, OURS, Figure(mine), UNIT, ratio, bare, Target(MOST_OF_A_STEP))
 
 
 # --- Stop -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Line:
     Attributes:
         title: What the reader is told.
         benchmark: The benchmark's name in the file.
-        ours: How the row of ours begins.
+        ours: The row of ours, or how it begins.
         shown: ``figure`` or ``ratio``: what of the row is shown.
         is_main: The README shows it, too.
     """
@@ -79,8 +79,9 @@ LINES = (
     Line("recording and comparing an operation that a device is given, 8 ranks",
          "processor time of an all_reduce that a device is given, N=8",
          ours=f"{OURS}, and comparing"),
-    Line("a step of `DistributedDataParallel` on a device that the CPU plays, 2 ranks",
-         "wall time of a step of DistributedDataParallel on standin, N=2", shown="ratio"),
+    Line("a step of `DistributedDataParallel` on a device that the CPU plays, 2 ranks, beside "
+         "torch's own group", "a step of DistributedDataParallel on standin, N=2, step by step",
+         shown="ratio"),
     Line("processor time that is added to it, as a share of its wall time",
          "processor time that is added to a step of DistributedDataParallel on standin, N=2, "
          "as a share of its wall time", shown="ratio"),
@@ -105,14 +106,15 @@ def markdown(facts: dict[str, Any], *, main_only: bool = False) -> str:
     unit = " `import torch`"  # of the first ratio; the others are understood
     for line in [each for each in LINES if each.is_main or not main_only]:
         theirs = [row for row in rows if row["benchmark"] == line.benchmark]
-        ours = next((row for row in theirs if row["subject"].startswith(line.ours)), None)
+        mine = [row for row in theirs if row["subject"].startswith(line.ours)]
+        ours = next((row for row in mine if row["subject"] == line.ours), next(iter(mine), None))
         if ours is None:
             continue
-        mine = _figure(ours)
+        shown = _figure(ours)
         if line.shown == "ratio":
-            mine, unit = _ratio(ours, unit), ""
+            shown, unit = _ratio(ours, unit), ""
         beside = [_beside(row, line) for row in theirs if not row["subject"].startswith(OURS)]
-        cells = (line.title, mine, ", ".join(filter(None, beside)))
+        cells = (line.title, shown, ", ".join(filter(None, beside)))
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
     lines += [*([] if main_only else _left_behind(rows)), "", _origin(facts), END]
     return "\n".join(lines)

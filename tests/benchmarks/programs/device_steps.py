@@ -5,6 +5,8 @@ each line on standard input it trains some steps and prints microseconds of one:
 of processor time.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib
 import os
@@ -47,13 +49,35 @@ class Training:
         gc.disable()
         began, used = time.perf_counter(), processor_seconds()
         for _ in range(count):
-            self._optimizer.zero_grad()
-            self._model(self._rows).square().mean().backward()
-            self._optimizer.step()
+            self._step()
         torch.accelerator.synchronize()
         took, used = time.perf_counter() - began, processor_seconds() - used
         gc.enable()
         return 1e6 * took / count, 1e6 * used / count
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad()
+        self._model(self._rows).square().mean().backward()
+        self._optimizer.step()
+
+    def time_beside(self, other: Training, count: int) -> list[tuple[float, float]]:
+        """Microseconds of steps that both take in turns: of this one's, and of the other's."""
+        times = []
+        dist.barrier()
+        gc.collect()
+        gc.disable()
+        for number in range(count):
+            pair = (self, other) if number % 2 else (other, self)
+            took = {training: training._time_one() for training in pair}
+            times.append((took[self], took[other]))
+        gc.enable()
+        return times
+
+    def _time_one(self) -> float:
+        began = time.perf_counter()
+        self._step()
+        torch.accelerator.synchronize()
+        return 1e6 * (time.perf_counter() - began)
 
 
 def processor_seconds() -> float:
