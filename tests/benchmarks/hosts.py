@@ -39,6 +39,10 @@ RANKS = 2
 """Of each host."""
 LINK_S = 0.0002
 """Seconds that a packet takes from or to a host, at least, where links are to take some."""
+LINK_MBIT = 1000
+"""Megabits a second to a host, where links are to be as fast as networks that users have."""
+LINK_BOUND = 1.1
+"""So many times what it takes plain TCP, at most, where it is the link that takes the time."""
 PUSH_BYTES = 256 * MB
 RAW = "raw zmq, CURVE, one hop"
 TCP = "plain TCP to all hosts"
@@ -55,6 +59,10 @@ def hosts(bench: Bench) -> Iterator[Row]:
         with Session(**options_of(lab, *NAMES)) as session:
             yield from _call(bench, lab, session)
             yield from _push(bench, lab, session)
+            with contextlib.ExitStack() as links:
+                for host in lab.hosts:
+                    links.enter_context(host.limited(LINK_MBIT))
+                yield from _push(bench, lab, session, f", links of {LINK_MBIT} Mbit/s")
             # Last: such links leave the interfaces without what makes sending much cheap.
             with contextlib.ExitStack() as links:
                 for host in NAMES:
@@ -155,7 +163,7 @@ def _call(bench: Bench, lab: HostLab, session: Session, links: str = "") -> Iter
 # --- sending --------------------------------------------------------------------------------------
 
 
-def _push(bench: Bench, lab: HostLab, session: Session) -> Iterator[Row]:
+def _push(bench: Bench, lab: HostLab, session: Session, links: str = "") -> Iterator[Row]:
     value = torch.ones(PUSH_BYTES // 4)
     data = memoryview(value.numpy()).cast("B")
 
@@ -167,20 +175,20 @@ def _push(bench: Bench, lab: HostLab, session: Session) -> Iterator[Row]:
 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((lab.address, 0)))
-        links = []
+        streams = []
         for host in lab.hosts:
             process = _run_on(host, "raw_sink", lab.address, listener.getsockname()[1])
             stack.callback(end_tree, process)
-            links.append(stack.enter_context(listener.accept()[0]))
+            streams.append(stack.enter_context(listener.accept()[0]))
 
-        def send_one(link: socket.socket) -> None:
-            link.sendall(len(data).to_bytes(8, "big"))
-            link.sendall(data)
-            assert link.recv(1) == b"k"
+        def send_one(stream: socket.socket) -> None:
+            stream.sendall(len(data).to_bytes(8, "big"))
+            stream.sendall(data)
+            assert stream.recv(1) == b"k"
 
         def send() -> Sequence[float]:
             began = time.perf_counter()
-            threads = [threading.Thread(target=send_one, args=[link]) for link in links]
+            threads = [threading.Thread(target=send_one, args=[stream]) for stream in streams]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -189,9 +197,9 @@ def _push(bench: Bench, lab: HostLab, session: Session) -> Iterator[Row]:
 
         raw, ours = Arm(TCP, send), Arm(OURS, push)
         take_turns([raw, ours], max(bench.repeats, 3))
-        name = f"256 MB to {len(NAMES)} hosts of {RANKS}, and read there"
+        name = f"256 MB to {len(NAMES)} hosts of {RANKS}, and read there{links}"
         yield raw.row(name, "s")
-        yield ours.row(name, "s", raw)
+        yield ours.row(name, "s", raw, target=Target(LINK_BOUND) if links else None)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

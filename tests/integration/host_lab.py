@@ -128,6 +128,17 @@ class LabHost:
         finally:
             run("ip", "link", "set", self.plug, "up")
 
+    @contextlib.contextmanager
+    def limited(self, mbit: int) -> Iterator[None]:
+        """What goes to it passes a link of so many megabits a second."""
+        link = ("dev", self.plug, "root")
+        run("tc", "qdisc", "add", *link, "tbf", "rate", f"{mbit}mbit", "burst", "1mb",
+            "latency", "100ms")  # fmt: skip
+        try:
+            yield
+        finally:
+            run("tc", "qdisc", "del", *link)
+
     def crash(self) -> None:
         """All that runs there ends at once."""
         for pid in self.processes():
