@@ -32,7 +32,12 @@ from distsession.engine.log_file import log_path, read_parts, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
 from distsession.engine.preload import DDP_IMPORTS, import_modules
-from distsession.engine.process import die_with_parent, signal_when_parent_ends, started_at
+from distsession.engine.process import (
+    KeptBackFinalizers,
+    die_with_parent,
+    signal_when_parent_ends,
+    started_at,
+)
 from distsession.engine.process_state import delay_s
 from distsession.engine.process_watch import ProcessWatch
 from distsession.protocol import attach, board_mirror, folder_lock
@@ -169,6 +174,7 @@ class Agent:
         self._relay_pid = 0
         self._trial: _Trial | None = None
         self._oom_kills = OomKills()
+        self._finalizers = KeptBackFinalizers()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
             os.set_blocking(end, False)
@@ -245,11 +251,8 @@ class Agent:
                     if not self._tcp_store_pid:
                         self._start_tcp_store(0)
                 self._tell(StoreReady(self._store_port))
-                # A collection in a rank then does not copy the pages of what all share; nor does a
-                # rank look through these objects for modules that hold a group.
-                gc.freeze()
-                for rank in message.ranks:
-                    self._fork(message, rank)
+                if message.ranks:
+                    self._fork_all(message)
             case StopRanks():
                 pids = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
                 self._stop(pids)
@@ -643,6 +646,14 @@ class Agent:
         if len(self._ranks) >= LARGE_PAGES_RANKS:
             log.debug("%d large pages", use_large_pages())
 
+    def _fork_all(self, message: StartRanks) -> None:
+        self._finalizers.keep_back()
+        # A collection in a rank then does not copy the pages of what all share; nor does a rank
+        # look through these objects for modules that hold a group.
+        gc.freeze()
+        for rank in message.ranks:
+            self._fork(message, rank)
+
     def _fork(self, message: StartRanks, rank_number: int) -> None:
         from distsession.engine import deaths, rank
 
@@ -789,6 +800,7 @@ class Agent:
     def _end(self) -> None:
         self._kernel.is_leaving = True
         self._is_ending = True
+        self._finalizers.give_back()
         self._end_trial()
         self._stop(set(self._ranks))
         for pid in (self._store_pid, self._tcp_store_pid, self._usage_pid, self._relay_pid):

@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -210,6 +211,7 @@ class Host:
         os.close(self._board)
         signal.set_wakeup_fd(-1)
         for agent in self._agents:
+            agent._finalizers.give_back()
             os.close(agent._wake)
             os.close(agent._wake_writer)
 
@@ -408,6 +410,16 @@ def test_a_process_that_is_nobodys_is_reaped_in_silence(host: Host) -> None:
     until(lambda: host.agent._reap() or host.children.pids == [pid])
     assert other not in host.children.pids
     assert host.received() == []
+
+
+def test_finalizers_of_the_agent_run_when_it_ends_and_not_in_ranks(host: Host) -> None:
+    finalizer = weakref.finalize(host, print)
+    host.start(lambda memory: os._exit(finalizer.atexit))
+    [ended] = host.reap(1)
+    assert (ended.returncode, finalizer.atexit) == (0, False)
+    host.agent._end()
+    assert finalizer.atexit
+    finalizer.detach()
 
 
 # --- stores ---------------------------------------------------------------------------------------
