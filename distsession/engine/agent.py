@@ -186,7 +186,7 @@ class Agent:
     def serve(self) -> None:
         """Handle what the kernel sends until the link closes."""
         later: list[Callable[[], None]] = [partial(_import_quietly, name) for name in DDP_IMPORTS]
-        later.append(self._use_large_pages)
+        later += [self._prepare_for_ranks, self._use_large_pages]
         try:
             while not self._kernel.is_leaving and not self._is_over():  # an import may swallow it
                 idle = PRELOAD_IDLE_S if later and self._ranks else PARENT_POLL_S
@@ -442,7 +442,15 @@ class Agent:
             return False
         self._tell(AgentReady(self._host_info(identify=message.identify), self._node))
         ipython.prepare_shell()
+        self._prepare_for_ranks()
         return True
+
+    def _prepare_for_ranks(self) -> None:
+        """After imports: do here what each rank would do, and copy the pages for."""
+        if self._has_ranks:
+            from distsession.engine.collectives import torch_private
+
+            torch_private.prepare_ranks()
 
     def _preload(self, message: PreloadRequest) -> None:
         """Import modules for ranks that are forked later, or try in a child how that would go."""
@@ -453,6 +461,7 @@ class Agent:
         if not message.is_trial:
             _find_modules_as(message.sys_path)
             problem = import_modules(message.modules)
+            self._prepare_for_ranks()
             self._tell(PreloadReply(message.number, self._node, problem, known))
             return
         mine, its = Pipe(duplex=False)

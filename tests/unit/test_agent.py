@@ -35,7 +35,7 @@ from distsession.engine.agent import (
     Agent,
     Kernel,
 )
-from distsession.engine.collectives import torch_private  # noqa: F401  before parts are replaced
+from distsession.engine.collectives import torch_private
 from distsession.engine.log_file import log_path
 from distsession.engine.process import die_with_parent
 from distsession.protocol.agent_messages import (
@@ -699,6 +699,37 @@ def test_an_agent_is_ready_when_it_has_imported_what_it_was_told_to(
     assert host.agent._handle(PrepareAgent(("json",), ("/elsewhere", "/there")))
     assert host.received() == [AgentReady(HOST, 0)]
     assert sys.path == ["/elsewhere", "/there", "/here"]  # the kernel's, and then its own
+
+
+def test_an_agent_does_what_ranks_would_do_after_all_that_it_imports(
+    host: Host, torch_here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch_private, "prepare_ranks", lambda: done.append("prepared"))
+    monkeypatch.setattr(module, "import_modules", lambda names: done.extend(names) or "")
+    monkeypatch.setattr(module, "_import_quietly", done.append)
+    monkeypatch.setattr(module, "DDP_IMPORTS", ("ddp",))
+    monkeypatch.setattr(module, "PRELOAD_IDLE_S", 0.0)
+    monkeypatch.setattr(host.agent, "_use_large_pages", lambda: done.append("large pages"))
+    host.agent._handle(PrepareAgent(("first",), ()))
+    host.agent._handle(PreloadRequest(8, ("second",), ()))
+    host.start(pause)
+    host.kernel.lives = lambda: "large pages" not in done
+    host.agent.serve()
+    names = [name for name in done if name != "numpy.random"]
+    assert names == [
+        "first", "prepared", "second", "prepared", "ddp", "prepared", "large pages",
+    ]  # fmt: skip
+
+
+def test_an_agent_without_ranks_does_nothing_for_them(
+    host: Host, torch_here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch_private, "prepare_ranks", lambda: done.append("prepared"))
+    host.agent._handle(PrepareAgent((), (), has_ranks=False))
+    host.agent._handle(PreloadRequest(8, ("json",), ()))
+    assert not done
 
 
 @pytest.mark.parametrize(
