@@ -660,6 +660,7 @@ class Agent:
         # A collection in a rank then does not copy the pages of what all share; nor does a rank
         # look through these objects for modules that hold a group.
         gc.freeze()
+        self._oom_kills.look_up(os.getpid())
         for rank in message.ranks:
             self._fork(message, rank)
 

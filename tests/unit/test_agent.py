@@ -393,10 +393,13 @@ def test_only_a_kill_that_nobody_asked_for_is_one_for_want_of_memory(
     host: Host, number: int, is_stopped: bool, is_oom: bool
 ) -> None:
     watched: list[int] = []
-    kills = SimpleNamespace(watch=watched.append, check=lambda pid: (True, 1 << 30))
+    looked_up: list[int] = []
+    kills = SimpleNamespace(
+        look_up=looked_up.append, watch=watched.append, check=lambda pid: (True, 1 << 30)
+    )
     host.agent._oom_kills = kills  # type: ignore[assignment]
     [pid] = host.start(pause)
-    assert watched == [pid]
+    assert (looked_up, watched) == ([os.getpid()], [pid])
     host.agent._ranks[pid].stopping = is_stopped
     os.kill(pid, number)
     [ended] = host.reap(1)
