@@ -32,7 +32,12 @@ from distsession.engine.log_file import log_path, read_parts, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
 from distsession.engine.preload import DDP_IMPORTS, import_modules
-from distsession.engine.process import die_with_parent, signal_when_parent_ends, started_at
+from distsession.engine.process import (
+    KeptBackFinalizers,
+    die_with_parent,
+    signal_when_parent_ends,
+    started_at,
+)
 from distsession.engine.process_state import delay_s
 from distsession.engine.process_watch import ProcessWatch
 from distsession.protocol import attach, board_mirror, folder_lock
@@ -169,6 +174,7 @@ class Agent:
         self._relay_pid = 0
         self._trial: _Trial | None = None
         self._oom_kills = OomKills()
+        self._finalizers = KeptBackFinalizers()
         self._wake, wake_writer = os.pipe()
         for end in (self._wake, wake_writer):
             os.set_blocking(end, False)
@@ -180,7 +186,7 @@ class Agent:
     def serve(self) -> None:
         """Handle what the kernel sends until the link closes."""
         later: list[Callable[[], None]] = [partial(_import_quietly, name) for name in DDP_IMPORTS]
-        later.append(self._use_large_pages)
+        later += [self._prepare_for_ranks, self._use_large_pages]
         try:
             while not self._kernel.is_leaving and not self._is_over():  # an import may swallow it
                 idle = PRELOAD_IDLE_S if later and self._ranks else PARENT_POLL_S
@@ -245,11 +251,8 @@ class Agent:
                     if not self._tcp_store_pid:
                         self._start_tcp_store(0)
                 self._tell(StoreReady(self._store_port))
-                # A collection in a rank then does not copy the pages of what all share; nor does a
-                # rank look through these objects for modules that hold a group.
-                gc.freeze()
-                for rank in message.ranks:
-                    self._fork(message, rank)
+                if message.ranks:
+                    self._fork_all(message)
             case StopRanks():
                 pids = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
                 self._stop(pids)
@@ -439,7 +442,15 @@ class Agent:
             return False
         self._tell(AgentReady(self._host_info(identify=message.identify), self._node))
         ipython.prepare_shell()
+        self._prepare_for_ranks()
         return True
+
+    def _prepare_for_ranks(self) -> None:
+        """After imports: do here what each rank would do, and copy the pages for."""
+        if self._has_ranks:
+            from distsession.engine.collectives import torch_private
+
+            torch_private.prepare_ranks()
 
     def _preload(self, message: PreloadRequest) -> None:
         """Import modules for ranks that are forked later, or try in a child how that would go."""
@@ -450,6 +461,7 @@ class Agent:
         if not message.is_trial:
             _find_modules_as(message.sys_path)
             problem = import_modules(message.modules)
+            self._prepare_for_ranks()
             self._tell(PreloadReply(message.number, self._node, problem, known))
             return
         mine, its = Pipe(duplex=False)
@@ -643,6 +655,15 @@ class Agent:
         if len(self._ranks) >= LARGE_PAGES_RANKS:
             log.debug("%d large pages", use_large_pages())
 
+    def _fork_all(self, message: StartRanks) -> None:
+        self._finalizers.keep_back()
+        # A collection in a rank then does not copy the pages of what all share; nor does a rank
+        # look through these objects for modules that hold a group.
+        gc.freeze()
+        self._oom_kills.look_up(os.getpid())
+        for rank in message.ranks:
+            self._fork(message, rank)
+
     def _fork(self, message: StartRanks, rank_number: int) -> None:
         from distsession.engine import deaths, rank
 
@@ -789,6 +810,7 @@ class Agent:
     def _end(self) -> None:
         self._kernel.is_leaving = True
         self._is_ending = True
+        self._finalizers.give_back()
         self._end_trial()
         self._stop(set(self._ranks))
         for pid in (self._store_pid, self._tcp_store_pid, self._usage_pid, self._relay_pid):

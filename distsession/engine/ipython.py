@@ -179,6 +179,7 @@ def prepare_shell() -> None:
         shell = _new_shell({})
         added = {name: value for name, value in vars(builtins).items() if name not in names}
         _prepared = _Prepared(shell, _shell_environment(), added)
+        comm.get_comm_manager()  # ipykernel's is made when it is first asked for
     except Exception:
         log.exception("no shell could be made before the ranks: each makes its own")
     finally:
@@ -269,37 +270,41 @@ def _settle(prepared: _Prepared) -> None:
     shell.history_manager.reset(new_session=False)  # the folder that _dh begins with
 
 
+class _OldComm(ipykernel.comm.Comm):
+    """What takes the place of ipykernel's: it goes our way, unless ``%%px`` makes it."""
+
+    comms: Comms
+    ours: SimpleNamespace
+    kernel = AnyTrait()
+
+    def __init__(self, *args: Any, **keys: Any):
+        self._is_px = _is_px()
+        keys.setdefault("kernel", _Kernel.instance() if self._is_px else self.ours)
+        super().__init__(*args, **keys)
+
+    def publish_msg(self, kind: str, *args: Any, **keys: Any) -> None:
+        if self._is_px:
+            super().publish_msg(kind, *args, **keys)
+        else:
+            self.comms.publish(self.comm_id, kind, *args, **keys)
+
+    def _publish_msg(self, kind: str, *args: Any, **keys: Any) -> None:
+        if self._is_px:
+            super()._publish_msg(kind, *args, **keys)
+        else:
+            self.comms.publish(self.comm_id, kind, *args, **keys)
+
+
 def _install_old_comms(shell: EngineShell, comms: Comms) -> None:
     """Have those be ours, too, that ipywidgets 7 makes without the ``comm`` package.
 
     So does ipywidgets 8 where ipykernel is older than 6.18. Both look for the manager of comms in
     the shell's kernel, which a rank has for ``%%px`` only.
     """
-    plain = ipykernel.comm.Comm
     ours = SimpleNamespace(comm_manager=comm.get_comm_manager(), shell=None)
     shell.kernel = shell.kernel or ours
-
-    class Comm(plain):  # type: ignore[misc, valid-type]
-        kernel = AnyTrait()
-
-        def __init__(self, *args: Any, **keys: Any):
-            self._is_px = _is_px()
-            keys.setdefault("kernel", _Kernel.instance() if self._is_px else ours)
-            super().__init__(*args, **keys)
-
-        def publish_msg(self, kind: str, *args: Any, **keys: Any) -> None:
-            if self._is_px:
-                super().publish_msg(kind, *args, **keys)
-            else:
-                comms.publish(self.comm_id, kind, *args, **keys)
-
-        def _publish_msg(self, kind: str, *args: Any, **keys: Any) -> None:
-            if self._is_px:
-                super()._publish_msg(kind, *args, **keys)
-            else:
-                comms.publish(self.comm_id, kind, *args, **keys)
-
-    ipykernel.comm.Comm = Comm
+    _OldComm.comms, _OldComm.ours = comms, ours
+    ipykernel.comm.Comm = _OldComm
 
 
 # --- ipyparallel ----------------------------------------------------------------------------------

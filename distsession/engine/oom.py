@@ -26,15 +26,22 @@ class OomKills:
     def __init__(self, proc: str = "/proc"):
         self._proc = proc
         self._host = self._count_host()
+        self._folder = ""
         self._counts: dict[str, int] = {}
         self._folders: dict[int, str] = {}
 
+    def look_up(self, pid: int) -> None:
+        """Processes that are watched from here on are in the cgroup of this one, their parent.
+
+        Once a process has ended, the system tells no cgroup of it.
+        """
+        self._folder = self._find_folder(pid)
+        if self._folder and self._folder not in self._counts:
+            self._counts[self._folder] = _count(self._folder)
+
     def watch(self, pid: int) -> None:
-        """A process has been started; once it has ended, the system tells no cgroup of it."""
-        folder = self._folder(pid)
-        self._folders[pid] = folder
-        if folder and folder not in self._counts:
-            self._counts[folder] = _count(folder)
+        """A process has been started."""
+        self._folders[pid] = self._folder
 
     def check(self, pid: int) -> tuple[bool, int]:
         """Whether a process that has ended on SIGKILL was killed so.
@@ -53,7 +60,7 @@ class OomKills:
     def _count_host(self) -> int:
         return _value(os.path.join(self._proc, "vmstat"), "oom_kill", 0)
 
-    def _folder(self, pid: int) -> str:
+    def _find_folder(self, pid: int) -> str:
         """Of the memory cgroup of a process; empty where there is none that counts."""
         for line in _lines(os.path.join(self._proc, str(pid), "cgroup")):
             _, controllers, path = line.split(":", 2)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
 import time
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 __all__ = [
+    "KeptBackFinalizers",
     "agent_environment",
     "die_with_parent",
     "forget_inherited_finalizers",
+    "forget_kept_back_finalizers",
     "interrupt_children",
     "module_command",
     "redirect_standard_streams",
@@ -73,7 +78,12 @@ def signal_when_parent_ends(number: int) -> None:
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+            _libc().prctl(_PR_SET_PDEATHSIG, number)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def started_at(pid: int) -> int:
@@ -107,8 +117,53 @@ def forget_inherited_finalizers() -> None:
 
     torch alone has over a hundred, which take a forked process 70 ms to run when it ends.
     """
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+    for finalizer in list(_finalizers()):
         finalizer.atexit = False
+
+
+class KeptBackFinalizers:
+    """Leaves the finalizers of this process to it: those that it forks need not forget them.
+
+    What they would write to is in pages that each of them would have to copy.
+    """
+
+    def __init__(self) -> None:
+        self._last: weakref.finalize[..., Any] | None = None
+        self._kept_back: list[weakref.finalize[..., Any]] = []
+
+    def keep_back(self) -> None:
+        """Before a fork: none that there is by now runs at the end of a process."""
+        found = _finalizers()
+        last = next(reversed(found), None)
+        if last is self._last:  # none is new; to look at each would write to it
+            return
+        self._last = last
+        for finalizer in list(found):
+            if finalizer.atexit:
+                finalizer.atexit = False
+                self._kept_back.append(finalizer)
+
+    def give_back(self) -> None:
+        """At the end of this process: here they run as ever."""
+        for finalizer in self._kept_back:
+            finalizer.atexit = True
+        self._kept_back.clear()
+
+
+def forget_kept_back_finalizers() -> None:
+    """In a process that was forked after :meth:`~KeptBackFinalizers.keep_back`, as it begins.
+
+    Else Python would look at each of them at its end. The first finalizer that this process makes
+    has Python do so again.
+    """
+    if getattr(weakref.finalize, "_registered_with_atexit", False):
+        atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
+def _finalizers() -> dict[weakref.finalize[..., Any], Any]:
+    """In the order in which they were made."""
+    return getattr(weakref.finalize, "_registry", {})
 
 
 def interrupt_children(seconds: float) -> None:

@@ -69,10 +69,9 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
         host=start.host,
         session=os.path.basename(start.folder),
     )
-    os.environ.clear()
-    os.environ.update(start.environ)
-    os.environ.update(
-        rank_environment(
+    environ = {
+        **start.environ,
+        **rank_environment(
             rank=rank,
             local_rank=local_rank,
             world_size=place.world_size,
@@ -83,8 +82,15 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
             port=store_port,
             threads=start.threads,
             run_id=place.session,
-        )
-    )
+        ),
+    }
+    # Most of it is there, inherited: to set it again would copy all the memory that it is in.
+    for name in list(os.environ):
+        if name not in environ:
+            del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     # Where all ranks are on this machine: without these, gloo and NCCL open ports on its network.
     interface = start.interface or _loopback()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

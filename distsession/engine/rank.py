@@ -56,7 +56,7 @@ from distsession.engine.log_file import log_path
 from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
     die_with_parent,
-    forget_inherited_finalizers,
+    forget_kept_back_finalizers,
     interrupt_children,
     redirect_standard_streams,
     started_at,
@@ -147,7 +147,7 @@ def main(
     """
     os.setsid()
     die_with_parent(agent)
-    forget_inherited_finalizers()
+    forget_kept_back_finalizers()
     out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
     redirect_standard_streams(out, err)
     end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,15 @@ def _large(pid: int) -> int:
         if name == "AnonHugePages":
             return int(size.split()[0]) // 1024
     return 0
+
+
+def test_the_manager_of_comms_is_made_before_the_ranks_are() -> None:
+    program = (
+        "import comm\n"
+        "from distsession.engine import ipython\n"
+        "made, make = [], comm.get_comm_manager\n"
+        "comm.get_comm_manager = lambda: made.append(make())\n"
+        "ipython.prepare_shell()\n"
+        "assert made == [make()]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -191,3 +191,23 @@ def test_what_the_agent_imports_later_is_no_rubbish_to_be_looked_through() -> No
         until(restart)
         found = "[each.__name__ for each in gc.get_objects() if each is sys.modules['sympy']]"
         assert session.evaluate(found)[0] == []
+
+
+def test_fresh_ranks_have_the_environment_that_the_kernel_has_by_now(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("DS_KEPT", "DS_CHANGED", "DS_GONE", "DS_NEW")
+    for name in names[:3]:
+        monkeypatch.setenv(name, "before")
+    # What Python has of it, and what C libraries and programs see.
+    look = "__import__('subprocess').check_output('env', text=True), dict(__import__('os').environ)"
+    with backend.session(2) as session:
+        monkeypatch.setenv("DS_CHANGED", "after")
+        monkeypatch.delenv("DS_GONE")
+        monkeypatch.setenv("DS_NEW", "after")
+        session.restart()
+        for rank, (seen, has) in session.evaluate(look).items():
+            assert [has.get(n) for n in names] == ["before", "after", None, "after"]
+            shown = dict(line.split("=", 1) for line in seen.splitlines() if "=" in line)
+            assert [shown.get(n) for n in names] == ["before", "after", None, "after"]
+            assert (has["RANK"], shown["RANK"]) == (str(rank), str(rank))

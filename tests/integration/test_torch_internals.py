@@ -192,6 +192,27 @@ def test_code_can_be_hidden_from_the_compiler_without_importing_dynamo() -> None
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
+def test_what_is_prepared_for_ranks_leaves_them_nothing_to_look_up_or_to_free() -> None:
+    program = (
+        "import torch, torch._dynamo\n"
+        "from torch._dynamo import trace_rules\n"
+        "from distsession.engine.collectives import torch_changes, torch_private\n"
+        "trace_rules.get_torch_obj_rule_map()\n"
+        "torch_private.prepare_ranks()\n"
+        "assert not trace_rules.get_torch_obj_rule_map.cache_info().currsize\n"
+        "known = torch_changes._missing.cache_info().misses\n"
+        "assert known == len(torch_changes.Part)\n"
+        "looked = torch_private._find_graph_classes.cache_info().misses\n"
+        "found = torch_private.graph_classes()\n"
+        "assert torch_private._find_graph_classes.cache_info().misses == looked\n"
+        "class LaterGraph(torch.cuda.CUDAGraph): pass\n"
+        "torch.cuda.LaterGraph = LaterGraph\n"
+        "assert set(torch_private.graph_classes()) == {*found, LaterGraph}\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
 def test_what_is_not_seen_can_be_noted_where_it_begins() -> None:
     found = torch_private.graph_classes()
     assert torch.cuda.CUDAGraph in found

@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -34,7 +35,7 @@ from distsession.engine.agent import (
     Agent,
     Kernel,
 )
-from distsession.engine.collectives import torch_private  # noqa: F401  before parts are replaced
+from distsession.engine.collectives import torch_private
 from distsession.engine.log_file import log_path
 from distsession.engine.process import die_with_parent
 from distsession.protocol.agent_messages import (
@@ -210,6 +211,7 @@ class Host:
         os.close(self._board)
         signal.set_wakeup_fd(-1)
         for agent in self._agents:
+            agent._finalizers.give_back()
             os.close(agent._wake)
             os.close(agent._wake_writer)
 
@@ -391,10 +393,13 @@ def test_only_a_kill_that_nobody_asked_for_is_one_for_want_of_memory(
     host: Host, number: int, is_stopped: bool, is_oom: bool
 ) -> None:
     watched: list[int] = []
-    kills = SimpleNamespace(watch=watched.append, check=lambda pid: (True, 1 << 30))
+    looked_up: list[int] = []
+    kills = SimpleNamespace(
+        look_up=looked_up.append, watch=watched.append, check=lambda pid: (True, 1 << 30)
+    )
     host.agent._oom_kills = kills  # type: ignore[assignment]
     [pid] = host.start(pause)
-    assert watched == [pid]
+    assert (looked_up, watched) == ([os.getpid()], [pid])
     host.agent._ranks[pid].stopping = is_stopped
     os.kill(pid, number)
     [ended] = host.reap(1)
@@ -408,6 +413,16 @@ def test_a_process_that_is_nobodys_is_reaped_in_silence(host: Host) -> None:
     until(lambda: host.agent._reap() or host.children.pids == [pid])
     assert other not in host.children.pids
     assert host.received() == []
+
+
+def test_finalizers_of_the_agent_run_when_it_ends_and_not_in_ranks(host: Host) -> None:
+    finalizer = weakref.finalize(host, print)
+    host.start(lambda memory: os._exit(finalizer.atexit))
+    [ended] = host.reap(1)
+    assert (ended.returncode, finalizer.atexit) == (0, False)
+    host.agent._end()
+    assert finalizer.atexit
+    finalizer.detach()
 
 
 # --- stores ---------------------------------------------------------------------------------------
@@ -687,6 +702,37 @@ def test_an_agent_is_ready_when_it_has_imported_what_it_was_told_to(
     assert host.agent._handle(PrepareAgent(("json",), ("/elsewhere", "/there")))
     assert host.received() == [AgentReady(HOST, 0)]
     assert sys.path == ["/elsewhere", "/there", "/here"]  # the kernel's, and then its own
+
+
+def test_an_agent_does_what_ranks_would_do_after_all_that_it_imports(
+    host: Host, torch_here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch_private, "prepare_ranks", lambda: done.append("prepared"))
+    monkeypatch.setattr(module, "import_modules", lambda names: done.extend(names) or "")
+    monkeypatch.setattr(module, "_import_quietly", done.append)
+    monkeypatch.setattr(module, "DDP_IMPORTS", ("ddp",))
+    monkeypatch.setattr(module, "PRELOAD_IDLE_S", 0.0)
+    monkeypatch.setattr(host.agent, "_use_large_pages", lambda: done.append("large pages"))
+    host.agent._handle(PrepareAgent(("first",), ()))
+    host.agent._handle(PreloadRequest(8, ("second",), ()))
+    host.start(pause)
+    host.kernel.lives = lambda: "large pages" not in done
+    host.agent.serve()
+    names = [name for name in done if name != "numpy.random"]
+    assert names == [
+        "first", "prepared", "second", "prepared", "ddp", "prepared", "large pages",
+    ]  # fmt: skip
+
+
+def test_an_agent_without_ranks_does_nothing_for_them(
+    host: Host, torch_here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch_private, "prepare_ranks", lambda: done.append("prepared"))
+    host.agent._handle(PrepareAgent((), (), has_ranks=False))
+    host.agent._handle(PreloadRequest(8, ("json",), ()))
+    assert not done
 
 
 @pytest.mark.parametrize(

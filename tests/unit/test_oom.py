@@ -56,13 +56,16 @@ def test_the_count_of_the_cgroup_decides(
     host.write(events, "low 0\noom_kill 2\n")
     host.write(limit, f"{1 << 30}\n")
     reader = host.reader()
+    reader.look_up(7)
     reader.watch(7)
     host.host(4)  # of somebody else
     assert reader.check(7) == (False, 0)
+    reader.look_up(7)
     reader.watch(7)
     host.host(5)
     host.write(events, "low 0\noom_kill 3\n")
     assert reader.check(7) == (True, 1 << 30)
+    reader.look_up(7)
     reader.watch(7)
     assert reader.check(7) == (False, 0)
 
@@ -72,6 +75,7 @@ def test_without_a_limit_none_is_told(tmp_path: Path) -> None:
     host.write("job/memory.events", "oom_kill 0\n")
     host.write("job/memory.max", "max\n")
     reader = host.reader()
+    reader.look_up(7)
     reader.watch(7)
     host.write("job/memory.events", "oom_kill 1\n")
     assert reader.check(7) == (True, 0)
@@ -81,8 +85,23 @@ def test_without_a_limit_none_is_told(tmp_path: Path) -> None:
 def test_where_no_cgroup_counts_the_host_does(tmp_path: Path, cgroup: str) -> None:
     host = Host(tmp_path, V2, cgroup)
     reader = host.reader()
+    reader.look_up(7)
     reader.watch(7)
     assert reader.check(7) == (False, 0)
+    reader.look_up(7)
     reader.watch(7)
     host.host(4)
     assert reader.check(7) == (True, 0)
+
+
+def test_a_process_that_has_ended_at_once_was_in_the_cgroup_of_its_parent(tmp_path: Path) -> None:
+    host = Host(tmp_path, V2, "0::/job\n")
+    host.write("job/memory.events", "oom_kill 0\n")
+    reader = host.reader()
+    reader.look_up(7)
+    reader.watch(8)  # of which the system tells nothing
+    host.host(4)
+    assert reader.check(8) == (False, 0)
+    reader.watch(9)
+    host.write("job/memory.events", "oom_kill 1\n")
+    assert reader.check(9) == (True, 0)

@@ -48,6 +48,7 @@ __all__ = [
     "make_native_group",
     "native_backends",
     "native_groups",
+    "prepare_ranks",
     "put_in_place",
     "refresh_data_parallel",
     "refresh_modules",
@@ -285,6 +286,21 @@ def hide_from_compiler() -> None:
                     _disable_dynamo(member)
 
 
+def prepare_ranks() -> None:
+    """Do here what each process that is forked from this one would do, and find the same.
+
+    What a rank looks at or frees, it writes to, if only to a count of references; and for each page
+    that it writes to it takes longer than this process does, as it gets a copy.
+    """
+    torch_changes.sentences()
+    for module in (torch.cuda, getattr(torch, "accelerator", torch.cuda)):
+        _graph_classes_of(module)  # not of the device: to ask for it can spoil a fork
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:  # as init_process_group does
+        with contextlib.suppress(Exception):
+            rules.clear_lru_cache()
+
+
 def _disable_dynamo(member: Any) -> None:
     """For a function, or all methods of a class."""
     if isinstance(member, type):
@@ -463,12 +479,21 @@ def graph_classes() -> list[type]:
     modules = [torch.cuda, accelerator]
     if device is not None:
         modules.append(torch.get_device_module(device))
-    return [
+    return [kind for module in modules for kind in _graph_classes_of(module or torch.cuda)]
+
+
+def _graph_classes_of(module: Any) -> tuple[type, ...]:
+    return _find_graph_classes(module, len(vars(module)))
+
+
+@functools.cache
+def _find_graph_classes(module: Any, _size: int) -> tuple[type, ...]:
+    """Look at all that is in a module, again once that is more."""
+    return tuple(
         kind
-        for module in modules
-        for name, kind in vars(module or torch.cuda).items()
+        for name, kind in vars(module).items()
         if name.endswith("Graph") and isinstance(kind, type) and _is_graph(kind)
-    ]
+    )
 
 
 def _is_graph(kind: type) -> bool:
