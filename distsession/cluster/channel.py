@@ -52,6 +52,7 @@ from distsession.protocol.messages import (
     encode,
 )
 from distsession.protocol.shared_memory import Progress, Segment
+from distsession.protocol.sockets import receive, send
 from distsession.protocol.wire import link_address, socket_path
 
 __all__ = ["SocketChannel"]
@@ -465,7 +466,7 @@ class SocketChannel(Channel):
         deadline = time.monotonic() + CONNECT_TIMEOUT
         while True:
             try:
-                socket.send_multipart([identity, *frames], copy=is_small)
+                send(socket, (identity, *frames), copy=is_small)
                 return
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -522,7 +523,7 @@ class SocketChannel(Channel):
     def _drain(self, socket: zmq.Socket[bytes], at_most: int = 1000) -> None:
         for _ in range(at_most):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=True)
+                frames = receive(socket)
             except zmq.Again:
                 return
             self._take(frames)

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from distsession.protocol import node_link as link
+from distsession.protocol.sockets import POLLIN, receive, send
 
 __all__ = ["NodeLinks"]
 
@@ -123,7 +124,7 @@ class NodeLinks:
     def _try(self, identity: bytes, frames: list[Any], is_small: bool = True) -> bool:
         """Send to a relay; False if it is gone, which is told elsewhere."""
         try:
-            self._socket.send_multipart([identity, *frames], copy=is_small)
+            send(self._socket, (identity, *frames), copy=is_small)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -132,7 +133,7 @@ class NodeLinks:
 
     def _wake_if_readable(self) -> None:
         """What the descriptor says of a message that came meanwhile, sending has taken in."""
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
             self._wake()
 
     def write_words(self, nodes: Iterable[int], frames: list[bytes]) -> None:
@@ -174,7 +175,7 @@ class NodeLinks:
         for _ in range(at_most):
             with self._lock:
                 try:
-                    identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                    identity, *frames = receive(self._socket)
                 except zmq.Again:
                     return
                 kind = frames[0] if frames else b""

@@ -19,8 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distsession.engine.listeners import RequestListener
 from distsession.engine.log_file import DISK_FULL, LogFile
@@ -57,8 +56,7 @@ fail to write. Free some space: nothing needs to be started again.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     sizes: tuple[int, int]
     message: Any = None
     begin: int | None = None

@@ -26,20 +26,27 @@ class RankLoop(asyncio.SelectorEventLoop):
         self._poll.register(self._waker, select.POLLIN)
         super().__init__()
 
-    def wait_outside(self, descriptor: int, timeout_ms: int | None = None) -> None:
+    def wait_outside(self, descriptor: int, timeout_ms: int | None = None) -> bool:
         """In the main thread: wait until a descriptor is readable, or :meth:`wake` is called.
 
         Args:
             descriptor: Of what may come.
             timeout_ms: How long at most.
+
+        Returns:
+            Whether it is readable, and nobody has called :meth:`wake`.
         """
         self._poll.register(descriptor, select.POLLIN)
         try:
-            is_woken = any(ready == self._waker for ready, _ in self._poll.poll(timeout_ms))
+            ready = self._poll.poll(timeout_ms)
         finally:
             self._poll.unregister(descriptor)  # it is another one when another kernel has come
-        if is_woken:
-            os.eventfd_read(self._waker)
+        if not ready:
+            return False
+        if len(ready) == 1 and ready[0][0] == descriptor:
+            return True
+        os.eventfd_read(self._waker)
+        return False
 
     def wake(self) -> None:
         """From any thread: end a wait outside of the loop, the present one or the next."""

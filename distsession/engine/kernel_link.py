@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -33,6 +33,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.serialize import Frames
 from distsession.protocol.shared_memory import Link, Segment
+from distsession.protocol.sockets import POLLIN, receive, send
 from distsession.protocol.wire import memory_path, node_folder, socket_path
 
 __all__ = ["KernelLink", "Received"]
@@ -48,8 +49,7 @@ COMMIT_PAUSE_S = 20e-6, 0.02
 """The shortest and the longest pause between two looks at whether a request counts."""
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """A request, and what came with it.
 
     Attributes:
@@ -137,7 +137,7 @@ class KernelLink:
     def has_request(self) -> bool:
         with self._request_lock:
             events = int(self._requests.getsockopt(zmq.EVENTS))
-        return bool(self._queued) or bool(events & zmq.POLLIN)
+        return bool(self._queued) or bool(events & POLLIN)
 
     def poll_request(self, timeout_ms: int) -> bool:
         """Wait a moment for a request."""
@@ -153,8 +153,8 @@ class KernelLink:
                 self._running = self._queued.popleft()
                 return self._running
             try:
-                frames = self._requests.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:  # the socket is another one since somebody looked
+                frames = receive(self._requests)
+            except zmq.Again:  # what woke it was something else, or the socket is another one
                 return None
             received = self._decode(frames)
             if received is None or not (self._is_kept and self._must_wait(received)):
@@ -257,7 +257,7 @@ class KernelLink:
                 if epoch != self.epoch or not self._takes_replies:
                     return
                 try:
-                    self._replies.send_multipart(frames, copy=len(frames) == 1)
+                    send(self._replies, frames, copy=len(frames) == 1)
                     return
                 except zmq.Again:
                     if self.is_leaving and self._is_kept:
@@ -276,7 +276,7 @@ class KernelLink:
                 if epoch != self.epoch or not self.takes_output:
                     return
                 try:
-                    self._output.send_multipart(frames)
+                    send(self._output, frames)
                     return
                 except zmq.Again:
                     if self.is_leaving:
@@ -317,7 +317,7 @@ class KernelLink:
             # What the kernel has sent may still be in the system's buffers.
             if not self._requests.poll(ARRIVAL_TIMEOUT_MS):
                 return
-            received = self._decode(self._requests.recv_multipart(zmq.NOBLOCK))
+            received = self._decode(receive(self._requests))
 
     def state(self) -> tuple[Addressed | None, tuple[Addressed, ...], tuple[Addressed, ...]]:
         """What runs, what waits, and what is answered and not acknowledged."""

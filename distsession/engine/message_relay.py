@@ -24,6 +24,7 @@ from distsession.protocol import board_mirror
 from distsession.protocol import node_link as link
 from distsession.protocol.board import Board
 from distsession.protocol.board_mirror import Mirror
+from distsession.protocol.sockets import receive, send
 from distsession.protocol.wire import link_address, node_folder, socket_path
 
 __all__ = ["MessageRelay"]
@@ -243,7 +244,7 @@ class MessageRelay:
     ) -> None:
         for _ in range(at_most):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive(socket)
             except zmq.Again:
                 return
             try:
@@ -266,7 +267,7 @@ class MessageRelay:
         messages: list[list[Any]] = []
         with contextlib.suppress(zmq.Again):
             while len(messages) < limit:
-                messages.append([kind, *socket.recv_multipart(zmq.NOBLOCK)])
+                messages.append([kind, *receive(socket)])
         if kind == link.OUTPUT:
             self._credit -= len(messages)
         elif messages:
@@ -278,7 +279,7 @@ class MessageRelay:
         while self._to_kernel:
             frames = self._to_kernel[0]
             try:
-                self._kernel.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) == 2)
+                send(self._kernel, frames, copy=len(frames) == 2, wait=False)
             except zmq.Again:
                 return
             self._to_kernel.popleft()
@@ -329,9 +330,7 @@ class MessageRelay:
         """Send to a rank; False if it takes nothing now."""
         socket = self._sockets[waiting.kind]
         try:
-            socket.send_multipart(
-                [waiting.name, *message], zmq.NOBLOCK, copy=link.is_small(message)
-            )
+            send(socket, (waiting.name, *message), copy=link.is_small(message), wait=False)
         except zmq.Again:
             waiting.since = 0.0
             return False

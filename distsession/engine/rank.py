@@ -427,7 +427,11 @@ class Rank:
                 if is_staged and self._loop.is_used:
                     self._loop.run_until_complete(asyncio.sleep(look_ms / 1000))
                 elif not self._loop.is_used:
-                    self._loop.wait_outside(self._link.descriptor, look_ms if is_staged else None)
+                    timeout_ms = look_ms if is_staged else None
+                    if self._loop.wait_outside(self._link.descriptor, timeout_ms) and (
+                        received := self._link.receive_request()
+                    ):
+                        return received
                 elif not self._link.poll_request(REQUEST_POLL_MS):
                     self._loop.run_until_complete(self._await_request())
                 look_ms = min(2 * look_ms, PUSHED_POLL_MS[1])

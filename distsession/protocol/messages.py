@@ -86,7 +86,9 @@ def encode(message: Any, payload: Sequence[Any] | Shared = ()) -> list[Any]:
     inline: tuple[bytes, ...] | Shared | None = None
     if isinstance(payload, Shared):
         return [MAGIC + pickle.dumps((message, payload), protocol=5)]
-    if sum(memoryview(frame).nbytes for frame in payload) <= INLINE:
+    if not payload:
+        inline = ()
+    elif sum(memoryview(frame).nbytes for frame in payload) <= INLINE:
         inline = tuple(map(bytes, payload))
     head = MAGIC + pickle.dumps((message, inline), protocol=5)
     return [head] if inline is not None else [head, *payload]

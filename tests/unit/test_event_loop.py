@@ -61,7 +61,19 @@ def test_whatever_it_is_given_is_noted(
 
 def test_a_wait_ends_when_the_descriptor_is_readable(loop: RankLoop, pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"x")
-    loop.wait_outside(pipe[0])
+    assert loop.wait_outside(pipe[0])
+
+
+def test_a_wait_says_that_only_the_descriptor_has_ended_it(
+    loop: RankLoop, pipe: tuple[int, int]
+) -> None:
+    assert not loop.wait_outside(pipe[0], 0)
+    loop.wake()
+    assert not loop.wait_outside(pipe[0])
+    os.write(pipe[1], b"x")
+    loop.wake()
+    assert not loop.wait_outside(pipe[0])
+    assert loop.wait_outside(pipe[0])
 
 
 @pytest.mark.parametrize("wake", ["wake", "call_soon_threadsafe"])
