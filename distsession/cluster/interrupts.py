@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-
-# What the functions of the module signal call, without enums for all that they give and take: that
-# is most of what a hold costs, and each call has two.
-from _signal import getsignal  # type: ignore[import-not-found]
-from _signal import signal as set_handler
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 __all__ = ["InterruptHold", "interrupts_held"]
-
-SIGINT, IGNORE = int(signal.SIGINT), int(signal.SIG_IGN)
 
 
 @contextmanager
@@ -30,7 +23,7 @@ def interrupts_held(
     """
     if (
         threading.current_thread() is not threading.main_thread()
-        or getsignal(SIGINT) is None  # it is not Python's, and cannot be put back
+        or signal.getsignal(signal.SIGINT) is None  # it is not Python's, and cannot be put back
     ):
         yield
         return
@@ -41,13 +34,13 @@ def interrupts_held(
         came = True
         hurry()
 
-    before = set_handler(SIGINT, note)
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
-        set_handler(SIGINT, IGNORE if forget else before)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if forget else before)
         if came and not forget:
-            signal.raise_signal(SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 class InterruptHold:
