@@ -45,7 +45,7 @@ CHECK_PAUSE_FACTOR = 9
 """How many times the processor time of a check passes before the next one: where there are so many
 ranks that this is the longer, checks must not keep the answers from being taken in."""
 _QUITS = ("DebuggerQuit", "BdbQuit")
-_DONE, _NEXT = object(), object()
+_DONE, _NEXT, _FAILED = object(), object(), object()
 
 
 class OutputBudget:
@@ -119,6 +119,7 @@ class PendingRequest:
         self._send = send
         self._is_queued = queued
         self._is_done = False
+        self._has_failed = False
         self._stopped = ""
         self._was_begun = True
         self._is_abandoned = False
@@ -158,6 +159,8 @@ class PendingRequest:
         self.times[reply.rank] = time.monotonic()
         self.replies[reply.rank] = (reply, list(payload))
         self._check_done()
+        if reply.error is not None:
+            self._note_failure()
 
     def put_death(self, error: EngineDiedError) -> None:
         if error.rank in self.ranks and error.rank not in self.replies:
@@ -165,6 +168,13 @@ class PendingRequest:
             self.deaths[error.rank] = error
         self._open.discard(error.rank)
         self._check_done()
+        self._note_failure()
+
+    def _note_failure(self) -> None:
+        """Others may wait for that rank in vain: have a check now, for the first that fails."""
+        if not (self._has_failed or self._is_done):
+            self._has_failed = True
+            self._events.put(_FAILED)
 
     def _check_done(self) -> None:
         answered = len(self.replies) + len(self.deaths) == len(self.ranks)
@@ -250,7 +260,7 @@ class PendingRequest:
         self,
         on_output: Callable[[OutputMessage], None],
         timeout: float | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], float | None] | None = None,
         on_input_request: Callable[[InputRequest], None] | None = None,
     ) -> None:
         """Hand on output until every rank has answered or died.
@@ -258,8 +268,10 @@ class PendingRequest:
         Args:
             on_output: Gets each piece of output.
             timeout: In seconds.
-            check: Called every ``CHECK_EVERY_S`` seconds meanwhile; more seldom for a long run, and
-                where none of the ranks can have begun and nobody looks on.
+            check: Called every ``CHECK_EVERY_S`` seconds meanwhile, and when the first rank fails;
+                more seldom for a long run, and where none of the ranks can have begun and nobody
+                looks on. It may give the moment, by ``time.monotonic()``, at which it has to be
+                called again at the latest.
             on_input_request: Gets what ranks ask; without it, they are told that nobody answers.
 
         Raises:
@@ -273,10 +285,13 @@ class PendingRequest:
         while True:
             now = time.monotonic()
             if check is not None and next_check is not None and now >= next_check:
-                used = time.thread_time()
-                check()
-                pause = CHECK_PAUSE_FACTOR * (time.thread_time() - used)
-                next_check = time.monotonic() + max(pause, self._check_interval_s(now - began))
+                used = -time.thread_time()
+                due = check()
+                used += time.thread_time()
+                pause = max(CHECK_PAUSE_FACTOR * used, self._check_interval_s(now - began))
+                next_check = (checked := time.monotonic()) + pause
+                if due is not None:
+                    next_check = min(next_check, max(due, checked + used))
             deadline = None
             if timeout is not None:
                 deadline = began + timeout + self._paused_s - paused
@@ -293,6 +308,9 @@ class PendingRequest:
                 return
             if event is _NEXT:
                 next_check = None if check is None else time.monotonic() + CHECK_EVERY_S
+                continue
+            if event is _FAILED:
+                next_check = None if check is None else time.monotonic()
                 continue
             if isinstance(event, InputRequest):
                 (on_input_request or self.refuse)(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -92,6 +93,11 @@ class Interrupter:
         self._target = 0
         self._raised = KeyboardInterrupt()
         raise self._raised
+
+    @property
+    def is_running(self) -> bool:
+        """From another thread: whether user code runs, of a request or of a widget."""
+        return self._running != 0
 
     @property
     def is_pending(self) -> bool:
@@ -227,7 +233,8 @@ class Control:
     def _timeout_ms(self) -> int | None:
         """How long nothing need be done unless something comes; None for ever."""
         if self._timers:
-            return 10
+            wait_s = min(at for at, _ in self._timers) - time.monotonic()
+            return min(CHECK_EVERY_MS, max(0, math.ceil(1000 * wait_s)))
         self._is_at_rest = True  # first said, then looked at: see watch()
         self._is_at_rest = not self._is_limited()
         return None if self._is_at_rest else CHECK_EVERY_MS

@@ -119,6 +119,9 @@ NATIVE_MARK = "groups-of-torch"
 STILL_S = 1.0
 """Seconds at one call after which the main thread counts as held up by its device."""
 
+OWN_THREADS = "distsession-control", "distsession-output", "distsession-completion"
+"""Those that never wait for another rank."""
+
 NO_CODE = contextlib.nullcontext()
 
 
@@ -685,12 +688,26 @@ class Rank:
                 abort.abort_communicators()
             else:
                 self._groups.abort()
-            if self._has_gloo:
-                abort.abort_gloo()
             self._store.end_waits()
-            abort.abort_store(self._place.store_port)
+            if not self._is_at_rest():  # with many ranks the sockets are many, and looked at each
+                if self._has_gloo:
+                    abort.abort_gloo()
+                abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
             self._recorder.unseen.reset()
+
+    def _is_at_rest(self) -> bool:
+        """From the control thread: whether nothing of this process can be waiting for a peer.
+
+        The main thread has nothing to do, no operation is under way, and the user has no thread.
+        """
+        region = self._recorder.region
+        if region.request or self._interrupter.is_running:
+            return False
+        if self._recorder.in_flight or region.operations():
+            return False
+        own = {t.ident for t in threading.enumerate() if t.name in OWN_THREADS}
+        return sys._current_frames().keys() <= own | {threading.main_thread().ident}
 
     def _cut_off(self, message: Abort) -> None:
         """From the control thread: what the main thread waits for is not what it will get."""

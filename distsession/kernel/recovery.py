@@ -85,6 +85,7 @@ class Recovery:
         ask: bool,
         sole: PendingRequest | None = None,
         timeout: float = STACK_TIMEOUT_S,
+        waiting: bool = True,
     ) -> dict[int, RankReport]:
         """What each rank does.
 
@@ -93,6 +94,7 @@ class Recovery:
             ask: Ask them; otherwise only what is known without disturbing anyone.
             sole: A run that nothing else can be asked of the ranks beside.
             timeout: Seconds that they have to answer.
+            waiting: Ask also those that wait in an operation, which the board says with its place.
         """
         launcher = self.launcher
         pendings = launcher.channel.pending()
@@ -111,6 +113,10 @@ class Recovery:
                 if report.state == RankState.RUNNING or report.is_replaying
             ]
             wanted = running if ranks is None else [r for r in ranks if r in running]
+            if not waiting:
+                known = {rank: _at_operation(found[rank]) for rank in wanted}
+                found |= {rank: report for rank, report in known.items() if report is not None}
+                wanted = [rank for rank in wanted if known[rank] is None]
             stacks = launcher.request_stacks(wanted, timeout) if wanted else {}
             for rank in wanted:
                 report = found[rank]
@@ -204,7 +210,7 @@ class Recovery:
             if not begun:
                 pending.stop(self._not_under_way_text(pending), begun=False)
                 return
-            reports = self.reports(missing, ask=True)
+            reports = self.reports(missing, ask=True, waiting=False)
             verdict = diagnosis.diagnose(reports)
             is_wait = verdict.kind is not Kind.NOTHING
             where = "\n".join(verdict.lines) if is_wait else _places(reports, missing)
@@ -478,6 +484,16 @@ def _stuck_text(report: RankReport) -> str:
     outermost = report.stack[0]
     file = os.path.basename(outermost.filename)
     return f"does not react, in {outermost.name} ({file} line {outermost.lineno})"
+
+
+def _at_operation(report: RankReport) -> RankReport | None:
+    """A report with its place, where the main thread waits in an operation that is all there is."""
+    operations = report.operations
+    if not operations or not operations[-1].is_waiting:
+        return None
+    if report.unseen or any(operation.is_enqueued for operation in operations):
+        return None
+    return replace(report, place=operations[-1].place)
 
 
 def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:

@@ -229,8 +229,8 @@ class Run:
             raise in_lines(RunTimeoutError, text) from None
         return False
 
-    def _check(self) -> None:
-        """Called every few hundredths of a second while ranks work."""
+    def _check(self) -> float | None:
+        """Called every few hundredths of a second while ranks work; gives when at the latest."""
         pending = self._pending
         if pending.stopped and pending.was_begun and not self._steady:  # by another thread
             self._stopped_at = self._stopped_at or time.monotonic()
@@ -242,6 +242,7 @@ class Run:
         self._output.tick(self._reports)
         if self._progress is not None:
             self._show_transfer(self._progress)
+        return self._watchdog.due
 
     def _reports(self, ask: bool) -> Mapping[int, RankReport]:
         found = self._recovery.reports(self._pending.missing, ask=ask)

@@ -32,6 +32,9 @@ OTHERS_TIMEOUT_S = 0.3
 """Seconds that ranks have to say that their time was up, too, before the rest is freed."""
 CONFIRM_S = 0.1
 """Seconds for which a cause that has been seen must stay the same: messages may be under way."""
+CONFIRM_FAILURE_S = 0.02
+"""The same where others miss a rank that has died or failed, and all share one board: what a rank
+has begun stands there before it says how that ended."""
 
 _WAITS = re.compile(r"/(threading|queue|concurrent/futures/\w+)\.py$")
 """Where a main thread is that waits for another thread."""
@@ -62,6 +65,8 @@ class Watchdog:
         self._asked_at = 0.0
         self._idle_since: dict[int, tuple[int, float]] = {}
         self._still_since: dict[int, tuple[int, float]] = {}
+        self.due: float | None = None
+        """When the next look has to be, by ``time.monotonic()``, if that is known."""
         self.verdict: Verdict | None = None
         """Why ranks of this run had to be freed; None if they had not."""
         self.waited: dict[int, str] = {}
@@ -76,6 +81,7 @@ class Watchdog:
         """Called now and then; frees the ranks if no wait can help."""
         recovery = self._recovery
         launcher = recovery.launcher
+        self.due = None
         self._find_late()
         launcher.note_unreported()
         self._look_at_hosts()
@@ -137,12 +143,17 @@ class Watchdog:
             self._seen, self._seen_at = state, now
         grace = self._recovery.hang_grace
         waits_for_any = any(is_from_any(reports[r].operations[-1]) for r in verdict.waiting)
-        if verdict.failed or (verdict.kind is Kind.ORDER and not waits_for_any):
+        if verdict.failed:
+            shares_board = self._recovery.launcher.shares_board
+            grace = CONFIRM_FAILURE_S if shares_board else CONFIRM_S
+        elif verdict.kind is Kind.ORDER and not waits_for_any:
             grace = CONFIRM_S
         elif not grace:
             return
         if now - self._seen_at >= grace:
             self._abort(verdict, reports, sole, kept)
+        else:
+            self.due = self._seen_at + grace
 
     def _abort(
         self,

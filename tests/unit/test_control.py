@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,3 +80,12 @@ def test_who_begins_something_that_has_one_wakes_it(bed: Bed) -> None:
     until(lambda: bed.checks >= 3)  # and so it goes on
     bed.is_limited = False
     until(lambda: bed.control._is_at_rest)
+
+
+def test_it_sleeps_until_something_is_due(bed: Bed) -> None:
+    until(lambda: bed.control._is_at_rest)
+    for seconds, least, most in ((100.0, CHECK_EVERY_MS, CHECK_EVERY_MS), (0.3, 200, 300)):
+        bed.control._timers = [(time.monotonic() + seconds, lambda: None)]
+        assert least <= (bed.control._timeout_ms() or 0) <= most
+    bed.control._timers = [(time.monotonic() - 1.0, lambda: None)]
+    assert bed.control._timeout_ms() == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from distsession.cluster.pending import OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError
-from distsession.protocol.messages import ClearOutput, Display, OutputEnd, Reply, Text
+from distsession.protocol.messages import ClearOutput, Display, ErrorInfo, OutputEnd, Reply, Text
 from tests.until import until
 
 
@@ -20,6 +23,10 @@ def text(rank: int, what: str = "x") -> Text:
 
 def reply(rank: int, has_output: bool = False) -> Reply:
     return Reply(1, rank, has_output=has_output)
+
+
+def failure(rank: int) -> Reply:
+    return Reply(1, rank, error=ErrorInfo("ValueError", "on purpose"))
 
 
 def death(rank: int) -> EngineDiedError:
@@ -210,16 +217,73 @@ def test_who_waits_behind_others_is_looked_after_when_its_turn_comes(
     assert not thread.is_alive()
 
 
-def test_checks_that_take_long_are_the_more_seldom() -> None:
+@pytest.mark.parametrize(
+    ("is_due", "most"), [(False, 1), (True, 5)], ids=["by themselves", "that are asked for"]
+)
+def test_checks_that_take_long_are_the_more_seldom(
+    is_due: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pending, checks = PendingRequest(1, [0]), 0
+    monkeypatch.setattr(time, "thread_time", lambda: 0.1 * checks)
 
-    def check() -> None:
+    def check() -> float | None:
         nonlocal checks
         checks += 1
-        end = time.thread_time() + 0.05
-        while time.thread_time() < end:
-            pass
+        return time.monotonic() if is_due else None
 
     with pytest.raises(RunTimeoutError):
         pending.wait(lambda _: None, timeout=0.5, check=check)
-    assert checks <= 2  # the second where this process got no processor as the time was over
+    assert 1 <= checks <= most
+
+
+@contextlib.contextmanager
+def checked(pending: PendingRequest, due: float | None = None) -> Iterator[list[float]]:
+    """Somebody waits within, who would have no check for very long; gives when there was one."""
+    checks: list[float] = []
+
+    def check() -> float | None:
+        checks.append(time.monotonic())
+        return due
+
+    thread = threading.Thread(target=pending.wait, args=(lambda message: None, None, check))
+    thread.start()
+    try:
+        yield checks
+    finally:
+        for rank in pending.missing:
+            pending.put_reply(reply(rank), [])
+        thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distsession.cluster.pending.CHECKS", ((math.inf, 1000.0),))
+
+
+@pytest.mark.usefixtures("seldom")
+@pytest.mark.parametrize("how", ["error", "death"])
+def test_the_first_rank_that_fails_is_looked_at_without_waiting(how: str) -> None:
+    pending = PendingRequest(1, (0, 1, 2, 3))
+    with checked(pending) as checks:
+        pending.put_reply(reply(0), [])
+        time.sleep(0.1)
+        assert not checks
+        if how == "error":
+            pending.put_reply(failure(1), [])
+        else:
+            pending.put_death(death(1))
+        until(lambda: checks)
+        pending.put_reply(failure(2), [])  # of which the next check hears
+        time.sleep(0.1)
+        assert len(checks) == 1
+
+
+@pytest.mark.usefixtures("seldom")
+def test_a_check_says_when_the_next_one_has_to_be() -> None:
+    pending = PendingRequest(1, (0, 1))
+    due = time.monotonic() + 0.3
+    with checked(pending, due) as checks:
+        pending.put_reply(failure(0), [])
+        until(lambda: len(checks) > 1)
+        assert checks[0] < due <= checks[1]
