@@ -32,9 +32,11 @@ def watch(name: str | None, *, lines: int) -> int:
     """
     kept = find_kept(name, any_version=True)
     try:
-        state = look_at(kept)
-        _tell(f"{kept}: {doing_text(state)}. Owner: {owner_text(kept)}. Ctrl-C leaves it.")
-        _show_all(kept, lines)
+        # First, as it imports: Python may end by a Ctrl-C in an import, although it is caught.
+        with contextlib.closing(_make_output()) as output:
+            state = look_at(kept)
+            _tell(f"{kept}: {doing_text(state)}. Owner: {owner_text(kept)}. Ctrl-C leaves it.")
+            _show_all(kept, lines, output)
     except KeyboardInterrupt:
         _tell(f"{kept} goes on.")
     else:
@@ -42,12 +44,11 @@ def watch(name: str | None, *, lines: int) -> int:
     return 0
 
 
-def _show_all(kept: KeptSession, lines: int) -> None:
-    with contextlib.closing(_make_output()) as output:
-        for texts in texts_of_all(kept, lines, tell_missing):
-            for text in texts:
-                output.write(text)
-            output.tick(lambda with_places: {})
+def _show_all(kept: KeptSession, lines: int, output: Output) -> None:
+    for texts in texts_of_all(kept, lines, tell_missing):
+        for text in texts:
+            output.write(text)
+        output.tick(lambda with_places: {})
 
 
 def _make_output() -> Output:

@@ -30,6 +30,8 @@ RECONNECT_TIMEOUT_S = 10.0
 """Limit of a first attempt, once all ranks are idle; each further one has twice as long."""
 RECONNECT_TIMEOUT_PER_RANK_S = 0.5
 """By how much each rank makes that longer."""
+RANKS_LATER_S = 2.0
+"""By how much longer ranks wait for each other than the kernel does, which knows who is late."""
 RECONNECT_ATTEMPTS = 3
 SETTLE_S = 0.2
 """How long ranks have to come to an end before a first attempt is put off."""
@@ -209,7 +211,9 @@ class Reconnect:
         try:
             with interrupts_held():
                 pending = self._pending = self._channel.submit(
-                    self._ranks, lambda number: ReconnectRequest(number, generation, limit), []
+                    self._ranks,
+                    lambda number: ReconnectRequest(number, generation, limit + RANKS_LATER_S),
+                    [],
                 )
                 self._undisturbed_until = time.monotonic() + undisturbed
                 has_ended = self._ends_within(undisturbed, pending)
