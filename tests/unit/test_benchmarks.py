@@ -193,6 +193,18 @@ def test_what_many_ranks_were_measured_at_is_in_the_long_table_alone() -> None:
     assert "64 ranks" not in markdown({**FACTS, "rows": rows}, main_only=True)
 
 
+def test_a_line_shows_the_row_that_is_ours_before_one_that_only_begins_so() -> None:
+    name = next(each.benchmark for each in LINES if each.benchmark.endswith("step by step"))
+    bare = "distsession, with torch's own group"
+    rows = [
+        row(name, bare, 57.0, "us", ratio=1.09),
+        row(name, "distsession", 56.0, "us", ratio=1.0),
+    ]
+    [line] = [each for each in markdown({**FACTS, "rows": rows}).splitlines() if "a step" in each]
+    assert "1.00" in line
+    assert "1.09" not in line
+
+
 def test_plain_processes_pass_their_barrier() -> None:
     with many.PlainGloo(2) as plain:
         assert [seconds > 0 for seconds in (*plain.measure(), *plain.measure())] == [True, True]
