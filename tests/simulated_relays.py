@@ -8,19 +8,20 @@ changed on its board before each answer, and which messages were taken. A cell w
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import zmq
+from typing import Any
 
 from distsession.protocol import board as layout
-from distsession.protocol import board_mirror, wire
+from distsession.protocol import board_mirror, message_stream, wire
 from distsession.protocol import node_link as link
 from distsession.protocol.board import Board, Region, file_size, key_of, make_file
 from distsession.protocol.board_mirror import Mirror
+from distsession.protocol.message_stream import MessageStream
 from distsession.protocol.messages import (
     CellRequest,
     Reply,
@@ -56,7 +57,7 @@ class SimulatedRelay:
     node: int
     ranks: range
     board: Board
-    socket: zmq.Socket[bytes]
+    stream: MessageStream
     waits: list[_Wait] = field(default_factory=list)
     requests: int = 0
     """Messages with requests that have come, however many ranks they were for."""
@@ -71,11 +72,15 @@ class SimulatedRelay:
 
     def greet(self) -> None:
         hello = link.pack_count(self.node), link.pack_count(time.monotonic_ns())
-        self.socket.send_multipart([link.HELLO, *hello])
+        self._send([link.HELLO, *hello])
+
+    def _send(self, frames: list[Any]) -> None:
+        self.stream.post(frames)
+        while not self.stream.flush():
+            self.stream.wait(1.0)
 
     def receive(self) -> None:
-        while self.socket.poll(0):
-            kind, *rest = self.socket.recv_multipart()
+        for kind, *rest in self.stream.receive():
             if kind in (link.REQUEST, link.CONTROL):
                 names, *message = rest
                 self._take(kind, link.split_names(names), message)
@@ -95,7 +100,7 @@ class SimulatedRelay:
         elif isinstance(message, StackRequest):
             for rank in ranks:
                 stack = StackReply(rank, message.number, (), "In[1] line 1")
-                self.socket.send_multipart([link.REPLY, *encode(stack)])
+                self._send([link.REPLY, *encode(stack)])
         for name in names:
             self._note_taken(link.key_of(kind, name))
 
@@ -103,7 +108,7 @@ class SimulatedRelay:
         self._taken[key] += 1
         if self._taken[key] >= link.WINDOW // 2:
             count = link.pack_count(self._taken.pop(key))
-            self.socket.send_multipart([link.TAKEN, key, count])
+            self._send([link.TAKEN, key, count])
 
     def _begin(self, rank: int, request: int) -> None:
         region = self.board.regions[rank]
@@ -115,13 +120,13 @@ class SimulatedRelay:
         self.board.words[region.start + layout.SINCE] = time.monotonic_ns()
         self.board.words[region.start + layout.REQUEST] = 0
         self.look()
-        self.socket.send_multipart([link.REPLY, *encode(Reply(request, rank, 1e-5))])
+        self._send([link.REPLY, *encode(Reply(request, rank, 1e-5))])
 
     def look(self) -> None:
         """Tell what has changed on the board."""
         if changes := self._mirror.changes():
             clock = link.pack_count(time.monotonic_ns())
-            self.socket.send_multipart([link.BOARD, clock, *board_mirror.pack(changes)])
+            self._send([link.BOARD, clock, *board_mirror.pack(changes)])
 
     # --- an operation to which one comes late -----------------------------------------------------
 
@@ -169,15 +174,16 @@ class SimulatedRelay:
 
 def serve(relays: list[SimulatedRelay]) -> Iterator[None]:
     """Answer; gives the word back now and then."""
-    poller = zmq.Poller()
+    epoll = select.epoll()
     for relay in relays:
-        poller.register(relay.socket, zmq.POLLIN)
+        epoll.register(relay.stream, select.EPOLLIN)
         relay.greet()
-    of_socket = {relay.socket: relay for relay in relays}
+    of_stream = {relay.stream.fileno(): relay for relay in relays}
     told_at = time.monotonic()
     while True:
-        for socket, _ in poller.poll(POLL_MS if any(relay.waits for relay in relays) else 200):
-            of_socket[socket].receive()
+        pause_ms = POLL_MS if any(relay.waits for relay in relays) else 200
+        for descriptor, _ in epoll.poll(pause_ms / 1000):
+            of_stream[descriptor].receive()
         if time.monotonic() - told_at > 0.02:
             told_at = time.monotonic()
             for relay in relays:
@@ -193,14 +199,12 @@ def main() -> None:
     descriptor = make_file()
     os.ftruncate(descriptor, file_size(nodes * per_node))
     board = Board(descriptor, nodes * per_node)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     streams, relays = [], []
     for node in range(first, first + count):
         streams.append(wire.connect(folder, node, epoch))
-        socket = context.socket(zmq.DEALER)
-        socket.connect(wire.link_address(folder, epoch))
+        link_stream = message_stream.connect(wire.link_path(folder, epoch))
         ranks = range((node - 1) * per_node, node * per_node)
-        relays.append(SimulatedRelay(node, ranks, board, socket))
+        relays.append(SimulatedRelay(node, ranks, board, link_stream))
     parent = os.getppid()
     told = 0
     for _ in serve(relays):

@@ -53,7 +53,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.shared_memory import Progress, Segment
 from distsession.protocol.sockets import receive, send
-from distsession.protocol.wire import link_address, socket_path
+from distsession.protocol.wire import link_path, socket_path
 
 __all__ = ["SocketChannel"]
 
@@ -105,9 +105,7 @@ class SocketChannel(Channel):
         self._output = self._bind(zmq.PULL, "output")
         self._control = self._bind(zmq.ROUTER, "control")
         self.links = NodeLinks(
-            self._context,
-            link_address(folder, epoch),
-            self._wake,
+            link_path(folder, epoch),
             self._on_node,
             self._on_board,
         )
@@ -505,7 +503,7 @@ class SocketChannel(Channel):
                 os.read(self._wake_reader, 4096)
                 while self._calls:
                     self._calls.popleft()()
-            if links in ready or self._wake_reader in ready:
+            if links in ready:
                 for frames in self.links.receive():
                     self._take(frames)
             if is_told:

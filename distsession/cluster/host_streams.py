@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from distsession.cluster.host_links import HostLinks, LinkedHost
 from distsession.engine import store_server
 from distsession.protocol.forward import StreamListener, pump
-from distsession.protocol.host_link import ATTACH, SOCKETS, STORE, TCP_STORE
+from distsession.protocol.host_link import ATTACH, MESSAGES, SOCKETS, STORE, TCP_STORE
+from distsession.protocol.message_stream import hand_over
 from distsession.protocol.secure_stream import SecureStream
 from distsession.protocol.wire import socket_path
 
@@ -202,8 +203,9 @@ class HostStreams:
                 stream.watch()
             with self._lock:
                 self._streams.setdefault(link.identity, set()).add(stream)
+            carry = hand_over if hello.get("service") == MESSAGES else pump
             try:
-                pump(stream, connection)
+                carry(stream, connection)
             finally:
                 with self._lock, contextlib.suppress(KeyError):
                     self._streams[link.identity].discard(stream)

@@ -11,9 +11,13 @@ from types import TracebackType
 __all__ = ["InterruptHold", "interrupts_held"]
 
 
+_held = 0
+"""How many blocks the main thread is in that hold them."""
+
+
 @contextmanager
 def interrupts_held(
-    hurry: Callable[[], object] = lambda: None, *, forget: bool = False
+    hurry: Callable[[], object] | None = None, *, forget: bool = False
 ) -> Iterator[None]:
     """Let a Ctrl-C in the main thread wait until a block is over.
 
@@ -21,8 +25,10 @@ def interrupts_held(
         hurry: Called for each Ctrl-C meanwhile, so that the block can come to its end at once.
         forget: Do not pass it on afterwards: the interpreter ends anyway.
     """
+    global _held
     if (
         threading.current_thread() is not threading.main_thread()
+        or (_held and hurry is None and not forget)
         or signal.getsignal(signal.SIGINT) is None  # it is not Python's, and cannot be put back
     ):
         yield
@@ -32,12 +38,15 @@ def interrupts_held(
     def note(*_: object) -> None:
         nonlocal came
         came = True
-        hurry()
+        if hurry is not None:
+            hurry()
 
     before = signal.signal(signal.SIGINT, note)
+    _held += 1
     try:
         yield
     finally:
+        _held -= 1
         signal.signal(signal.SIGINT, signal.SIG_IGN if forget else before)
         if came and not forget:
             signal.raise_signal(signal.SIGINT)

@@ -1,13 +1,17 @@
 """The kernel's end of the links to the relays of all nodes but its own.
 
-Messages leave from whichever thread makes them, and one thread receives, on one zmq socket, which
-is no thing for two threads at a time. So each touches it under a lock, and nobody waits in it: that
-there is something to receive is seen by its descriptor.
+Messages leave from whichever thread makes them, under a lock, and one thread receives. None of them
+waits for a relay: what the system does not take at once is sent by the thread that receives, when
+there is room. A Ctrl-C waits meanwhile, since what is half sent would end a stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import select
+import socket
 import threading
 import time
 from collections import defaultdict, deque
@@ -15,16 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
-
+from distsession.cluster.interrupts import interrupts_held
+from distsession.protocol import message_stream
 from distsession.protocol import node_link as link
-from distsession.protocol.sockets import POLLIN, receive, send
+from distsession.protocol.message_stream import MessageStream
 
 __all__ = ["NodeLinks"]
 
 log = logging.getLogger(__name__)
 
 
+BACKLOG = 1024
 SENT_POLL_S = 0.005
 """Seconds between two looks at whether all has been sent."""
 
@@ -42,44 +47,61 @@ class _Flow:
     held: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
 
+@dataclass(eq=False)
+class _Relay:
+    """A relay that has connected.
+
+    Attributes:
+        stream: To it.
+        node: Which it is of; None until it has said so.
+        watched: What the system is asked of its descriptor.
+    """
+
+    stream: MessageStream
+    node: int | None = None
+    watched: int = select.EPOLLIN
+
+
 class NodeLinks:
     """Sends to ranks through the relays of their nodes, and receives what these forward.
 
     Args:
-        context: Of the kernel's sockets.
-        address: Where the relays connect.
-        wake: Called when a thread that sends has found that there is something to receive.
+        path: Of the socket at which the relays connect; it must not be there yet.
         on_hello: Called, by the thread that receives, with a node and by how many nanoseconds its
             clock is behind at most; gives what its board needs.
         on_board: Called, by the same, with a node, the same of its clock, and what has changed on
             its board.
+
+    Attributes:
+        descriptor: Is readable when there is something to do for :meth:`receive`.
+        sent: Messages with requests and control that went to each node.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        wake: Callable[[], object],
+        path: str,
         on_hello: Callable[[int, int], list[bytes]] = lambda node, behind: [],
         on_board: Callable[[int, int, list[bytes]], object] = lambda node, behind, frames: None,
     ):
         self._on_hello, self._on_board = on_hello, on_board
-        self._nodes: dict[bytes, int] = {}
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.bind(address)
-        self.descriptor = int(self._socket.FD)
-        """Is readable when the state of the socket changes."""
-        self._wake = wake
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self.descriptor = self._epoll.fileno()
         self._lock = threading.Lock()
-        self._relays: dict[int, bytes] = {}
+        self._arriving: dict[int, socket.socket] = {}
+        """Those that have not said yet how messages travel."""
+        self._connected: dict[int, _Relay] = {}
+        self._relays: dict[int, _Relay] = {}
         self._flows: dict[bytes, _Flow] = {}
-        self._shown: defaultdict[bytes, int] = defaultdict(int)
+        self._shown: defaultdict[int, int] = defaultdict(int)
         self.sent: defaultdict[int, int] = defaultdict(int)
-        """Messages with requests and control that went to each node."""
         self._heard_at: dict[int, float] = {}
+        self._is_closed = False
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -97,7 +119,7 @@ class NodeLinks:
             messages: Of each its node, the names of the processes of its ranks, and what they all
                 get. Those that take nothing get it later.
         """
-        with self._lock:
+        with interrupts_held(), self._lock:
             for node, names, frames in messages:
                 ready = []
                 for name in names:
@@ -108,42 +130,39 @@ class NodeLinks:
                         ready.append(name)
                 if ready:
                     self._post(node, kind, ready, frames)
-            self._wake_if_readable()
 
     def _post(self, node: int, kind: bytes, names: Sequence[bytes], frames: list[Any]) -> None:
-        self._to_relay(node, [kind, link.join_names(names), *frames], link.is_small(frames))
+        self._to_relay(node, [kind, link.join_names(names), *frames])
         self.sent[node] += 1
         for name in names:
             self._flows[link.key_of(kind, name)].under_way += 1
 
-    def _to_relay(self, node: int, frames: list[Any], is_small: bool = True) -> None:
-        identity = self._relays.get(node)
-        if identity is None or not self._try(identity, frames, is_small):
+    def _to_relay(self, node: int, frames: list[Any]) -> None:
+        relay = self._relays.get(node)
+        if relay is None:
             log.debug("the relay of node %d is gone: a message for its ranks is dropped", node)
+        else:
+            self._send(relay, frames)
 
-    def _try(self, identity: bytes, frames: list[Any], is_small: bool = True) -> bool:
-        """Send to a relay; False if it is gone, which is told elsewhere."""
-        try:
-            send(self._socket, (identity, *frames), copy=is_small)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+    def _send(self, relay: _Relay, frames: list[Any]) -> None:
+        """Send to a relay; that it is gone is told elsewhere."""
+        relay.stream.post(frames)
+        self._flush(relay)
 
-    def _wake_if_readable(self) -> None:
-        """What the descriptor says of a message that came meanwhile, sending has taken in."""
-        if int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
-            self._wake()
+    def _flush(self, relay: _Relay) -> None:
+        is_done = True
+        with contextlib.suppress(OSError):  # the thread that receives sees its end
+            is_done = relay.stream.flush()
+        wanted = select.EPOLLIN if is_done else select.EPOLLIN | select.EPOLLOUT
+        if wanted != relay.watched:
+            relay.watched = wanted
+            self._epoll.modify(relay.stream.fileno(), wanted)
 
     def write_words(self, nodes: Iterable[int], frames: list[bytes]) -> None:
         """Have words written on the boards of some nodes."""
-        with self._lock:
-            if self._socket.closed:
-                return
+        with interrupts_held(), self._lock:
             for node in nodes:
                 self._to_relay(node, [link.WORDS, *frames])
-            self._wake_if_readable()
 
     @property
     def nodes(self) -> list[int]:
@@ -157,50 +176,92 @@ class NodeLinks:
 
     def forget(self, node: int, name: bytes) -> None:
         """A rank is gone: what waits for it is dropped."""
-        with self._lock:
-            if self._socket.closed:
-                return
+        with interrupts_held(), self._lock:
             flows = [
                 self._flows.pop(link.key_of(kind, name), None)
                 for kind in (link.REQUEST, link.CONTROL)
             ]
             if any(flows):  # or nothing was ever sent to it
                 self._to_relay(node, [link.FORGET, name])
-            self._wake_if_readable()
 
     # --- receiving: one thread --------------------------------------------------------------------
 
-    def receive(self, at_most: int = 1000) -> Iterator[list[bytes]]:
-        """The frames of each message that has come from ranks."""
-        for _ in range(at_most):
-            with self._lock:
-                try:
-                    identity, *frames = receive(self._socket)
-                except zmq.Again:
-                    return
-                kind = frames[0] if frames else b""
-                if (node := self._nodes.get(identity)) is not None:
-                    self._heard_at[node] = time.monotonic()
-                if kind not in (link.REPLY, link.OUTPUT):
-                    self._handle(identity, kind, frames[1:])
-                    continue
-            yield frames[1:]
-            if kind == link.OUTPUT:
-                self._shown[identity] += 1
-        self._wake()
+    def receive(self) -> Iterator[list[bytes]]:
+        """The frames of each message that has come from ranks; more may be there afterwards."""
+        for descriptor, events in self._epoll.poll(0):
+            if self._is_closed:
+                return
+            if descriptor in self._connected:
+                yield from self._serve(self._connected[descriptor], events)
+            elif descriptor in self._arriving:
+                self._admit(descriptor)
+            else:
+                self._accept()
 
-    def _handle(self, identity: bytes, kind: bytes, frames: list[bytes]) -> None:
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            connection, _ = self._listener.accept()
+            self._arriving[connection.fileno()] = connection
+            self._epoll.register(connection, select.EPOLLIN)
+
+    def _admit(self, descriptor: int) -> None:
+        """Take in how messages travel from now on."""
+        connection = self._arriving.pop(descriptor)
+        self._epoll.unregister(connection)
+        try:
+            stream = message_stream.accept(connection, socket.MSG_DONTWAIT)
+            if stream.fileno() == descriptor:
+                message_stream.accept_plain(connection)
+        except OSError as error:
+            log.warning("a relay is refused: %s", error)
+            connection.close()
+            return
+        self._connected[stream.fileno()] = _Relay(stream)
+        self._epoll.register(stream, select.EPOLLIN)
+
+    def _serve(self, relay: _Relay, events: int) -> Iterator[list[bytes]]:
+        """Send what was left, and receive."""
+        if events & select.EPOLLOUT:
+            with self._lock:
+                self._flush(relay)
+        for message in relay.stream.receive():
+            kind, *frames = message or [b""]
+            if relay.node is not None:
+                self._heard_at[relay.node] = time.monotonic()
+            if kind in (link.REPLY, link.OUTPUT):
+                yield frames
+                if kind == link.OUTPUT and relay.node is not None:
+                    self._shown[relay.node] += 1
+            else:
+                with self._lock:
+                    self._handle(relay, kind, frames)
+        if relay.stream.is_over:
+            self._drop(relay)
+
+    def _drop(self, relay: _Relay) -> None:
+        """A relay is gone, which is told elsewhere."""
+        with self._lock:
+            if self._connected.pop(relay.stream.fileno(), None) is None:
+                return
+            if relay.node is not None and self._relays.get(relay.node) is relay:
+                del self._relays[relay.node]
+            self._epoll.unregister(relay.stream)
+            relay.stream.close()
+
+    def _handle(self, relay: _Relay, kind: bytes, frames: list[bytes]) -> None:
         try:
             if kind == link.HELLO:
                 number, clock = map(link.unpack_count, frames)
-                self._relays[number], self._nodes[identity] = identity, number
+                self._relays[number], relay.node = relay, number
                 self._heard_at[number] = time.monotonic()
                 words = self._on_hello(number, time.monotonic_ns() - clock)
-                self._try(identity, [link.WELCOME, *words])
+                self._send(relay, [link.WELCOME, *words])
+            elif relay.node is None:
+                raise ValueError("it comes before a hello")
             elif kind == link.BOARD:
                 at, *changes = frames
                 behind = time.monotonic_ns() - link.unpack_count(at)
-                self._on_board(self._nodes[identity], behind, changes)
+                self._on_board(relay.node, behind, changes)
             elif kind == link.TAKEN:
                 key, count = frames
                 self._note_taken(key, link.unpack_count(count))
@@ -221,14 +282,12 @@ class NodeLinks:
 
     def grant(self) -> None:
         """There is room for more output: let the relays send as much as was taken in."""
-        due = [key for key, count in self._shown.items() if count >= link.OUTPUT_WINDOW // 2]
+        due = [node for node, count in self._shown.items() if count >= link.OUTPUT_WINDOW // 2]
         if not due:
             return
         with self._lock:
-            for identity in due:
-                count = self._shown.pop(identity)
-                self._try(identity, [link.CREDIT, link.pack_count(count)])
-            self._wake_if_readable()
+            for node in due:
+                self._to_relay(node, [link.CREDIT, link.pack_count(self._shown.pop(node))])
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until nothing is held back any more; another thread receives meanwhile."""
@@ -244,6 +303,29 @@ class NodeLinks:
             return any(flow.held for flow in self._flows.values())
 
     def close(self, linger_ms: int) -> None:
-        """Close the socket; nothing is sent or received any more."""
+        """Close all links; nothing is sent or received any more. Harmless when repeated.
+
+        Args:
+            linger_ms: How long what has been sent may take to leave this process.
+        """
         with self._lock:
-            self._socket.close(linger_ms)
+            if self._is_closed:
+                return
+            self._is_closed = True
+            deadline = time.monotonic() + linger_ms / 1000
+            for relay in self._connected.values():
+                _leave(relay.stream, deadline)
+            for connection in (*self._arriving.values(), self._listener):
+                connection.close()
+            self._relays.clear()
+            self._epoll.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def _leave(stream: MessageStream, deadline: float) -> None:
+    """Close a stream, when all has been sent or the time is up."""
+    with contextlib.suppress(OSError):
+        while not stream.flush() and (left := deadline - time.monotonic()) > 0:
+            stream.wait(left)
+    stream.close()

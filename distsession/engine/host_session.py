@@ -25,7 +25,8 @@ from distsession.engine.process import agent_environment, module_command
 from distsession.protocol import folder_lock
 from distsession.protocol.attach import attach_path
 from distsession.protocol.forward import Forwarder, UnixForwarder, pump
-from distsession.protocol.host_link import ATTACH, SOCKETS, STORE, TCP_STORE
+from distsession.protocol.host_link import ATTACH, MESSAGES, SOCKETS, STORE, TCP_STORE
+from distsession.protocol.message_stream import lend
 from distsession.protocol.secure_stream import SecureStream, connect
 from distsession.protocol.wire import socket_path
 
@@ -113,7 +114,8 @@ class HostSession:
                 forwarder.stop_listening()
         for service in SOCKETS if epoch else ():
             path = socket_path(self.folder, service, epoch)
-            forwarder = UnixForwarder(path, partial(self._open_stream, epoch=epoch), service)
+            carry = lend if service == MESSAGES else pump
+            forwarder = UnixForwarder(path, partial(self._open_stream, epoch=epoch), service, carry)
             self._to_kernel.append(forwarder)
 
     def _open_stream(self, service: str, **more: object) -> SecureStream:

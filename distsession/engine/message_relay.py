@@ -20,12 +20,12 @@ from typing import Any
 import zmq
 
 from distsession.engine.process_watch import ProcessWatch
-from distsession.protocol import board_mirror
+from distsession.protocol import board_mirror, message_stream
 from distsession.protocol import node_link as link
 from distsession.protocol.board import Board
 from distsession.protocol.board_mirror import Mirror
 from distsession.protocol.sockets import receive, send
-from distsession.protocol.wire import link_address, node_folder, socket_path
+from distsession.protocol.wire import link_path, node_folder, socket_path
 
 __all__ = ["MessageRelay"]
 
@@ -105,9 +105,7 @@ class MessageRelay:
         }
         self._replies = self._bind(zmq.PULL, "replies")
         self._output = self._bind(zmq.PULL, "output")
-        self._kernel = self._context.socket(zmq.DEALER)
-        self._kernel.setsockopt(zmq.LINGER, 0)
-        self._kernel.connect(link_address(folder, epoch))
+        self._kernel = message_stream.connect(link_path(folder, epoch))
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         self._poller = zmq.Poller()
@@ -116,7 +114,6 @@ class MessageRelay:
         self._listens: tuple[bool, bool] | None = None
         self._waiting: dict[bytes, _Waiting] = {}
         self._taken: defaultdict[bytes, int] = defaultdict(int)
-        self._to_kernel: deque[list[Any]] = deque()
         self._credit = link.OUTPUT_WINDOW
         self._is_ending = False
         self.malformed = 0
@@ -149,10 +146,13 @@ class MessageRelay:
             ConnectionError: It does not answer.
         """
         hello = link.pack_count(self._node), link.pack_count(time.monotonic_ns())
-        self._kernel.send_multipart([link.HELLO, *hello])
-        if not self._kernel.poll(int(1000 * WELCOME_TIMEOUT_S)):
-            raise ConnectionError("the kernel does not answer")
-        self._drain(self._kernel, self._receive)
+        self._kernel.post([link.HELLO, *hello])
+        self._kernel.flush()
+        deadline = time.monotonic() + WELCOME_TIMEOUT_S
+        while not (messages := self._kernel.receive()):  # of the welcome it may be only a part
+            if self._kernel.is_over or not self._kernel.wait(deadline - time.monotonic()):
+                raise ConnectionError("the kernel does not answer")
+        self._take(messages)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class MessageRelay:
         """Forward messages until :meth:`end`."""
         sources: dict[object, Callable[[], None]] = {
             self._wake_reader: self._note_end,
-            self._kernel: lambda: self._drain(self._kernel, self._receive),
+            self._kernel.fileno(): self._receive_messages,
             self._replies: lambda: self._forward(self._replies, link.REPLY),
             self._output: lambda: self._forward(self._output, link.OUTPUT),
         }
@@ -175,11 +175,11 @@ class MessageRelay:
             self._listen()
             waits = bool(self._waiting)
             ready = dict(self._poller.poll(self._poll_ms(pause if waits else None)))
-            self._look()
             for source, handle in sources.items():
                 if source in ready:
                     handle()
             self._retry()
+            self._look()
             self._report_taken()
             self._flush()
             pause = min(2 * pause, longest) if waits else RETRY_MS[0]
@@ -195,7 +195,8 @@ class MessageRelay:
     def _look(self, *, at_once: bool = False) -> None:
         """Send what has changed on the board, or that nothing has."""
         now = time.monotonic()
-        if self._mirror is None or self._to_kernel or (now < self._look_at and not at_once):
+        holds = self._kernel.holds_something
+        if self._mirror is None or holds or (now < self._look_at and not at_once):
             return
         if self._processes is not None:
             self._processes.look()
@@ -207,33 +208,38 @@ class MessageRelay:
         if changes or now - self._told_at > ALIVE_S:
             self._told_at = now
             clock = link.pack_count(time.monotonic_ns())
-            self._to_kernel.append([link.BOARD, clock, *board_mirror.pack(changes)])
+            self._kernel.post([link.BOARD, clock, *board_mirror.pack(changes)])
 
     def _note_end(self) -> None:
         self._is_ending = True
 
     def _listen(self) -> None:
         """Look only at what there is something to do with."""
-        state = not self._to_kernel, self._credit > 0
+        state = not self._kernel.holds_something, self._credit > 0
         if state == self._listens:
             return
         self._listens = is_free, has_credit = state
         both = zmq.POLLIN | zmq.POLLOUT
-        self._poller.register(self._kernel, zmq.POLLIN if is_free else both)
+        self._poller.register(self._kernel.fileno(), zmq.POLLIN if is_free else both)
         self._poller.register(self._replies, zmq.POLLIN if is_free else 0)
         self._poller.register(self._output, zmq.POLLIN if is_free and has_credit else 0)
 
     def _finish(self) -> None:
         """Hand on what has come, and close everything."""
         deadline = time.monotonic() + END_TIMEOUT_S
-        while self._kernel.poll(QUIET_MS) or self._can_hand_on():
-            self._drain(self._kernel, self._receive)
+        while self._comes_more() or self._can_hand_on():
+            self._receive_messages()
             self._retry()
             if time.monotonic() > deadline:
                 break
-        for socket in (*self._sockets.values(), self._replies, self._output, self._kernel):
+        for socket in (*self._sockets.values(), self._replies, self._output):
             socket.close()
+        self._kernel.close()
         self._context.term()
+
+    def _comes_more(self) -> bool:
+        """Whether something comes from the kernel, or may still come."""
+        return not self._kernel.is_over and self._kernel.wait(QUIET_MS / 1000)
 
     def _can_hand_on(self) -> bool:
         """Whether messages wait for ranks that are there."""
@@ -247,11 +253,7 @@ class MessageRelay:
                 frames = receive(socket)
             except zmq.Again:
                 return
-            try:
-                handle(frames)
-            except Exception as error:
-                self.malformed += 1
-                log.warning("dropped a message that cannot be forwarded: %r", error)
+            handle(frames)
 
     def _drop(self, _: list[Any]) -> None:
         """Ranks send nothing on these sockets."""
@@ -261,7 +263,7 @@ class MessageRelay:
 
     def _forward(self, socket: zmq.Socket[bytes], kind: bytes) -> None:
         """Hand on what has come by now; for all answers one look at the board is enough."""
-        if self._to_kernel:
+        if self._kernel.holds_something:
             return
         limit = min(BATCH, self._credit) if kind == link.OUTPUT else BATCH
         messages: list[list[Any]] = []
@@ -272,24 +274,34 @@ class MessageRelay:
             self._credit -= len(messages)
         elif messages:
             self._look(at_once=True)
-        self._to_kernel += messages
+        for frames in messages:
+            self._kernel.post(frames)
         self._flush()
 
     def _flush(self) -> None:
-        while self._to_kernel:
-            frames = self._to_kernel[0]
-            try:
-                send(self._kernel, frames, copy=len(frames) == 2, wait=False)
-            except zmq.Again:
-                return
-            self._to_kernel.popleft()
+        with contextlib.suppress(OSError):  # the kernel is gone: what is the relay for ends it, too
+            self._kernel.flush()
 
     def _report_taken(self) -> None:
         due = [key for key, count in self._taken.items() if count >= link.WINDOW // 2]
         for key in due:
-            self._to_kernel.append([link.TAKEN, key, link.pack_count(self._taken.pop(key))])
+            self._kernel.post([link.TAKEN, key, link.pack_count(self._taken.pop(key))])
 
     # --- to ranks ---------------------------------------------------------------------------------
+
+    def _receive_messages(self) -> None:
+        self._take(self._kernel.receive())
+        if self._kernel.is_over and self._kernel.fileno() in self._poller:
+            self._poller.unregister(self._kernel.fileno())
+            self._is_ending = True
+
+    def _take(self, messages: Sequence[list[Any]]) -> None:
+        for frames in messages:
+            try:
+                self._receive(frames)
+            except Exception as error:
+                self.malformed += 1
+                log.warning("dropped a message that cannot be forwarded: %r", error)
 
     def _receive(self, frames: list[Any]) -> None:
         kind, *rest = frames

@@ -250,12 +250,17 @@ class Forwarder(_Listener):
         open_stream: Makes a stream for a service; raises OSError if that cannot be had, and the
             connection is closed.
         service: Whose socket this is.
+        carry: Does it, and closes both.
     """
 
     def __init__(
-        self, listener: socket.socket, open_stream: Callable[[str], SecureStream], service: str
+        self,
+        listener: socket.socket,
+        open_stream: Callable[[str], SecureStream],
+        service: str,
+        carry: Callable[[SecureStream, socket.socket], None] = pump,
     ):
-        self._open_stream, self._service = open_stream, service
+        self._open_stream, self._service, self._carry = open_stream, service, carry
         super().__init__(listener, f"distsession-forward-{service}")
 
     def _serve(self, connection: socket.socket) -> None:
@@ -265,7 +270,7 @@ class Forwarder(_Listener):
             log.warning("there is no stream for %s: %s", self._service, error)
             return
         with self._breakable(stream.abort):
-            pump(stream, connection)
+            self._carry(stream, connection)
 
 
 class UnixForwarder(Forwarder):
@@ -275,14 +280,21 @@ class UnixForwarder(Forwarder):
         path: Of the socket, which must not be there yet, in a folder that only its user can open.
         open_stream: As above.
         service: As above.
+        carry: As above.
 
     Raises:
         OSError: It cannot listen there.
     """
 
-    def __init__(self, path: str, open_stream: Callable[[str], SecureStream], service: str):
+    def __init__(
+        self,
+        path: str,
+        open_stream: Callable[[str], SecureStream],
+        service: str,
+        carry: Callable[[SecureStream, socket.socket], None] = pump,
+    ):
         self._path = path
-        super().__init__(_listen(path), open_stream, service)
+        super().__init__(_listen(path), open_stream, service, carry)
 
     def stop_listening(self) -> None:
         if not self._is_stopped:  # later the path may be another one's

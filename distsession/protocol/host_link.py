@@ -18,6 +18,7 @@ __all__ = [
     "ATTACH",
     "FAILS",
     "LISTENS",
+    "MESSAGES",
     "MESSAGE_MAX",
     "PING_S",
     "SOCKETS",
@@ -44,7 +45,9 @@ was printed by something else, such as a login shell."""
 MESSAGE_MAX = 1 << 20
 """Bytes of the longest message."""
 
-SOCKETS = ("agent", "link", "relay")
+MESSAGES = "link"
+"""Where relays connect for messages."""
+SOCKETS = ("agent", MESSAGES, "relay")
 """The kernel's sockets to which a host connects: by their names in ``wire.socket_path``."""
 STORE, TCP_STORE = "store", "tcp-store"
 """The session's own store, and torch's, which have no owner's number."""

@@ -1,6 +1,6 @@
 """The link between the kernel and the relay of another node, over which all messages cross.
 
-One zmq connection for each node. Every message on it is some frames: its kind; for ranks, their
+One ``MessageStream`` for each node. Every message on it is some frames: its kind; for ranks, their
 names; and what is forwarded, which a relay hands on as it is and never unpickles. So a request for
 several ranks crosses once.
 

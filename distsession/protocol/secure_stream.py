@@ -67,6 +67,7 @@ _HELLO, _DATA, _END = 1, 2, 3
 _TAG_BYTES = 16
 _LAST_ACK = struct.Struct("=56xI")
 """Of Linux's tcp_info: milliseconds since the other end's system has acknowledged anything."""
+_STATE = struct.Struct("!32sQ32sQ")  # of each direction, sending first: key, number
 _FIRST_BUFFER_BYTES = 4 << 10
 _BUFFER_BYTES = RECORD_MAX_BYTES + (64 << 10)
 _LABEL = b"distsession stream 1: "
@@ -113,6 +114,64 @@ class SecureStream:
         elif kind != _DATA or not data:
             raise ConnectionError("a record came on the stream that is not allowed there")
         return data
+
+    def seal(self, data: memoryview) -> memoryview:
+        """The record of some bytes, to be sent before the next one is made.
+
+        For who sends by the socket itself, and does not wait in it.
+
+        Args:
+            data: Not more than ``RECORD_MAX_BYTES``.
+        """
+        return self._record(_DATA, data)
+
+    def receive_now(self) -> memoryview:
+        """As :meth:`receive`, of what has come by now.
+
+        Raises:
+            BlockingIOError: The next record has not come, or not all of it.
+            OSError: As there.
+        """
+        while not self._is_over and not self._has_record():
+            self._reader.read_more()
+        return self.receive()
+
+    def _has_record(self) -> bool:
+        """Whether one is there whole, or what can be none."""
+        if not self._reader.has(_HEAD.size):
+            return False
+        _, length = _HEAD.unpack_from(self._reader.here)
+        whole = _HEAD.size + length + _TAG_BYTES
+        return length > RECORD_MAX_BYTES or self._reader.has(whole)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def suspended(self) -> bytes:
+        """All that another process needs, with the socket, to go on in the place of this one.
+
+        It holds the keys, so it is for nobody else. This process must not use the stream any more,
+        except to look at its socket, to abort it and to close it.
+        """
+        keys = self._sending.key, self._sending.number, self._receiving.key, self._receiving.number
+        return _STATE.pack(*keys) + bytes(self._reader.here)
+
+    @classmethod
+    def resumed(cls, sock: socket.socket, state: bytes) -> SecureStream:
+        """Go on with a stream that another process had.
+
+        Args:
+            sock: Its socket, of which each process may have a descriptor of its own.
+            state: What :meth:`suspended` has given there.
+
+        Raises:
+            ValueError: That is no state of a stream.
+        """
+        if len(state) < _STATE.size:
+            raise ValueError(f"the state of a stream has {_STATE.size} bytes at least")
+        out_key, out_number, in_key, in_number = _STATE.unpack_from(state)
+        reader = _Reader(sock, None, state[_STATE.size :])
+        return cls(sock, reader, _Key(out_key, out_number), _Key(in_key, in_number))
 
     def watch(self) -> None:
         """Have the system ask that of the other host each second whether it is there."""
@@ -181,13 +240,16 @@ class SecureStream:
         self._socket.close()
 
     def _send_record(self, kind: int, data: memoryview) -> None:
+        self._socket.sendall(self._record(kind, data))
+
+    def _record(self, kind: int, data: memoryview) -> memoryview:
         size = _HEAD.size + len(data) + _TAG_BYTES
         if len(self._out) < size:
             self._out = memoryview(bytearray(_HEAD.size + RECORD_MAX_BYTES + _TAG_BYTES))
         record = self._out[:size]
         _HEAD.pack_into(record, 0, kind, len(data))
         self._sending.seal(record[: _HEAD.size], data, record[_HEAD.size :])
-        self._socket.sendall(record)
+        return record
 
     def _receive_record(self, limit: int) -> tuple[int, memoryview]:
         head = bytes(self._reader.read(_HEAD.size))
@@ -209,10 +271,9 @@ class _NotAuthentic(ConnectionError):
 class _Key:
     """The key of one direction, and the number of its next record."""
 
-    def __init__(self, key: bytes):
-        self._key = key
+    def __init__(self, key: bytes, number: int = 0):
+        self.key, self.number = key, number
         self._cipher = AESGCM(key)
-        self._number = 0
 
     def seal(self, head: memoryview, data: memoryview, into: memoryview) -> None:
         nonce = self._next_nonce()
@@ -232,11 +293,11 @@ class _Key:
             raise _NotAuthentic("what came on the stream is not authentic") from None
 
     def _next_nonce(self) -> bytes:
-        if self._number and self._number % REKEY_RECORDS == 0:
-            self._key = HKDFExpand(SHA256(), 32, _LABEL + b"next").derive(self._key)
-            self._cipher = AESGCM(self._key)
-        nonce = self._number.to_bytes(12, "big")
-        self._number += 1
+        if self.number and self.number % REKEY_RECORDS == 0:
+            self.key = HKDFExpand(SHA256(), 32, _LABEL + b"next").derive(self.key)
+            self._cipher = AESGCM(self.key)
+        nonce = self.number.to_bytes(12, "big")
+        self.number += 1
         return nonce
 
 
@@ -247,10 +308,11 @@ class _Reader:
         deadline: Until when all must have come, by the monotonic clock; None for ever.
     """
 
-    def __init__(self, sock: socket.socket, deadline: float | None):
+    def __init__(self, sock: socket.socket, deadline: float | None, here: bytes = b""):
         self._socket = sock
-        self._buffer = memoryview(bytearray(_FIRST_BUFFER_BYTES))
-        self._start = self._end = 0
+        self._buffer = memoryview(bytearray(max(_FIRST_BUFFER_BYTES, len(here))))
+        self._buffer[: len(here)] = here
+        self._start, self._end = 0, len(here)
         self.deadline = deadline
 
     def read(self, count: int) -> memoryview:
@@ -266,6 +328,30 @@ class _Reader:
         piece = self._buffer[self._start : self._start + count]
         self._start += count
         return piece
+
+    @property
+    def here(self) -> memoryview:
+        """What has come and was not read."""
+        return self._buffer[self._start : self._end]
+
+    def has(self, count: int) -> bool:
+        """Whether as many bytes have come; else there is room for them."""
+        if self._end - self._start >= count:
+            return True
+        self._make_room(count)
+        return False
+
+    def read_more(self) -> None:
+        """Take in what has come, without waiting, where there is room (see :meth:`has`).
+
+        Raises:
+            BlockingIOError: Nothing has.
+            OSError: Nothing will.
+        """
+        got = self._socket.recv_into(self._buffer[self._end :], 0, socket.MSG_DONTWAIT)
+        if not got:
+            raise ConnectionError("the stream was cut before its end")
+        self._end += got
 
     def _make_room(self, count: int) -> None:
         if self._start == self._end:

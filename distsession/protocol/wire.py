@@ -6,8 +6,8 @@ belongs and where in it, so messages can be sent between the chunks of a large p
 that was given up leaves nothing half sent: whoever has no use for a chunk any more reads over it.
 
 The stream is a unix socket in the session's private folder, which only its user can open. Nothing
-but :func:`listen` and :func:`connect` depends on that, and nothing but :func:`link_address` says
-where messages cross, which have a connection of their own (see ``node_link``).
+but :func:`listen` and :func:`connect` depends on that, and nothing but :func:`link_path` says
+where messages cross, which have a connection of their own (see ``message_stream``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "Stored",
     "Wire",
     "connect",
-    "link_address",
+    "link_path",
     "listen",
     "make_node_folder",
     "memory_path",
@@ -299,9 +299,9 @@ def connect(folder: str, node: int, epoch: int = 1) -> Wire:
     return wire
 
 
-def link_address(folder: str, epoch: int = 1) -> str:
-    """Where the relays of a session connect to its kernel for messages, as zmq writes it."""
-    return f"ipc://{socket_path(folder, 'link', epoch)}"
+def link_path(folder: str, epoch: int = 1) -> str:
+    """Where the relays of a session connect to its kernel for messages."""
+    return socket_path(folder, "link", epoch)
 
 
 def node_folder(folder: str, node: int) -> str:

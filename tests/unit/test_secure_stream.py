@@ -136,7 +136,7 @@ def test_a_stream_that_is_used_for_long_has_new_keys_again_and_again(
     with contextlib.closing(here), contextlib.closing(there):
         used = set()
         for number in range(40):
-            used.add(here._sending._key)
+            used.add(here._sending.key)
             here.send(b"%d" % number)
             assert there.receive() == b"%d" % number
         assert len(used) == 10
@@ -212,7 +212,7 @@ def test_who_learns_the_secret_later_cannot_read_what_was_recorded(
     for shared in (b"a" * 32, b"b" * 32):
         monkeypatch.setattr(SameKey, "shared", shared)
         here, there = pair_over(*socket.socketpair())
-        keys += [here._sending._key, there._sending._key]
+        keys += [here._sending.key, there._sending.key]
         here.close()
         there.close()
     assert len(set(keys)) == 4
