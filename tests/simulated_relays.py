@@ -21,7 +21,7 @@ from distsession.protocol import board_mirror, message_stream, wire
 from distsession.protocol import node_link as link
 from distsession.protocol.board import Board, Region, file_size, key_of, make_file
 from distsession.protocol.board_mirror import Mirror
-from distsession.protocol.message_stream import MessageStream
+from distsession.protocol.message_stream import MessageStream, packed
 from distsession.protocol.messages import (
     CellRequest,
     Reply,
@@ -71,11 +71,10 @@ class SimulatedRelay:
             self._leave(self.board.regions[rank])
 
     def greet(self) -> None:
-        hello = link.pack_count(self.node), link.pack_count(time.monotonic_ns())
-        self._send([link.HELLO, *hello])
+        self._send([link.HELLO, link.pack_count(time.monotonic_ns())])
 
     def _send(self, frames: list[Any]) -> None:
-        self.stream.post(frames)
+        self.stream.post(packed(frames))
         while not self.stream.flush():
             self.stream.wait(1.0)
 
@@ -202,7 +201,8 @@ def main() -> None:
     streams, relays = [], []
     for node in range(first, first + count):
         streams.append(wire.connect(folder, node, epoch))
-        link_stream = message_stream.connect(wire.link_path(folder, epoch))
+        name = link.relay_name(node)
+        link_stream = message_stream.connect(wire.link_path(folder, epoch), name, asks=True)
         ranks = range((node - 1) * per_node, node * per_node)
         relays.append(SimulatedRelay(node, ranks, board, link_stream))
     parent = os.getppid()

@@ -1,6 +1,7 @@
-"""Our own road to the ranks: zmq, over unix sockets in a folder of the session.
+"""Our own road to the ranks: unix sockets in a folder of the session.
 
-To ranks of the kernel's own node that is one hop; to those of another, a second one through its
+Requests and answers take a stream to each rank, output and what must pass them sockets of zmq. To
+ranks of the kernel's own node that is one hop; to those of another, a second one through its
 relay. Requests leave from whichever thread makes them, straight on the socket; one thread receives
 everything. The folder can be opened by its user alone, which is the authentication of all of it.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import zmq
 
 from distsession.cluster.base import Channel, Payload
-from distsession.cluster.interrupts import InterruptHold
+from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.node_links import NodeLinks
 from distsession.cluster.payloads import Part, Payloads
@@ -33,6 +34,8 @@ from distsession.cluster.relay import Upload
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
 from distsession.protocol import board_mirror, node_link, serialize
 from distsession.protocol.board import Board
+from distsession.protocol.message_listener import MessageListener
+from distsession.protocol.message_stream import Packed, packed
 from distsession.protocol.messages import (
     Addressed,
     CompletionReply,
@@ -62,6 +65,9 @@ log = logging.getLogger(__name__)
 SHARE_MS = 20
 """How long nothing may come until it is looked whether output can be taken in again, and whether
 ranks of other nodes have something to know of those of this one."""
+
+OUTPUT_AT_ONCE = 32
+"""Messages of output between two looks at whether something else has come."""
 
 CONNECT_TIMEOUT = 10.0
 """Seconds that a rank which is ready may take to connect its request socket."""
@@ -100,8 +106,7 @@ class SocketChannel(Channel):
         self.budget = OutputBudget()
         self._background = background
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._requests = self._bind(zmq.ROUTER, "requests")
-        self._replies = self._bind(zmq.PULL, "replies")
+        self._rank_streams = MessageListener(socket_path(folder, "requests", epoch))
         self._output = self._bind(zmq.PULL, "output")
         self._control = self._bind(zmq.ROUTER, "control")
         self.links = NodeLinks(
@@ -216,7 +221,8 @@ class SocketChannel(Channel):
     def _send(
         self, ranks: Sequence[int], make: Callable[[int], Request], parts: Mapping[int, Part]
     ) -> PendingRequest:
-        with self._lock:
+        # What is half sent to a rank could not be followed by anything.
+        with interrupts_held(), self._lock:
             self._check_open()
             self._check_living(ranks)
             self._last += 1
@@ -244,6 +250,7 @@ class SocketChannel(Channel):
         self, message: Any, number: int, ranks: Sequence[int], parts: Mapping[int, Part]
     ) -> None:
         encoded: dict[int, list[Any]] = {}
+        near: dict[int, Packed] = {}
         far: dict[tuple[int, int], list[int]] = {}
         for rank in ranks:
             part = parts[rank]
@@ -253,14 +260,13 @@ class SocketChannel(Channel):
             if self._nodes[rank]:
                 far.setdefault((self._nodes[rank], id(part)), []).append(rank)
                 continue
-            frames = (
-                self.payloads.encode(rank, message, part)
-                if isinstance(part, Segment)
-                else encoded[id(part)]
-            )
-            self._route(
-                self._requests, self._identities[rank], frames, is_small=node_link.is_small(frames)
-            )
+            if isinstance(part, Segment):
+                whole = packed(self.payloads.encode(rank, message, part))
+            elif id(part) in near:
+                whole = near[id(part)]
+            else:
+                whole = near[id(part)] = packed(encoded[id(part)])
+            self._send_request(self._identities[rank], whole)
         messages = []
         for (node, key), group in far.items():
             part = parts[group[0]]
@@ -403,7 +409,7 @@ class SocketChannel(Channel):
                 if self._nodes[rank]:
                     far.setdefault(self._nodes[rank], []).append(rank)
                 else:
-                    self._route(self._control, self._identities[rank], frames)
+                    self._send_control(self._identities[rank], frames)
             if far:
                 messages = [(node, self._names(group), frames) for node, group in far.items()]
                 self.links.send_each(node_link.CONTROL, messages)
@@ -449,39 +455,49 @@ class SocketChannel(Channel):
         if self._closed:
             raise SessionStateError("this session is closed: start another with Session(...).")
 
-    def _route(
-        self,
-        socket: zmq.Socket[bytes],
-        identity: bytes,
-        frames: list[Any],
-        *,
-        is_small: bool = True,
-    ) -> None:
+    def _send_request(self, identity: bytes, message: Packed) -> None:
+        def send_it() -> bool:
+            rank = self._rank_streams.find(identity)
+            if rank is not None:
+                self._rank_streams.send(rank, message)
+            return rank is not None
+
+        self._send_when_connected(identity, send_it)
+
+    def _send_control(self, identity: bytes, frames: list[Any]) -> None:
+        def send_it() -> bool:
+            try:
+                send(self._control, (identity, *frames))
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return False
+            return True
+
+        self._send_when_connected(identity, send_it)
+
+    def _send_when_connected(self, identity: bytes, send_it: Callable[[], bool]) -> None:
         """Send to one peer; a rank that has just started may need a moment to connect.
 
         One that has ended never does, and its death cannot be noted while this holds the lock.
         """
+        if send_it():
+            return
         deadline = time.monotonic() + CONNECT_TIMEOUT
-        while True:
-            try:
-                send(socket, (identity, *frames), copy=is_small)
+        while not send_it():
+            if self.has_ended(int(identity.rpartition(b".")[2])):
                 return
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                if self.has_ended(int(identity.rpartition(b".")[2])):
-                    return
-                if time.monotonic() > deadline:
-                    log.warning("%s is not connected", identity)
-                    return
-                time.sleep(0.001)
+            if time.monotonic() > deadline:
+                log.warning("%s is not connected", identity)
+                return
+            time.sleep(0.001)
 
     # --- receiving --------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         poller, relays = self._poller, self.payloads.relays.listener.fileno()
-        links = self.links.descriptor
-        for source in (self._replies, self._wake_reader, relays, links):
+        ranks, links = self._rank_streams.descriptor, self.links.descriptor
+        for source in (ranks, self._wake_reader, relays, links):
             poller.register(source, zmq.POLLIN)
         reading = False
         while not self._closed:
@@ -495,10 +511,11 @@ class SocketChannel(Channel):
                 self.links.grant()
             is_told = bool(not self.shares_board and self._pending and self.links.nodes)
             ready = dict(poller.poll(SHARE_MS if is_told or not reading else None))
-            if self._replies in ready:
-                self._drain(self._replies)
+            if ranks in ready:
+                for _, frames in self._rank_streams.receive():
+                    self._take(frames)
             if self._output in ready:
-                self._drain(self._output, at_most=32)
+                self._drain_output()
             if self._wake_reader in ready:
                 os.read(self._wake_reader, 4096)
                 while self._calls:
@@ -514,14 +531,18 @@ class SocketChannel(Channel):
                 if descriptor in ready and not self._receive_from_agent(node, agent):
                     poller.unregister(descriptor)
                     del self._agents[descriptor]
-        for socket in (self._requests, self._replies, self._output, self._control):
-            socket.close(self._linger_ms)
-        self.links.close(self._linger_ms)
+        self._close_sockets()
 
-    def _drain(self, socket: zmq.Socket[bytes], at_most: int = 1000) -> None:
-        for _ in range(at_most):
+    def _close_sockets(self) -> None:
+        for socket in (self._output, self._control):
+            socket.close(self._linger_ms)
+        for listener in (self._rank_streams, self.links):
+            listener.close(self._linger_ms)
+
+    def _drain_output(self) -> None:
+        for _ in range(OUTPUT_AT_ONCE):
             try:
-                frames = receive(socket)
+                frames = receive(self._output)
             except zmq.Again:
                 return
             self._take(frames)
@@ -647,9 +668,7 @@ class SocketChannel(Channel):
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2.0)
         elif not self._thread.ident:
-            for socket in (self._requests, self._replies, self._output, self._control):
-                socket.close(self._linger_ms)
-            self.links.close(self._linger_ms)
+            self._close_sockets()
         self._context.destroy(self._linger_ms)  # what was sent has left when the relays end
         self.payloads.close()
         os.close(self._wake_reader)

@@ -172,6 +172,8 @@ class Capture(RequestListener):
         self._busy_at = time.monotonic()
         self._request = 0  # as the pump sees it
         self._begun: tuple[tuple[int, int], int] = ((0, 0), 0)
+        self._requests = 0
+        """How many have begun."""
         self.has_output = False
         """Whether the last request put anything out; then an ``OutputEnd`` follows its answer."""
         self.streams = (LogStream(self, 0), LogStream(self, 1))
@@ -269,6 +271,7 @@ class Capture(RequestListener):
         """What is put out from here on belongs to this request."""
         sizes = self._sizes()
         self._begun = (sizes, self._messages)
+        self._requests += 1
         self._marks.append(_Mark(sizes, begin=request.id))
         self._end_rest()
         self._on_begin(request.id, sizes)
@@ -348,7 +351,8 @@ class Capture(RequestListener):
 
     def _interval(self) -> float:
         """Seconds until the pump looks again, if nobody wakes it."""
-        put_out = (*self._sent, self._messages, self._request)
+        # Who has short requests, one after the other, is not woken for each.
+        put_out = (*self._sent, self._messages, self._requests, self._request)
         if self._is_watching or put_out != self._last_put_out:
             self._last_put_out, self._busy_at = put_out, time.monotonic()
         # First said, then looked at: who adds something after this look wakes the pump.

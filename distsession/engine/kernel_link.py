@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
 import threading
 import time
 from collections import deque
@@ -19,9 +21,10 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from distsession.protocol import shared_memory
+from distsession.protocol import message_stream, shared_memory
 from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.board import Board
+from distsession.protocol.message_stream import MessageStream, packed
 from distsession.protocol.messages import (
     Addressed,
     MalformedMessage,
@@ -33,7 +36,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.serialize import Frames
 from distsession.protocol.shared_memory import Link, Segment
-from distsession.protocol.sockets import POLLIN, receive, send
+from distsession.protocol.sockets import send
 from distsession.protocol.wire import memory_path, node_folder, socket_path
 
 __all__ = ["KernelLink", "Received"]
@@ -43,8 +46,8 @@ log = logging.getLogger(__name__)
 SEND_TIMEOUT_MS = 50
 """How long a message waits for a kernel that does not read, between two looks at whether there is
 another one, or whether this process is to end."""
-ARRIVAL_TIMEOUT_MS = 50
-"""How long a request may be on its way whose kernel is gone."""
+ARRIVAL_TIMEOUT_S = 0.05
+"""How long a request may be on its way whose kernel has been replaced."""
 COMMIT_PAUSE_S = 20e-6, 0.02
 """The shortest and the longest pause between two looks at whether a request counts."""
 
@@ -98,6 +101,10 @@ class KernelLink:
         self.is_leaving = False
         """This process ends: what the kernel does not take any more is dropped."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._silence = os.eventfd(0, os.EFD_CLOEXEC)
+        """Is never readable."""
+        self._arrived: deque[list[bytes]] = deque()
+        """Messages of the kernel that nobody has looked at."""
         self._request_lock, self._reply_lock = threading.Lock(), threading.Lock()
         self._output_lock, self._answer_lock = threading.Lock(), threading.Lock()
         self._queued: deque[Received] = deque()
@@ -107,8 +114,7 @@ class KernelLink:
         self._answers: dict[int, _Answer] = {}
         self._takes_replies = self.takes_output = True
         self.epoch = start.epoch
-        self._connect_requests()
-        self._replies = self._connect(zmq.PUSH, "replies")
+        self._stream = self._connect_stream()
         self._memory = self._connect_memory(start.epoch)
         self._output = self._connect(zmq.PUSH, "output")
         self.control = self._connect(zmq.DEALER, "control")
@@ -124,27 +130,49 @@ class KernelLink:
         socket.connect(f"ipc://{socket_path(folder, name, self.epoch)}")
         return socket
 
-    def _connect_requests(self) -> None:
-        self._requests = self._connect(zmq.DEALER, "requests")
-        self.descriptor = int(self._requests.FD)
-        """Is readable when the state of the requests' socket changes."""
+    def _connect_stream(self) -> MessageStream:
+        """For requests and their answers."""
+        folder = node_folder(self._folder, self._node)
+        path = socket_path(folder, "requests", self.epoch)
+        return message_stream.connect(path, self.name.encode())
 
     def _connect_memory(self, epoch: int) -> Link:
         return Link.connect(memory_path(self._folder, self._node, epoch), self.name)
 
     # --- requests, for the main thread ------------------------------------------------------------
 
+    @property
+    def descriptor(self) -> int:
+        """Is readable when something has come from the kernel."""
+        stream = self._stream
+        return self._silence if stream.is_over else stream.fileno()
+
+    @property
+    def holds_request(self) -> bool:
+        """A request has been taken in from the system already."""
+        return bool(self._queued or self._arrived)
+
     def has_request(self) -> bool:
+        """Whether one is here, or what may be one."""
         with self._request_lock:
-            events = int(self._requests.getsockopt(zmq.EVENTS))
-        return bool(self._queued) or bool(events & POLLIN)
+            return bool(self._queued) or self._has_arrived()
 
     def poll_request(self, timeout_ms: int) -> bool:
         """Wait a moment for a request."""
-        if self._queued:
+        if self.has_request():
             return True
-        with self._request_lock:
-            return bool(self._requests.poll(timeout_ms))
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        return bool(poll.poll(timeout_ms)) and self.has_request()
+
+    def _has_arrived(self, timeout_s: float = 0.0) -> bool:
+        """Whether a message of the kernel is here, now or within a time."""
+        deadline = time.monotonic() + timeout_s
+        while not self._arrived and not self._stream.is_over:
+            self._arrived += self._stream.receive()
+            if self._arrived or not timeout_s or not self._stream.wait(deadline - time.monotonic()):
+                break
+        return bool(self._arrived)
 
     def receive_request(self) -> Received | None:
         """The next request; None where what has come is none, or was taken back."""
@@ -152,11 +180,9 @@ class KernelLink:
             if self._queued:
                 self._running = self._queued.popleft()
                 return self._running
-            try:
-                frames = receive(self._requests)
-            except zmq.Again:  # what woke it was something else, or the socket is another one
+            if not self._has_arrived():  # what woke it was something else
                 return None
-            received = self._decode(frames)
+            received = self._decode(self._arrived.popleft())
             if received is None or not (self._is_kept and self._must_wait(received)):
                 self._running = received
                 return received
@@ -250,18 +276,22 @@ class KernelLink:
             payload: What goes with it.
             epoch: The owner that it is for; left out, the present one.
         """
-        frames = encode(message, payload or ())
+        packed_message = packed(encode(message, payload or ()))
         epoch = self.epoch if epoch is None else epoch
+        is_posted = False
         while True:
             with self._reply_lock:
                 if epoch != self.epoch or not self._takes_replies:
                     return
+                if not is_posted:
+                    self._stream.post(packed_message)
+                    is_posted = True
                 try:
-                    send(self._replies, frames, copy=len(frames) == 1)
-                    return
-                except zmq.Again:
-                    if self.is_leaving and self._is_kept:
+                    if self._stream.flush() or (self.is_leaving and self._is_kept):
                         return
+                except OSError:  # the kernel is gone
+                    return
+                self._stream.wait(SEND_TIMEOUT_MS / 1000)
 
     def send_output(self, message: Any) -> None:
         """Wait for as long as the kernel is behind; give up only when this process ends.
@@ -296,11 +326,9 @@ class KernelLink:
             with contextlib.suppress(OSError):
                 self._memory = self._connect_memory(epoch)
             self.epoch = epoch  # after its link: nothing on the one before is told as its own
-            self._requests.close(0)
-            self._connect_requests()
-        with self._reply_lock:
-            self._replies.close(0)
-            self._replies = self._connect(zmq.PUSH, "replies")
+            with self._reply_lock:
+                self._stream.close()
+                self._stream = self._connect_stream()
         with self._output_lock:
             self._output.close(0)
             self._output = self._connect(zmq.PUSH, "output")
@@ -314,10 +342,10 @@ class KernelLink:
         while True:
             if received is not None and not self._must_wait(received):
                 self._queued.append(received)
-            # What the kernel has sent may still be in the system's buffers.
-            if not self._requests.poll(ARRIVAL_TIMEOUT_MS):
+            # What a kernel that is not gone has sent may still be on its way.
+            if not self._has_arrived(ARRIVAL_TIMEOUT_S):
                 return
-            received = self._decode(receive(self._requests))
+            received = self._decode(self._arrived.popleft())
 
     def state(self) -> tuple[Addressed | None, tuple[Addressed, ...], tuple[Addressed, ...]]:
         """What runs, what waits, and what is answered and not acknowledged."""

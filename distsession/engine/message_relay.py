@@ -24,6 +24,8 @@ from distsession.protocol import board_mirror, message_stream
 from distsession.protocol import node_link as link
 from distsession.protocol.board import Board
 from distsession.protocol.board_mirror import Mirror
+from distsession.protocol.message_listener import MessageListener
+from distsession.protocol.message_stream import packed
 from distsession.protocol.sockets import receive, send
 from distsession.protocol.wire import link_path, node_folder, socket_path
 
@@ -51,6 +53,8 @@ LINGER_MS = 300
 """How long ranks may take to receive what has come for them before the relay has ended."""
 BATCH = 256
 """Messages of one socket between two looks at the others."""
+KINDS = link.REQUEST, link.CONTROL
+"""What is for ranks."""
 
 
 @dataclass
@@ -99,17 +103,15 @@ class MessageRelay:
         self._node = node
         self._place, self._epoch = node_folder(folder, node), epoch
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = {
-            link.REQUEST: self._bind(zmq.ROUTER, "requests"),
-            link.CONTROL: self._bind(zmq.ROUTER, "control"),
-        }
-        self._replies = self._bind(zmq.PULL, "replies")
+        self._ranks = MessageListener(socket_path(self._place, "requests", epoch))
+        self._control = self._bind(zmq.ROUTER, "control")
         self._output = self._bind(zmq.PULL, "output")
-        self._kernel = message_stream.connect(link_path(folder, epoch))
+        name = link.relay_name(node)
+        self._kernel = message_stream.connect(link_path(folder, epoch), name, asks=True)
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         self._poller = zmq.Poller()
-        for source in (self._wake_reader, *self._sockets.values()):
+        for source in (self._wake_reader, self._control):
             self._poller.register(source, zmq.POLLIN)
         self._listens: tuple[bool, bool] | None = None
         self._waiting: dict[bytes, _Waiting] = {}
@@ -145,8 +147,7 @@ class MessageRelay:
         Raises:
             ConnectionError: It does not answer.
         """
-        hello = link.pack_count(self._node), link.pack_count(time.monotonic_ns())
-        self._kernel.post([link.HELLO, *hello])
+        self._kernel.post(packed([link.HELLO, link.pack_count(time.monotonic_ns())]))
         self._kernel.flush()
         deadline = time.monotonic() + WELCOME_TIMEOUT_S
         while not (messages := self._kernel.receive()):  # of the welcome it may be only a part
@@ -161,13 +162,10 @@ class MessageRelay:
         sources: dict[object, Callable[[], None]] = {
             self._wake_reader: self._note_end,
             self._kernel.fileno(): self._receive_messages,
-            self._replies: lambda: self._forward(self._replies, link.REPLY),
-            self._output: lambda: self._forward(self._output, link.OUTPUT),
+            self._ranks.descriptor: self._forward_replies,
+            self._output: self._forward_output,
+            self._control: self._drop_all,
         }
-        for kind in self._sockets:
-            sources[self._sockets[kind]] = lambda kind=kind: self._drain(  # type: ignore[misc]
-                self._sockets[kind], self._drop
-            )
         pause, longest = RETRY_MS
         self._report_taken()  # what came with the welcome
         self._flush()
@@ -208,7 +206,7 @@ class MessageRelay:
         if changes or now - self._told_at > ALIVE_S:
             self._told_at = now
             clock = link.pack_count(time.monotonic_ns())
-            self._kernel.post([link.BOARD, clock, *board_mirror.pack(changes)])
+            self._kernel.post(packed([link.BOARD, clock, *board_mirror.pack(changes)]))
 
     def _note_end(self) -> None:
         self._is_ending = True
@@ -221,7 +219,7 @@ class MessageRelay:
         self._listens = is_free, has_credit = state
         both = zmq.POLLIN | zmq.POLLOUT
         self._poller.register(self._kernel.fileno(), zmq.POLLIN if is_free else both)
-        self._poller.register(self._replies, zmq.POLLIN if is_free else 0)
+        self._poller.register(self._ranks.descriptor, zmq.POLLIN if is_free else 0)
         self._poller.register(self._output, zmq.POLLIN if is_free and has_credit else 0)
 
     def _finish(self) -> None:
@@ -229,10 +227,13 @@ class MessageRelay:
         deadline = time.monotonic() + END_TIMEOUT_S
         while self._comes_more() or self._can_hand_on():
             self._receive_messages()
+            for _ in self._ranks.receive():  # sends what was left
+                pass
             self._retry()
             if time.monotonic() > deadline:
                 break
-        for socket in (*self._sockets.values(), self._replies, self._output):
+        self._ranks.close(LINGER_MS)
+        for socket in (self._control, self._output):
             socket.close()
         self._kernel.close()
         self._context.term()
@@ -245,37 +246,38 @@ class MessageRelay:
         """Whether messages wait for ranks that are there."""
         return any(not waiting.since for waiting in self._waiting.values())
 
-    def _drain(
-        self, socket: zmq.Socket[bytes], handle: Callable[[list[Any]], None], at_most: int = BATCH
-    ) -> None:
-        for _ in range(at_most):
+    def _drop_all(self) -> None:
+        """Ranks send nothing on their control sockets."""
+        for _ in range(BATCH):
             try:
-                frames = receive(socket)
+                receive(self._control)
             except zmq.Again:
                 return
-            handle(frames)
-
-    def _drop(self, _: list[Any]) -> None:
-        """Ranks send nothing on these sockets."""
-        self.malformed += 1
+            self.malformed += 1
 
     # --- to the kernel ----------------------------------------------------------------------------
 
-    def _forward(self, socket: zmq.Socket[bytes], kind: bytes) -> None:
+    def _forward_replies(self) -> None:
         """Hand on what has come by now; for all answers one look at the board is enough."""
+        if not self._kernel.holds_something:
+            self._hand_on([[link.REPLY, *frames] for _, frames in self._ranks.receive()])
+
+    def _forward_output(self) -> None:
+        """The same, as far as the kernel has room for it."""
         if self._kernel.holds_something:
             return
-        limit = min(BATCH, self._credit) if kind == link.OUTPUT else BATCH
         messages: list[list[Any]] = []
         with contextlib.suppress(zmq.Again):
-            while len(messages) < limit:
-                messages.append([kind, *receive(socket)])
-        if kind == link.OUTPUT:
-            self._credit -= len(messages)
-        elif messages:
+            while len(messages) < min(BATCH, self._credit):
+                messages.append([link.OUTPUT, *receive(self._output)])
+        self._credit -= len(messages)
+        self._hand_on(messages)
+
+    def _hand_on(self, messages: Sequence[list[Any]]) -> None:
+        if messages and messages[0][0] == link.REPLY:
             self._look(at_once=True)
         for frames in messages:
-            self._kernel.post(frames)
+            self._kernel.post(packed(frames))
         self._flush()
 
     def _flush(self) -> None:
@@ -285,7 +287,8 @@ class MessageRelay:
     def _report_taken(self) -> None:
         due = [key for key, count in self._taken.items() if count >= link.WINDOW // 2]
         for key in due:
-            self._kernel.post([link.TAKEN, key, link.pack_count(self._taken.pop(key))])
+            count = link.pack_count(self._taken.pop(key))
+            self._kernel.post(packed([link.TAKEN, key, count]))
 
     # --- to ranks ---------------------------------------------------------------------------------
 
@@ -305,7 +308,7 @@ class MessageRelay:
 
     def _receive(self, frames: list[Any]) -> None:
         kind, *rest = frames
-        if kind in self._sockets:
+        if kind in KINDS:
             names, *message = rest
             for name in link.split_names(names):
                 self._hand(kind, name, message)
@@ -314,7 +317,7 @@ class MessageRelay:
             self._credit += link.unpack_count(count)
         elif kind == link.FORGET:
             (name,) = rest
-            for kind in self._sockets:
+            for kind in KINDS:
                 self._waiting.pop(link.key_of(kind, name), None)
                 self._taken.pop(link.key_of(kind, name), None)
         elif kind in (link.WORDS, link.WELCOME):
@@ -340,19 +343,36 @@ class MessageRelay:
 
     def _try(self, waiting: _Waiting, message: Sequence[Any]) -> bool:
         """Send to a rank; False if it takes nothing now."""
-        socket = self._sockets[waiting.kind]
+        send_it = self._try_request if waiting.kind == link.REQUEST else self._try_control
+        is_sent = send_it(waiting.name, message)
+        if is_sent is None:
+            waiting.since = waiting.since or time.monotonic()
+            return False
+        waiting.since = 0.0
+        if is_sent:
+            self._taken[link.key_of(waiting.kind, waiting.name)] += 1
+        return is_sent
+
+    def _try_request(self, name: bytes, message: Sequence[Any]) -> bool | None:
+        """The same; None if it is not connected."""
+        rank = self._ranks.find(name)
+        if rank is None:
+            return None
+        if rank.stream.holds_something:
+            return False
+        self._ranks.send(rank, packed(message))
+        return True
+
+    def _try_control(self, name: bytes, message: Sequence[Any]) -> bool | None:
+        """The same."""
         try:
-            send(socket, (waiting.name, *message), copy=link.is_small(message), wait=False)
+            send(self._control, (name, *message), wait=False)
         except zmq.Again:
-            waiting.since = 0.0
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            waiting.since = waiting.since or time.monotonic()
-            return False
-        waiting.since = 0.0
-        self._taken[link.key_of(waiting.kind, waiting.name)] += 1
+            return None
         return True
 
     def _retry(self) -> None:

@@ -426,10 +426,11 @@ class Rank:
         while True:
             is_staged = self._dispatcher.transfers.commit_pushed()
             self._comms.handle(self._callback)
-            if not self._link.has_request():
-                if is_staged and self._loop.is_used:
+            is_used = self._loop.is_used
+            if not (self._link.has_request() if is_used else self._link.holds_request):
+                if is_staged and is_used:
                     self._loop.run_until_complete(asyncio.sleep(look_ms / 1000))
-                elif not self._loop.is_used:
+                elif not is_used:
                     timeout_ms = look_ms if is_staged else None
                     if self._loop.wait_outside(self._link.descriptor, timeout_ms) and (
                         received := self._link.receive_request()
@@ -456,10 +457,7 @@ class Rank:
         self._forks.end_child()
 
     async def _await_request(self) -> None:
-        """Let the event loop run until a request is there, or something for a comm.
-
-        zmq's descriptor signals changes, not states, so the state is read before each wait.
-        """
+        """Let the event loop run until a request is there, or something for a comm."""
         while not self._link.has_request() and not self._comms.has_input:
             self._idle = self._loop.create_future()
             descriptor = self._link.descriptor

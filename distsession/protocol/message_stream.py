@@ -1,10 +1,13 @@
-"""Messages of some frames each over a connected socket, of which nobody waits for the other end.
+"""Messages of some frames each over a connected socket; sending waits for nobody.
 
-A relay connects to a unix socket and asks how its messages are to travel. The kernel's own socket
-says: here, as they are. On another host nobody listens there but the process that leads to the
-kernel, and it hands over a :class:`SecureStream` to it, by descriptor. At the kernel's end such a
-stream is handed over as well. So a message is encrypted and sent by who has it, and decrypted by
-who it is for, and no thread in between has to be woken.
+Within a host such a stream is a unix socket in a private folder of the session. Nothing else stands
+between both ends, for to wake a thread that does the sending takes longer than to send.
+
+Nor does anything between hosts. A relay connects to a unix socket and asks how its messages are to
+travel. The kernel's own socket says: here, as they are. On another host nobody listens there but
+the process that leads to the kernel, and that hands a :class:`SecureStream` over to the relay, by
+its descriptor. At the kernel's end the stream is handed over as well. So a message is encrypted and
+sent by who has it, and decrypted by who it is for.
 """
 
 from __future__ import annotations
@@ -15,24 +18,41 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distsession.protocol.secure_stream import RECORD_MAX_BYTES, SecureStream
 
-__all__ = ["MessageStream", "accept", "connect", "hand_over", "lend"]
+__all__ = ["MessageStream", "Packed", "accept", "connect", "hand_over", "lend", "packed"]
 
 HAND_OVER_TIMEOUT_S = 10.0
 """Seconds until who connects has been told how its messages travel."""
 DRAIN_TIMEOUT_S = 2.0
 """Seconds that the other host has to take what a process has sent that is gone."""
 RECEIVE_BYTES = 256 << 10
+SMALL_BYTES = 16 << 10
+"""Bytes of a message that is rather copied than sent from where it is."""
 FRAMES_MAX = 1 << 20
 """Frames of one message at most. Who announces more sends no messages."""
 
 _PLAIN, _SEALED = b"P", b"S"
 _INTRODUCTION_MAX_BYTES = 64 << 10
-_COUNT = struct.Struct("<I")
+_ONE = struct.Struct("<IQ")
+"""Before a message: how many frames it has, and how long each is."""
+NOTHING = memoryview(b"")
+MSG_DONTWAIT = int(socket.MSG_DONTWAIT)
+
+Packed = Sequence[memoryview]
+"""A message as it is sent."""
+
+
+def packed(frames: Sequence[Any]) -> Packed:
+    """Make a message of one frame or more; those that are large must stay as they are."""
+    views = [_bytes_of(frame) for frame in frames]
+    head = struct.pack(f"<I{len(views)}Q", len(views), *map(len, views))
+    if sum(map(len, views)) < SMALL_BYTES:
+        return (memoryview(b"".join((head, *views))),)
+    return (memoryview(head), *views)
 
 
 class MessageStream:
@@ -55,7 +75,7 @@ class MessageStream:
     ):
         self._socket, self._stream, self._lease = connection, stream, lease
         self._pieces: deque[memoryview] = deque()
-        self._record = memoryview(b"")
+        self._record = NOTHING
         self._in = bytearray()
         self.is_over = False
 
@@ -64,12 +84,9 @@ class MessageStream:
 
     # --- sending ----------------------------------------------------------------------------------
 
-    def post(self, frames: Sequence[Any]) -> None:
-        """Have a message sent by the next :meth:`flush`; large frames must stay as they are."""
-        views = [_bytes_of(frame) for frame in frames]
-        head = struct.pack(f"<I{len(views)}Q", len(views), *map(len, views))
-        self._pieces.append(memoryview(head))
-        self._pieces.extend(views)
+    def post(self, message: Packed) -> None:
+        """Have a message sent by the next :meth:`flush`."""
+        self._pieces.extend(message)
 
     def flush(self) -> bool:
         """Send as much as the system takes now; False if something is left.
@@ -78,28 +95,31 @@ class MessageStream:
             OSError: The other end is gone.
         """
         while self._record or self._pieces:
-            if not self._record:
-                self._record = self._next_record()
+            record = self._record or self._next_record()
             try:
-                count = self._socket.send(self._record, socket.MSG_DONTWAIT)
+                count = self._socket.send(record, MSG_DONTWAIT)
             except BlockingIOError:
+                self._record = record
                 return False
-            self._record = self._record[count:]
+            self._record = record[count:] if count < len(record) else NOTHING
         return True
 
     def _next_record(self) -> memoryview:
         """What is sent next: some small pieces together, or a part of a large one."""
-        taken: list[memoryview] = []
-        room = RECORD_MAX_BYTES
+        if len(self._pieces) == 1 and len(self._pieces[0]) <= RECORD_MAX_BYTES:
+            data = self._pieces.popleft()
+        else:
+            data = memoryview(b"".join(self._take(RECORD_MAX_BYTES)))
+        return data if self._stream is None else self._stream.seal(data)
+
+    def _take(self, room: int) -> Iterator[memoryview]:
         while room and self._pieces:
             piece = self._pieces.popleft()
             if len(piece) > room:
                 self._pieces.appendleft(piece[room:])
                 piece = piece[:room]
-            taken.append(piece)
             room -= len(piece)
-        data = taken[0] if len(taken) == 1 else memoryview(b"".join(taken))
-        return data if self._stream is None or not data else self._stream.seal(data)
+            yield piece
 
     @property
     def holds_something(self) -> bool:
@@ -110,53 +130,56 @@ class MessageStream:
 
     def receive(self) -> list[list[bytes]]:
         """The messages that are there by now, or the first of many; see ``is_over``."""
-        left = RECEIVE_BYTES
-        while left > 0 and not self.is_over:
-            try:
-                data = self._read()
-            except BlockingIOError:
-                break
-            except OSError:
-                data = memoryview(b"")
-            self.is_over = not data
-            self._in += data
-            left -= len(data)
+        try:
+            self._read()
+        except OSError:
+            self.is_over = True
         return self._cut()
 
-    def _read(self) -> memoryview:
-        """Bytes that have come; none at the end.
+    def _read(self) -> None:
+        """Take in what has come, by one call of the system's.
 
         Raises:
-            BlockingIOError: Nothing is there.
-            OSError: The stream is broken.
+            OSError: The other end is gone, or the stream is broken.
         """
-        if self._stream is not None:
-            return self._stream.receive_now()
-        return memoryview(self._socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT))
+        try:
+            if self._stream is not None:
+                self._stream.read_more()
+            else:
+                data = self._socket.recv(RECEIVE_BYTES, MSG_DONTWAIT)
+                self._in += data
+                self.is_over = not data
+        except BlockingIOError:
+            pass
+        while self._stream is not None and self._stream.has_record():
+            self._in += self._stream.receive()
 
     def _cut(self) -> list[list[bytes]]:
         """Take the whole messages out of what has come."""
         messages: list[list[bytes]] = []
-        at, end = 0, len(self._in)
-        with memoryview(self._in) as here:
-            while end - at >= _COUNT.size:
-                (count,) = _COUNT.unpack_from(here, at)
-                if count > FRAMES_MAX:
-                    self.is_over = True
-                    break
+        here, at, end = self._in, 0, len(self._in)
+        while end - at >= _ONE.size:
+            count, size = _ONE.unpack_from(here, at)
+            if count == 1:  # as most have
+                begin, sizes = at + _ONE.size, (size,)
+            elif 0 < count <= FRAMES_MAX:
                 head = f"<I{count}Q"
                 begin = at + struct.calcsize(head)
                 if begin > end:
                     break
-                _, *sizes = struct.unpack_from(head, here, at)
-                if begin + sum(sizes) > end:
-                    break
-                at, frames = begin, []
+                sizes = struct.unpack_from(head, here, at)[1:]
+            else:
+                self.is_over = True
+                break
+            if begin + sum(sizes) > end:
+                break
+            at, frames = begin, []
+            with memoryview(here) as view:
                 for size in sizes:
-                    frames.append(bytes(here[at : at + size]))
+                    frames.append(bytes(view[at : at + size]))
                     at += size
-                messages.append(frames)
-        del self._in[:at]
+            messages.append(frames)
+        del here[:at]
         return messages
 
     def wait(self, timeout_s: float) -> bool:
@@ -176,8 +199,13 @@ class MessageStream:
 # --- how messages travel --------------------------------------------------------------------------
 
 
-def connect(path: str) -> MessageStream:
-    """Make the stream of a relay.
+def connect(path: str, name: bytes, *, asks: bool = False) -> MessageStream:
+    """Connect to who takes messages, under a name.
+
+    Args:
+        path: Of its unix socket.
+        name: What it knows this process by.
+        asks: Be told first how messages travel.
 
     Raises:
         OSError: Nobody listens, or the kernel is not reached from there.
@@ -186,9 +214,14 @@ def connect(path: str) -> MessageStream:
     try:
         connection.settimeout(HAND_OVER_TIMEOUT_S)
         connection.connect(path)
-        connection.sendall(_PLAIN)
-        stream = accept(connection)
+        if asks:
+            connection.sendall(_PLAIN)
+            stream = _take_over(connection)
+        else:
+            stream = MessageStream(connection)
         connection.settimeout(None)
+        stream.post(packed([name]))
+        stream.flush()
     except BaseException:
         connection.close()
         raise
@@ -196,15 +229,23 @@ def connect(path: str) -> MessageStream:
 
 
 def accept(connection: socket.socket, flags: int = 0) -> MessageStream:
-    """Take in what the other end says first.
+    """Tell who asks that its messages travel here as they are, or take over a stream.
 
     Args:
         connection: A unix socket. It belongs to the stream if there is one.
         flags: For receiving from it.
 
     Raises:
-        OSError: It has not said it, or is gone.
+        OSError: It has neither asked nor handed over a stream, or is gone.
     """
+    stream = _take_over(connection, flags)
+    if stream.fileno() == connection.fileno():
+        connection.sendall(_PLAIN)
+    return stream
+
+
+def _take_over(connection: socket.socket, flags: int = 0) -> MessageStream:
+    """The stream that the other end hands over; else the connection itself."""
     data, descriptors, _, _ = socket.recv_fds(connection, _INTRODUCTION_MAX_BYTES, 1, flags)
     if data == _PLAIN:
         return MessageStream(connection)
@@ -219,11 +260,6 @@ def accept(connection: socket.socket, flags: int = 0) -> MessageStream:
         shared.close()
         raise ConnectionError(f"it hands over what is no stream: {error}") from None
     return MessageStream(shared, stream, lease=connection)
-
-
-def accept_plain(connection: socket.socket) -> None:
-    """Tell a relay that its messages travel here, as they are."""
-    connection.sendall(_PLAIN)
 
 
 def hand_over(stream: SecureStream, connection: socket.socket) -> None:

@@ -16,7 +16,7 @@ comes after the requests that were sent before.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -33,17 +33,18 @@ __all__ = [
     "WELCOME",
     "WINDOW",
     "WORDS",
-    "is_small",
     "join_names",
     "key_of",
+    "node_of",
     "pack_count",
+    "relay_name",
     "split_names",
     "unpack_count",
 ]
 
 # Relay to kernel.
 HELLO = b"H"
-"""Which node this is the relay of, and its clock."""
+"""The relay's clock."""
 REPLY = b"R"
 """What a rank has sent to the socket of replies."""
 OUTPUT = b"O"
@@ -73,6 +74,23 @@ OUTPUT_WINDOW = 32
 """Messages of output of a node that may be on their way."""
 
 _COUNT = struct.Struct("<Q")
+
+
+def relay_name(node: int) -> bytes:
+    """What the relay of a node calls itself."""
+    return b"node %d" % node
+
+
+def node_of(name: bytes) -> int:
+    """Whose relay this is.
+
+    Raises:
+        ValueError: It is none.
+    """
+    word, _, number = name.partition(b" ")
+    if word != b"node":
+        raise ValueError(f"no name of a relay: {name[:20]!r}")
+    return int(number)
 
 
 def join_names(names: Iterable[bytes]) -> bytes:
@@ -107,8 +125,3 @@ def unpack_count(frame: Any) -> int:
         raise ValueError(f"no number: {error}") from None
     assert isinstance(count, int)
     return count
-
-
-def is_small(frames: Sequence[Any]) -> bool:
-    """Whether frames are better copied than sent from where they are."""
-    return len(frames) == 1

@@ -125,19 +125,20 @@ class SecureStream:
         """
         return self._record(_DATA, data)
 
-    def receive_now(self) -> memoryview:
-        """As :meth:`receive`, of what has come by now.
+    def read_more(self) -> None:
+        """Take in what has come by now, to see whether it :meth:`has_record`.
 
         Raises:
-            BlockingIOError: The next record has not come, or not all of it.
-            OSError: As there.
+            BlockingIOError: Nothing has.
+            OSError: The stream is broken.
         """
-        while not self._is_over and not self._has_record():
-            self._reader.read_more()
-        return self.receive()
+        self.has_record()  # makes room
+        self._reader.read_more()
 
-    def _has_record(self) -> bool:
-        """Whether one is there whole, or what can be none."""
+    def has_record(self) -> bool:
+        """Whether :meth:`receive` would not have to wait."""
+        if self._is_over:
+            return False
         if not self._reader.has(_HEAD.size):
             return False
         _, length = _HEAD.unpack_from(self._reader.here)

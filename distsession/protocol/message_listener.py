@@ -1,0 +1,190 @@
+"""Takes the message streams of who connects to a unix socket, each known by a name.
+
+The first message of each is its name. Messages for it leave from whichever thread makes them, and
+one thread receives. None of them waits: what the system does not take at once is sent by the thread
+that receives, when there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distsession.protocol import message_stream
+from distsession.protocol.message_stream import MessageStream, Packed
+
+__all__ = ["MessageListener", "Peer"]
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+
+
+@dataclass(eq=False)
+class Peer:
+    """Who has connected.
+
+    Attributes:
+        stream: To it.
+        name: What it calls itself; empty until it has said so.
+        watched: What the system is asked of its descriptor.
+    """
+
+    stream: MessageStream
+    name: bytes = b""
+    watched: int = select.EPOLLIN
+
+
+class MessageListener:
+    """Listens until it is closed.
+
+    Args:
+        path: Of the socket, in a folder that only this user can open; it must not be there yet.
+        is_asked: Who connects asks first how its messages travel (see ``message_stream``).
+
+    Attributes:
+        descriptor: Is readable when there is something to do for :meth:`receive`.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+
+    def __init__(self, path: str, *, is_asked: bool = False):
+        self._path, self._is_asked = path, is_asked
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self.descriptor = self._epoll.fileno()
+        self._lock = threading.Lock()
+        self._asking: dict[int, socket.socket] = {}
+        """Those that have not been told yet how messages travel."""
+        self._peers: dict[int, Peer] = {}
+        self._named: dict[bytes, Peer] = {}
+        self._is_closed = False
+
+    # --- sending: any thread ----------------------------------------------------------------------
+
+    def find(self, name: bytes) -> Peer | None:
+        """Who has connected and not gone again."""
+        return self._named.get(name)
+
+    def send(self, peer: Peer, message: Packed) -> None:
+        """Send a message; to one that is gone, nothing."""
+        with self._lock:
+            if not self._is_closed:
+                peer.stream.post(message)
+                self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        try:
+            is_done = peer.stream.flush()
+        except OSError:  # the thread that receives sees its end
+            return
+        wanted = select.EPOLLIN if is_done else select.EPOLLIN | select.EPOLLOUT
+        if wanted != peer.watched and peer.stream.fileno() in self._peers:
+            peer.watched = wanted
+            self._epoll.modify(peer.stream.fileno(), wanted)
+
+    # --- receiving: one thread --------------------------------------------------------------------
+
+    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What has come, and from whom; more may be there afterwards."""
+        for descriptor, events in self._epoll.poll(0):
+            if self._is_closed:
+                return
+            if (peer := self._peers.get(descriptor)) is not None:
+                yield from self._receive(peer, events)
+            elif descriptor in self._asking:
+                yield from self._answer(self._asking.pop(descriptor))
+            else:
+                self._accept()
+
+    def _receive(self, peer: Peer, events: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        if events & select.EPOLLOUT:
+            with self._lock:
+                self._flush(peer)
+        for frames in peer.stream.receive():
+            if peer.name:
+                yield peer.name, frames
+            elif frames and frames[0]:
+                peer.name = frames[0]
+                self._named[peer.name] = peer
+        if peer.stream.is_over:
+            self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        with self._lock:
+            if self._is_closed or self._peers.pop(peer.stream.fileno(), None) is None:
+                return
+            if self._named.get(peer.name) is peer:  # another may have come under its name
+                del self._named[peer.name]
+            self._epoll.unregister(peer.stream)
+            peer.stream.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            log.debug("no connection can be taken: %s", error)
+            return
+        if self._is_asked:
+            self._asking[connection.fileno()] = connection
+            self._epoll.register(connection, select.EPOLLIN)
+        else:
+            self._add(MessageStream(connection))
+
+    def _answer(self, connection: socket.socket) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Somebody asks how its messages travel, or hands over a stream."""
+        self._epoll.unregister(connection)
+        try:
+            stream = message_stream.accept(connection, socket.MSG_DONTWAIT)
+        except OSError as error:
+            log.warning("a stream of messages is refused: %s", error)
+            connection.close()
+        else:
+            yield from self._receive(self._add(stream), 0)  # who had it has read something
+
+    def _add(self, stream: MessageStream) -> Peer:
+        peer = self._peers[stream.fileno()] = Peer(stream)
+        self._epoll.register(stream, select.EPOLLIN)
+        return peer
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close all; nothing is sent or received any more. Harmless when repeated.
+
+        Args:
+            linger_ms: How long what has been sent may take to leave this process.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            deadline = time.monotonic() + linger_ms / 1000
+            for peer in self._peers.values():
+                _leave(peer.stream, deadline)
+            for connection in (*self._asking.values(), self._listener):
+                connection.close()
+            self._named.clear()
+            self._epoll.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _leave(stream: MessageStream, deadline: float) -> None:
+    """Close a stream, when all has been sent or the time is up."""
+    with contextlib.suppress(OSError):
+        while not stream.flush() and (left := deadline - time.monotonic()) > 0:
+            stream.wait(left)
+    stream.close()
