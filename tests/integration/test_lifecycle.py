@@ -504,7 +504,7 @@ def test_everything_is_in_a_folder_that_only_the_user_can_open(start) -> None:
     folder = Path(session._launcher.folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     names = {path.name for path in folder.iterdir()}
-    sockets = ("agent", "requests", "replies", "output", "control")
+    sockets = ("agent", "requests", "output", "control")
     assert {f"{name}-1.sock" for name in sockets} <= names
 
 

@@ -19,6 +19,8 @@ import zmq
 
 from distsession import RunInterrupt, Session
 from distsession.engine import store_server
+from distsession.protocol.message_stream import packed
+from tests.message_ends import MessageEnd
 
 NOBODY = 65534
 """Another user of this machine."""
@@ -146,7 +148,7 @@ def test_ipyparallel_wants_curve(running: Session) -> None:
         context.destroy(0)
 
 
-@pytest.mark.parametrize("name", ["replies", "output"])
+@pytest.mark.parametrize("name", ["requests", "output"])
 @pytest.mark.parametrize(
     "frames",
     [
@@ -163,9 +165,14 @@ def test_foreign_frames_are_dropped_and_counted(running: Session, name, frames) 
     before = channel.malformed
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
+    path = f"{running._launcher.folder}/{name}-1.sock"
+    end = MessageEnd(path, b"anybody") if name == "requests" else None
     try:
-        socket.connect(f"ipc://{running._launcher.folder}/{name}-1.sock")
-        socket.send_multipart(frames)
+        if end is not None:
+            end.send(frames)
+        else:
+            socket.connect(f"ipc://{path}")
+            socket.send_multipart(frames)
         for _ in range(100):
             if channel.malformed > before:
                 break
@@ -173,6 +180,8 @@ def test_foreign_frames_are_dropped_and_counted(running: Session, name, frames) 
     finally:
         socket.close(1000)
         context.term()
+        if end is not None:
+            end.close()
     assert channel.malformed == before + 1
     assert running.evaluate("rank")[1] == 1
 
@@ -183,7 +192,7 @@ def test_foreign_frames_are_dropped_and_counted(running: Session, name, frames) 
 def test_a_rank_drops_frames_that_are_no_request(running: Session, frames) -> None:
     channel = running._launcher.channel
     with channel._lock:
-        channel._requests.send_multipart([channel._identities[0], *frames])
+        channel._send_request(channel._identities[0], packed(frames))
         channel._control.send_multipart([channel._identities[0], *frames])
     assert running.evaluate("rank")[0] == 0
     future = running[0].submit(__import__("time").sleep, 60)

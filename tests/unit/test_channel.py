@@ -41,6 +41,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.shared_memory import THRESHOLD, Link, Segment, map_private
 from distsession.protocol.wire import memory_path, socket_path
+from tests.message_ends import MessageEnd
 from tests.until import until
 
 LONG_S = 60.0
@@ -71,10 +72,9 @@ class Rank:
         self._identity = f"{generation}.{rank}".encode()
         self._sockets: list[zmq.Socket[bytes]] = []
         self.link = Link.connect(memory_path(folder, 0), f"{generation}.{rank}")
-        self.replies = self._connect(zmq.PUSH, "replies")
+        self.stream = MessageEnd(socket_path(folder, "requests", 1), self._identity)
         self.output = self._connect(zmq.PUSH, "output")
         self.control = self._connect(zmq.DEALER, "control")
-        self.requests = self._connect(zmq.DEALER, "requests")
 
     def _connect(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -87,27 +87,28 @@ class Rank:
         return socket
 
     def receive(self) -> tuple[Any, Any]:
-        return decode(self.requests.recv_multipart())
+        return decode(self.stream.receive())
 
     def order(self) -> Any:
         """What comes on the control socket."""
         return decode(self.control.recv_multipart())[0]
 
     def has_nothing(self) -> bool:
-        return not self.requests.poll(50) and not self.control.poll(0)
+        return not self.stream.poll(50) and not self.control.poll(0)
 
     def reply(self, number: int, payload: Sequence[bytes] | Shared = (), **fields: Any) -> None:
-        self.replies.send_multipart(encode(Reply(number, self.rank, **fields), payload))
+        self.stream.send(encode(Reply(number, self.rank, **fields), payload))
 
     def write(self, number: int, text: str) -> None:
         self.output.send_multipart(encode(Text(self.rank, number, "stdout", text)))
 
     def tell(self) -> None:
         """Send what is no part of a run; whatever was sent before has been received then."""
-        self.replies.send_multipart(encode(RankFailed(self.rank, 0, ErrorInfo("E", ""))))
+        self.stream.send(encode(RankFailed(self.rank, 0, ErrorInfo("E", ""))))
 
     def close(self) -> None:
         self.link.close()
+        self.stream.close()
         for socket in self._sockets:
             socket.close(0)
 
@@ -364,7 +365,7 @@ def test_a_frame_that_is_no_message_is_dropped_and_counted(kernel: Kernel) -> No
         encode({"id": pending.request}),
         encode(AgentFailed("raise")),  # which whoever is told does not take
     ):
-        rank.replies.send_multipart(frames)
+        rank.stream.send(frames)
     rank.reply(pending.request)
     wait(pending)
     assert kernel.channel.malformed == 6
@@ -491,15 +492,15 @@ def test_ranks_that_do_not_answer_a_question_in_time_are_left_out(
     asked = beside(kernel.channel.request_stacks, [0, 1], 0.5)
     questions = [rank.order() for rank in ranks]
     answer = StackReply(0, questions[0].number, (), "In[1] line 2")
-    ranks[0].replies.send_multipart(encode(answer))
+    ranks[0].stream.send(encode(answer))
     assert asked.result(LONG_S) == {0: answer}
     late = StackReply(1, questions[1].number, (), "")
-    ranks[1].replies.send_multipart(encode(late))
+    ranks[1].stream.send(encode(late))
     again = beside(kernel.channel.query, [1], lambda n: CompletionRequest(n, "x."), LONG_S)
     question = ranks[1].order()
     assert question.number != late.number
     reply = CompletionReply(1, question.number)
-    ranks[1].replies.send_multipart(encode(reply))
+    ranks[1].stream.send(encode(reply))
     assert again.result(LONG_S) == {1: reply}
 
 

@@ -22,8 +22,12 @@ from distsession.cluster.hosts import Hosts
 from distsession.cluster.hosts_launcher import HostsLauncher
 from distsession.host_plan import HostPlan
 from distsession.protocol.host_link import ATTACH, STORE
+from distsession.protocol.message_listener import MessageListener
+from distsession.protocol.message_stream import MessageStream, packed
 from distsession.protocol.secure_stream import SecureStream, connect
 from distsession.protocol.wire import socket_path
+from tests.message_ends import MessageEnd
+from tests.until import until
 
 SECRET = bytes(range(32))
 
@@ -101,10 +105,37 @@ def test_a_stream_is_taken_from_a_host_that_has_come_and_from_no_other(streams: 
 
 
 def test_a_stream_comes_to_the_owner_that_it_is_for(streams: Streams) -> None:
-    path = os.path.basename(socket_path("", "link", 7))
-    assert reached(streams, path, service="link", epoch="7")
-    assert not reached(streams, path, service="link", epoch="6")
-    assert not reached(streams, path, service="link", epoch="seven")
+    path = os.path.basename(socket_path("", "relay", 7))
+    assert reached(streams, path, service="relay", epoch="7")
+    assert not reached(streams, path, service="relay", epoch="6")
+    assert not reached(streams, path, service="relay", epoch="seven")
+
+
+def test_a_stream_of_messages_is_handed_over_to_the_owner(streams: Streams) -> None:
+    listener = MessageListener(socket_path(streams.folder, "link", 7), is_asked=True)
+    taken: list[tuple[bytes, list[bytes]]] = []
+
+    def take_in() -> bool:
+        taken.extend(listener.receive())
+        return bool(taken)
+
+    stream = streams.come(service="link", epoch="7")
+    end = MessageStream(stream._socket, stream)
+    end.post(packed([b"gpu1"]))
+    end.post(packed([b"hello", b"from there"]))
+    assert end.flush()
+    until(take_in, "a message of the host")
+    assert taken == [(b"gpu1", [b"hello", b"from there"])]
+    peer = listener.find(b"gpu1")
+    assert peer is not None
+    listener.send(peer, packed([b"welcome"]))
+    there = MessageEnd(end)
+    assert there.receive() == [b"welcome"]
+    streams.cut(streams.link)
+    until(lambda: there.poll(0) or end.is_over, "the end of the stream")
+    until(lambda: [*listener.receive()] or listener.find(b"gpu1") is None, "the other end of it")
+    end.close()
+    listener.close()
 
 
 def test_a_host_is_called_for_a_stream_to_its_agent(streams: Streams) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from distsession.protocol.messages import (
 )
 from distsession.protocol.shared_memory import Link, LinkListener
 from distsession.protocol.wire import memory_path, socket_path
+from tests.message_ends import ListeningEnd
 from tests.until import until
 
 NAME = b"0.1"
@@ -38,8 +40,7 @@ class Kernel:
     def __init__(self, folder: str, board: Board, epoch: int):
         self.epoch, self._board = epoch, board
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._requests = self._bind(folder, zmq.ROUTER, "requests")
-        self._replies = self._bind(folder, zmq.PULL, "replies")
+        self.ranks = ListeningEnd(socket_path(folder, "requests", epoch))
         self.output = self._bind(folder, zmq.PULL, "output")
         self._control = self._bind(folder, zmq.ROUTER, "control")
         self.memory = LinkListener(memory_path(folder, 0, epoch))
@@ -57,19 +58,12 @@ class Kernel:
     def send(self, number: int, *, is_committed: bool = True) -> None:
         message = Addressed(CellRequest(number, f"cell {number}", f"In[{number}]"), (0, 1))
 
-        def is_sent() -> bool:
-            try:
-                self._requests.send_multipart([NAME, *encode(message)])
-            except zmq.ZMQError:  # it has not connected yet
-                return False
-            return True
-
-        until(is_sent)
+        until(lambda: self.ranks.send(NAME, encode(message)), "the rank to connect")
         if is_committed:
             self._board.commit(self.epoch, number)
 
     def received(self) -> tuple[Any, Any]:
-        return decode(self._replies.recv_multipart())
+        return decode(self.ranks.receive())
 
     def value(self) -> tuple[int, bytes]:
         """The next answer: to which request, and what."""
@@ -81,10 +75,11 @@ class Kernel:
         return reply.id, b"".join(map(bytes, payload))
 
     def has_nothing(self) -> bool:
-        return not self._replies.poll(50)
+        return not self.ranks.poll(50)
 
     def close(self) -> None:
         self.memory.close()
+        self.ranks.close()
         self._context.destroy(0)
 
 
@@ -281,7 +276,8 @@ def test_a_kernel_that_does_not_read_keeps_nobody_from_another(host: Host) -> No
 
     thread = threading.Thread(target=flood)
     thread.start()
-    until(lambda: host.kernel._replies.poll(0))
+    former = host.kernel.ranks.listener
+    until(lambda: select.select([former.descriptor], [], [], 0)[0])
     assert not ended.wait(0.3)
     host.replace()
     host.link.detach()  # so that the rest of the flood is dropped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import select
+import socket
 import tempfile
 import threading
 import time
@@ -18,16 +18,16 @@ import zmq
 from distsession.cluster.node_links import NodeLinks
 from distsession.engine import message_relay
 from distsession.engine.message_relay import MessageRelay
-from distsession.protocol import node_link
+from distsession.protocol import message_stream, node_link
 from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.message_stream import MessageStream, packed
 from distsession.protocol.messages import MAGIC
 from distsession.protocol.node_link import CONTROL, OUTPUT_WINDOW, REQUEST, WINDOW
-from distsession.protocol.wire import link_address, make_node_folder, node_folder, socket_path
+from distsession.protocol.wire import link_path, make_node_folder, node_folder, socket_path
+from tests.message_ends import MessageEnd
 from tests.until import until
 
 LONG_MS = 60_000
-RANK_QUEUES = 1000
-"""zmq's own limit of what a rank takes in without reading it."""
 loaded: list[int] = []
 
 
@@ -46,25 +46,29 @@ class Bomb:
 class Rank:
     """The sockets of a rank."""
 
-    def __init__(self, node: Node, name: bytes, receive_at_most: int = RANK_QUEUES):
-        self._node, self._name, self._limit = node, name, receive_at_most
-        self.replies = self._connect(zmq.PUSH, "replies")
+    def __init__(self, node: Node, name: bytes):
+        self._node, self._name = node, name
+        self.stream = MessageEnd(socket_path(node.place, "requests", 1), name)
+        node.ends.append(self.stream)
         self.output = self._connect(zmq.PUSH, "output")
         self.control = self._connect(zmq.DEALER, "control")
-        self.requests = self._connect(zmq.DEALER, "requests")
 
     def _connect(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._node.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 32)
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.IDENTITY, self._name)
-            socket.setsockopt(zmq.RCVHWM, self._limit)
         socket.connect(f"ipc://{socket_path(self._node.place, name, 1)}")
         return socket
 
+    def receive(self) -> list[bytes]:
+        """The next request, while the kernel's end does what it has to."""
+        until(lambda: self._node.receive() is None or self.stream.poll(1), "a request")
+        return self.stream.receive()
+
     def take(self, count: int) -> list[bytes]:
         """The first frames of so many requests."""
-        return [self.requests.recv_multipart()[0] for _ in range(count)]
+        return [self.receive()[0] for _ in range(count)]
 
 
 class Node:
@@ -74,12 +78,17 @@ class Node:
         self.place = make_node_folder(folder, 1)
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets: list[zmq.Socket[Any]] = []
-        self.address = link_address(folder)
-        self.wake_reader, self._wake_writer = os.pipe()
-        self.near = NodeLinks(
-            self._context, self.address, lambda: os.write(self._wake_writer, b"x")
+        self.ends: list[MessageEnd] = []
+        self.path = link_path(folder)
+        self.near = NodeLinks(self.path)
+        relays: list[MessageRelay] = []
+        maker = threading.Thread(
+            target=lambda: relays.append(MessageRelay(folder, 1, 1, board, ranks))
         )
-        self.far = MessageRelay(folder, 1, 1, board, ranks)
+        maker.start()  # it is told first how its messages travel
+        until(lambda: [*self.near.receive()] or relays)
+        (self.far,) = relays
+        maker.join()
         self._greeter = threading.Thread(target=self._serve)
         self._greeter.start()
         self.received: list[list[bytes]] = []
@@ -91,7 +100,7 @@ class Node:
 
     def receive_welcomes(self) -> bool:
         self.receive()
-        return bool(self.near._relays)
+        return bool(self.near.nodes)
 
     def receive(self) -> list[list[bytes]]:
         """All that has come from the ranks by now."""
@@ -121,11 +130,11 @@ class Node:
     def close(self) -> None:
         self.end()
         self.near.close(0)
-        for socket in self._sockets:
-            socket.close(0)
+        for end in self.ends:
+            end.close()
+        for each in self._sockets:
+            each.close(0)
         self._context.term()
-        for descriptor in (self.wake_reader, self._wake_writer):
-            os.close(descriptor)
 
 
 @pytest.fixture
@@ -149,7 +158,7 @@ def test_a_message_for_several_ranks_crosses_once(node: Node) -> None:
     ranks = [Rank(node, b"0.2"), Rank(node, b"0.3")]
     node.near.send(1, REQUEST, [b"0.2", b"0.3"], [b"head", b"x" * 1_000_000])
     for rank in ranks:
-        assert rank.requests.recv_multipart() == [b"head", b"x" * 1_000_000]
+        assert rank.receive() == [b"head", b"x" * 1_000_000]
     node.send(b"0.2", b"0.3", text=b"stop", kind=CONTROL)
     assert [rank.control.recv_multipart() for rank in ranks] == [[b"stop"]] * 2
     assert dict(node.near.sent) == {1: 2}
@@ -163,8 +172,7 @@ def test_a_rank_that_connects_late_gets_all_in_order(node: Node) -> None:
 
 
 def test_a_rank_that_takes_nothing_holds_up_nobody_and_loses_nothing(node: Node) -> None:
-    stuck, other = Rank(node, b"0.2", 1), Rank(node, b"0.3")
-    stuck.requests.setsockopt(zmq.RCVBUF, 1)
+    stuck, other = Rank(node, b"0.2"), Rank(node, b"0.3")
     big = [str(number).encode() + b"." * 20_000 for number in range(400)]
     for text in big:
         node.send(b"0.2", b"0.3", text=text)
@@ -212,13 +220,18 @@ def test_what_was_sent_before_the_end_reaches_its_rank(node: Node) -> None:
 
 
 def test_what_is_held_back_is_sent_before_the_link_is_closed(node: Node) -> None:
-    rank = Rank(node, b"0.2", 1)
+    rank = Rank(node, b"0.2")
     texts = [b"%d" % number + b"x" * 20_000 for number in range(5 * WINDOW)]
     for text in texts:
         node.send(b"0.2", text=text)
     assert not node.near.wait_sent(0.0)
     taken: list[bytes] = []
-    reader = threading.Thread(target=lambda: taken.extend(rank.take(len(texts))))
+
+    def read() -> None:
+        for _ in texts:
+            taken.extend(rank.stream.receive())
+
+    reader = threading.Thread(target=read)
     reader.start()
     is_over = threading.Event()
 
@@ -239,13 +252,12 @@ def test_what_is_held_back_is_sent_before_the_link_is_closed(node: Node) -> None
 def test_what_comes_with_the_welcome_is_reported_as_taken(
     short_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on, drain = threading.Event(), MessageRelay._drain
+    may_go_on, wait = threading.Event(), MessageStream.wait
 
-    def drain_late(relay: MessageRelay, *arguments: Any) -> None:
-        may_go_on.wait(60)
-        drain(relay, *arguments)
+    def wait_longer(stream: MessageStream, timeout_s: float) -> bool:
+        return may_go_on.wait(60) and wait(stream, timeout_s)
 
-    monkeypatch.setattr(MessageRelay, "_drain", drain_late)
+    monkeypatch.setattr(MessageStream, "wait", wait_longer)
     node = Node(short_folder)
     try:
         rank = Rank(node, b"0.2")
@@ -273,7 +285,7 @@ def test_replies_of_a_rank_come_in_order_as_they_were_sent(node: Node) -> None:
     rank = Rank(node, b"0.2")
     sent = [[b"%d" % number, b"payload" * number] for number in range(300)]
     for frames in sent:
-        rank.replies.send_multipart(frames)
+        rank.stream.send(frames)
         node.receive()
     assert node.wait(300) == sent
 
@@ -286,7 +298,7 @@ def test_output_is_sent_as_far_as_there_is_room_and_replies_pass_it(node: Node) 
     )
     writer.start()
     node.wait(OUTPUT_WINDOW)
-    rank.replies.send_multipart([b"reply"])
+    rank.stream.send([b"reply"])
     assert node.wait(OUTPUT_WINDOW + 1)[-1] == [b"reply"]
     assert len(node.receive()) == OUTPUT_WINDOW + 1
     assert writer.is_alive()  # held back
@@ -294,18 +306,6 @@ def test_output_is_sent_as_far_as_there_is_room_and_replies_pass_it(node: Node) 
     writer.join()
     del node.received[OUTPUT_WINDOW]
     assert node.received == sent
-
-
-def test_whoever_sends_while_something_comes_wakes_the_receiver(node: Node) -> None:
-    rank = Rank(node, b"0.2")
-    rank.replies.send_multipart([b"reply"])
-
-    def is_woken() -> bool:
-        node.send(b"0.2")  # takes in what the descriptor would have said
-        return bool(select.select([node.wake_reader], [], [], 0)[0])
-
-    until(is_woken)
-    assert node.wait(1) == [[b"reply"]]
 
 
 # --- what is no message ---------------------------------------------------------------------------
@@ -320,28 +320,33 @@ def malformed(count: int) -> Iterator[list[bytes]]:
         yield dice.choice((frames, [bomb], [MAGIC + bomb], [dice.choice(b"HRTWQCGFO").to_bytes()]))
 
 
-@pytest.mark.parametrize("name", ["requests", "control", "replies", "output"])
+@pytest.mark.parametrize("name", ["control", "output"])
 def test_ten_thousand_malformed_messages_do_not_end_a_relay(node: Node, name: str) -> None:
     rank = Rank(node, b"0.2")
-    intruder = node.socket(zmq.DEALER if name in ("requests", "control") else zmq.PUSH)
+    intruder = node.socket(zmq.DEALER if name == "control" else zmq.PUSH)
     intruder.connect(f"ipc://{socket_path(node.place, name, 1)}")
     for frames in malformed(10_000):
         while not intruder.poll(0, zmq.POLLOUT):
             node.receive()
             node.near.grant()
         intruder.send_multipart(frames)
-    rank.replies.send_multipart([b"reply"])
-    until(lambda: node.near.grant() or [b"reply"] in node.receive())
-    node.send(b"0.2")
-    assert rank.take(1) == [b"hello"]
-    assert not loaded
+    assert_works(node, rank)
+
+
+def test_ten_thousand_malformed_messages_of_ranks_do_not_end_a_relay(node: Node) -> None:
+    rank, intruder = Rank(node, b"0.2"), Rank(node, b"0.9")
+    for frames in malformed(10_000):
+        send_while_receiving(node, intruder.stream, frames)
+    assert_works(node, rank)
 
 
 def test_ten_thousand_malformed_messages_of_the_kernel_do_not_end_a_relay(node: Node) -> None:
     rank = Rank(node, b"0.2")
-    identity = node.near._relays[1]
+    relay = node.near._listener.find(node_link.relay_name(1))
+    assert relay is not None
     for frames in malformed(10_000):
-        node.near._socket.send_multipart([identity, *frames])
+        until(lambda: node.receive() is None or not relay.stream.holds_something)
+        node.near._listener.send(relay, packed(frames))
     node.send(b"0.2")
     assert rank.take(1) == [b"hello"]
     assert node.far.malformed > 1000
@@ -350,18 +355,53 @@ def test_ten_thousand_malformed_messages_of_the_kernel_do_not_end_a_relay(node: 
 
 def test_ten_thousand_malformed_messages_do_not_end_the_kernels_end(node: Node) -> None:
     rank = Rank(node, b"0.2")
-    intruder = node.socket(zmq.DEALER)
-    intruder.connect(node.address)
+    stranger, relay = (Connecting(node, name).end for name in (b"anybody", node_link.relay_name(7)))
     for frames in malformed(10_000):
-        while not intruder.poll(0, zmq.POLLOUT):
-            node.receive()
-        if frames[0] != node_link.HELLO:
-            intruder.send_multipart(frames)
-    rank.replies.send_multipart([b"reply"])
-    until(lambda: [b"reply"] in node.receive())
+        send_while_receiving(node, stranger, frames)
+        send_while_receiving(node, relay, frames)
+    assert_works(node, rank)
+
+
+def test_bytes_that_are_no_messages_end_only_the_connection_on_which_they_come(node: Node) -> None:
+    rank, dice = Rank(node, b"0.2"), random.Random(4)
+    for path in (socket_path(node.place, "requests", 1), node.path):
+        for _ in range(1000):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(path)
+                stranger.send(dice.randbytes(dice.choice((1, 5, 12, 100, 5000))))
+                node.receive()
+    assert_works(node, rank)
+
+
+def assert_works(node: Node, rank: Rank) -> None:
+    """A message passes each way, and nothing was unpickled."""
+    rank.stream.send([b"reply"])
+    until(lambda: node.near.grant() or [b"reply"] in node.receive())
     node.send(b"0.2")
     assert rank.take(1) == [b"hello"]
     assert not loaded
+
+
+def send_while_receiving(node: Node, end: MessageEnd, frames: Sequence[bytes]) -> None:
+    end.stream.post(packed(frames))
+    until(lambda: end.stream.flush() or node.receive() is None)
+
+
+class Connecting:
+    """Somebody who connects to the kernel as a relay does."""
+
+    def __init__(self, node: Node, name: bytes):
+        made: list[MessageEnd] = []
+        thread = threading.Thread(
+            target=lambda: made.append(
+                MessageEnd(message_stream.connect(node.path, name, asks=True))
+            )
+        )
+        thread.start()
+        until(lambda: node.receive() is None or made)
+        thread.join()
+        (self.end,) = made
+        node.ends.append(self.end)
 
 
 def test_the_sockets_of_a_node_are_in_a_folder_of_its_user_alone(node: Node) -> None:
