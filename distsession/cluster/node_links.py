@@ -199,7 +199,7 @@ class NodeLinks:
                 self._to_relay(node, [link.CREDIT, link.pack_count(self._shown.pop(node))])
 
     def wait_sent(self, timeout: float) -> bool:
-        """Wait until nothing is held back any more; another thread receives meanwhile."""
+        """Wait until all has left this process; another thread receives meanwhile."""
         deadline = time.monotonic() + timeout
         while self._is_holding():
             if time.monotonic() > deadline:
@@ -209,7 +209,8 @@ class NodeLinks:
 
     def _is_holding(self) -> bool:
         with self._lock:
-            return any(flow.held for flow in self._flows.values())
+            held = any(flow.held for flow in self._flows.values())
+        return held or self._listener.holds_something
 
     def close(self, linger_ms: int) -> None:
         """Close all links; nothing is sent or received any more.

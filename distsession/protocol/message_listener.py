@@ -85,6 +85,12 @@ class MessageListener:
                 peer.stream.post(message)
                 self._flush(peer)
 
+    @property
+    def holds_something(self) -> bool:
+        """Something was sent that the system has not taken yet."""
+        with self._lock:
+            return any(peer.stream.holds_something for peer in self._peers.values())
+
     def _flush(self, peer: Peer) -> None:
         try:
             is_done = peer.stream.flush()
@@ -155,7 +161,9 @@ class MessageListener:
             yield from self._receive(self._add(stream), 0)  # who had it has read something
 
     def _add(self, stream: MessageStream) -> Peer:
-        peer = self._peers[stream.fileno()] = Peer(stream)
+        peer = Peer(stream)
+        with self._lock:
+            self._peers[stream.fileno()] = peer
         self._epoll.register(stream, select.EPOLLIN)
         return peer
 
