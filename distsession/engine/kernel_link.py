@@ -134,7 +134,11 @@ class KernelLink:
         """For requests and their answers."""
         folder = node_folder(self._folder, self._node)
         path = socket_path(folder, "requests", self.epoch)
-        return message_stream.connect(path, self.name.encode())
+        try:
+            return message_stream.connect(path, self.name.encode())
+        except OSError as error:  # which somebody else sees and acts on
+            log.warning("the kernel is not reached: %s", error)
+            return message_stream.ended()
 
     def _connect_memory(self, epoch: int) -> Link:
         return Link.connect(memory_path(self._folder, self._node, epoch), self.name)
@@ -145,7 +149,8 @@ class KernelLink:
     def descriptor(self) -> int:
         """Is readable when something has come from the kernel."""
         stream = self._stream
-        return self._silence if stream.is_over else stream.fileno()
+        # The control thread may just close it, and then ends the wait.
+        return self._silence if stream.is_over or stream.fileno() < 0 else stream.fileno()
 
     @property
     def holds_request(self) -> bool:
@@ -327,8 +332,8 @@ class KernelLink:
                 self._memory = self._connect_memory(epoch)
             self.epoch = epoch  # after its link: nothing on the one before is told as its own
             with self._reply_lock:
-                self._stream.close()
-                self._stream = self._connect_stream()
+                former, self._stream = self._stream, self._connect_stream()
+                former.close()
         with self._output_lock:
             self._output.close(0)
             self._output = self._connect(zmq.PUSH, "output")

@@ -23,7 +23,7 @@ from typing import Any
 
 from distsession.protocol.secure_stream import RECORD_MAX_BYTES, SecureStream
 
-__all__ = ["MessageStream", "Packed", "accept", "connect", "hand_over", "lend", "packed"]
+__all__ = ["MessageStream", "Packed", "accept", "connect", "ended", "hand_over", "lend", "packed"]
 
 HAND_OVER_TIMEOUT_S = 10.0
 """Seconds until who connects has been told how its messages travel."""
@@ -225,6 +225,15 @@ def connect(path: str, name: bytes, *, asks: bool = False) -> MessageStream:
     except BaseException:
         connection.close()
         raise
+    return stream
+
+
+def ended() -> MessageStream:
+    """One whose other end is gone."""
+    connection, other = socket.socketpair()
+    other.close()
+    stream = MessageStream(connection)
+    stream.receive()
     return stream
 
 

@@ -318,6 +318,29 @@ def test_a_former_kernel_that_goes_on_reaches_nobody(host: Host) -> None:
     assert numbers(host.link.state()[2]) == [50]
 
 
+def test_who_attaches_and_is_gone_at_once_is_no_harm(host: Host) -> None:
+    host.kernel.send(1)
+    host.answer(host.receive())
+    host.link.detach()
+    host.link.attach(2)  # nobody listens there
+    assert not host.link.has_request()
+    assert not select.select([host.link.descriptor], [], [], 0)[0]
+    host.link.resume(())
+    host.link.detach()
+    host.attach(3)
+    host.link.attach(3)
+    host.link.resume(())
+    assert host.kernel.value() == (1, b"value")
+    host.kernel.send(2)
+    assert host.receive().request.id == 2
+
+
+def test_a_rank_whose_kernel_is_gone_is_not_kept_awake(host: Host) -> None:
+    host.kernel.close()
+    assert not host.link.has_request()
+    assert not select.select([host.link.descriptor], [], [], 0)[0]
+
+
 def test_a_session_that_is_not_kept_keeps_no_answers() -> None:
     with tempfile.TemporaryDirectory() as folder:
         host = Host(folder, keep=0.0)
