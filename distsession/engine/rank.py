@@ -631,18 +631,33 @@ class Rank:
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
                 raise CollectiveError(self._aborted.text)  # given up before it began here
+            is_kept = bool(request.begun)
+            if is_kept and not process_group.can_keep(
+                self._place, self._groups, request.begun[self._rank]
+            ):
+                raise CollectiveError("something has begun meanwhile")
             self._generation = request.generation
             self._recorder.reset()
             self._user_groups.begin_generation(request.generation)
-        process_group.join(
-            self._place,
-            request.generation,
-            self._groups,
-            alone=False,
-            timeout=request.timeout,
-        )
+        if is_kept and self._groups is not None:
+            self._keep(self._groups)
+        else:
+            process_group.join(
+                self._place,
+                request.generation,
+                self._groups,
+                alone=False,
+                timeout=request.timeout,
+            )
         self._announce()
         return NOTHING
+
+    def _keep(self, groups: Groups) -> None:
+        try:
+            process_group.keep(self._place, self._generation, groups)
+        except BaseException:
+            self._recorder.connections.lose()
+            raise
 
     def _abort(self, message: Abort) -> None:
         """From the control thread: no operation of this generation is to begin any more."""
@@ -690,7 +705,7 @@ class Rank:
                 self._groups.abort()
             self._store.end_waits()
             if not self._is_at_rest():  # with many ranks the sockets are many, and looked at each
-                if self._has_gloo:
+                if self._has_gloo and self._recorder.connections.give_up():
                     abort.abort_gloo()
                 abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
