@@ -181,7 +181,7 @@ def can_keep(place: Place, groups: Groups | None, begun: int) -> bool:
     Args:
         place: Of this rank.
         groups: What keeps groups alive over generations.
-        begun: How many collectives it had begun when the kernel compared them with those of others.
+        begun: How many operations it had begun when the kernel compared them with those of others.
     """
     if groups is None or not groups.has_world or not _is_of_session(place):
         return False

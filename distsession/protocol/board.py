@@ -81,7 +81,7 @@ PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(37, 41)
 CONNECTED_IN, IS_UNSETTLED = 41, 42
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, BEGUN, MEMBERS = range(6)
-"""``COUNT`` operations were posted, and ``BEGUN`` collectives handed to the group within."""
+"""``COUNT`` operations were posted, and ``BEGUN`` of them handed to gloo."""
 NAME = MEMBERS + MEMBER_WORDS
 # Words of a slot.
 SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
@@ -319,7 +319,7 @@ class Region:
         self._words[self.start + IS_DAMAGED] |= how
 
     def set_connected_in(self, generation: int) -> None:
-        """In which generation its connections were made; -1 where they may be half-way in something."""
+        """In which generation its connections were made; -1 if they may not be whole."""
         self._words[self.start + CONNECTED_IN] = generation + 1
 
     def set_unsettled(self, is_unsettled: bool) -> None:
@@ -595,8 +595,8 @@ class Region:
         ]
         return {name: (count, members) for _, name, count, members in sorted(found)}
 
-    def collectives(self) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """For each stream, by its key: collectives that were handed to gloo, and the members."""
+    def handed_on(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """For each stream, by its key: how many operations were handed to gloo, and its members."""
         words = self._words
         return {
             words[at + KEY]: (begun, head.members)

@@ -1,9 +1,9 @@
 """Whether the ranks' connections can stay when an operation was given up.
 
-Pure functions of what ranks have written on the board. Where ranks meet before each operation, who
-is freed mostly waits in that meeting, and nothing has been sent. The connections can stay if that is
-certain of all ranks: each says that nothing is half-way there, and of each group all members have
-begun as many collectives, so that the next one is the same one for all of them.
+A pure function of what ranks have written on the board. Where ranks meet before an operation, who
+is freed mostly waits in that meeting, and nothing has been sent. The connections can stay if that
+is certain of all ranks: each says that nothing is half-way there, and all members of a group, and
+both ends of messages, have begun as many operations, so that the next is the same one for all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["begun_where_whole"]
 
 
 def begun_where_whole(regions: Sequence[Region]) -> tuple[int, ...]:
-    """How many collectives each rank has begun, where all connections are whole; else nothing.
+    """How many operations each rank has begun, where all connections are whole; else nothing.
 
     Args:
         regions: Of all ranks, none of which runs anything. What a rank begins all the same is told
@@ -28,9 +28,9 @@ def begun_where_whole(regions: Sequence[Region]) -> tuple[int, ...]:
     totals: list[int] = []
     begun: dict[int, tuple[tuple[int, tuple[int, ...]], set[int]]] = {}
     for region in regions:
-        collectives = region.collectives()
-        totals.append(sum(count for count, _ in collectives.values()))
-        for key, said in collectives.items():
+        handed_on = region.handed_on()
+        totals.append(sum(count for count, _ in handed_on.values()))
+        for key, said in handed_on.items():
             first, ranks = begun.setdefault(key, (said, set()))
             if said != first:
                 return ()

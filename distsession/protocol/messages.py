@@ -198,7 +198,7 @@ class ReconnectRequest(Message):
 
     Attributes:
         timeout: Seconds that each step of connecting it may take.
-        begun: How many collectives each rank has begun, where the connections are to stay as they
+        begun: How many operations each rank has begun, where the connections are to stay as they
             are: it refuses if it has begun more since. Else nothing.
     """
 

@@ -78,7 +78,7 @@ class Connections:
     # --- operations -------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """An operation begins within gloo. Of other threads than the main one nobody keeps account."""
+        """An operation begins within gloo; of other threads nobody keeps account."""
         if threading.get_ident() == self._main:
             self._depth += 1
         else:

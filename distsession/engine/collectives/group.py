@@ -580,7 +580,7 @@ class SwappableGroup(Collectives):
         connections = self._recorder.connections
         try:
             stream.compare(at)
-            stream.begin(is_message=is_message)
+            stream.begin()
             number = connections.issue()
             try:
                 work = call(self.inner)

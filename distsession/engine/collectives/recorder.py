@@ -339,7 +339,7 @@ class Recorder(RequestListener):
 
     @property
     def begun(self) -> int:
-        """How many collectives of all groups have been handed to gloo in this generation."""
+        """How many operations of all groups have been handed to gloo in this generation."""
         return sum(stream.begun for stream in list(self._streams.values()))
 
     def drop_streams(self, epoch: int, keys: Iterable[int]) -> None:
@@ -640,7 +640,7 @@ class Stream:
         self.key = key
         self.count = count
         self.begun = 0
-        """How many collectives have been handed to gloo."""
+        """How many of them have been handed to gloo."""
         self.members = tuple(members)
         self.open: dict[int, Entry] = {}
         """What is logged and has not ended, by where it is posted."""
@@ -699,7 +699,7 @@ class Stream:
         sequence = self.count + 1
         return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
 
-    def begin(self, *, is_message: bool = False) -> None:
+    def begin(self) -> None:
         """An operation that was posted is handed to gloo next; ``connections.leave`` ends that.
 
         Whoever has given the group up by then finds nobody within gloo, and leaves the connections
@@ -708,15 +708,13 @@ class Stream:
         Raises:
             CollectiveError: The group has been given up; or what else it was given up for.
         """
-        recorder, step = self.recorder, not is_message
+        recorder = self.recorder
         connections = recorder.connections
-        self.begun += step
-        self.words[self.at + _BEGUN] = self.begun
+        self.begun = self.words[self.at + _BEGUN] = self.begun + 1
         connections.enter()
         if recorder.abort is not None:
             connections.leave()
-            self.begun -= step
-            self.words[self.at + _BEGUN] = self.begun
+            self.begun = self.words[self.at + _BEGUN] = self.begun - 1
             raise recorder.abort_error()
 
     def end(self, at: int) -> None:
