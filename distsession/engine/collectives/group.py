@@ -105,10 +105,8 @@ class Groups:
     def _connect_new(self, group: SwappableGroup, store: dist.Store) -> None:
         """Connect a group beside others, whose connections stay if this is given up before."""
         connections = self.recorder.connections
-        connections.enter()
+        self.recorder.enter()
         try:
-            if self.recorder.abort is not None:
-                raise self.recorder.abort_error()
             group.connect(self._store_of(group) or store)
         except BaseException:
             connections.lose()

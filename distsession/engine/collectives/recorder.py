@@ -337,6 +337,20 @@ class Recorder(RequestListener):
             )  # fmt: skip
         return Stream(self, key, name, members, at, *self._counts.pop(key, (0, 0)))
 
+    def enter(self) -> None:
+        """Something begins within gloo; ``connections.leave`` ends that.
+
+        Whoever has given the group up by now has found nobody within, and leaves the connections as
+        they are. So it is asked again, once it can be seen that this rank is about to begin.
+
+        Raises:
+            CollectiveError: The group has been given up; or what else it was given up for.
+        """
+        self.connections.enter()
+        if self.abort is not None:
+            self.connections.leave()
+            raise self.abort_error()
+
     @property
     def begun(self) -> int:
         """How many operations of all groups have been handed to gloo in this generation."""
@@ -700,22 +714,13 @@ class Stream:
         return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
 
     def begin(self) -> None:
-        """An operation that was posted is handed to gloo next; ``connections.leave`` ends that.
-
-        Whoever has given the group up by then finds nobody within gloo, and leaves the connections
-        as they are. So that is asked again, once it can be seen that this rank is about to begin.
-
-        Raises:
-            CollectiveError: The group has been given up; or what else it was given up for.
-        """
-        recorder = self.recorder
-        connections = recorder.connections
+        """An operation that was posted is handed to gloo next; see :meth:`Recorder.enter`."""
         self.begun = self.words[self.at + _BEGUN] = self.begun + 1
-        connections.enter()
-        if recorder.abort is not None:
-            connections.leave()
+        try:
+            self.recorder.enter()
+        except BaseException:
             self.begun = self.words[self.at + _BEGUN] = self.begun - 1
-            raise recorder.abort_error()
+            raise
 
     def end(self, at: int) -> None:
         """That operation is over, well or not."""
