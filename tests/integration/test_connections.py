@@ -169,6 +169,10 @@ MEETINGS = {
         "elif rank == 1: dist.recv(torch.ones(2), 0)\n" + HANG
     ),
     "DistributedDataParallel": f"step()\nloss = model(torch.ones(1, 4)).sum()\n{HANG}",
+    "a backward that failed": (
+        "hook = model.module.weight.register_hook(lambda _: 1 / 0)\n"
+        f"try: step()\nexcept ZeroDivisionError: pass\nhook.remove()\n{HANG}"
+    ),
     "all_to_all": (
         "if rank == 1: time.sleep(60)\ndist.all_to_all_single(torch.empty(3), torch.ones(3))"
     ),
@@ -190,6 +194,8 @@ MEETINGS = {
 def test_they_stay_when_everybody_is_stopped_before_an_operation(bed: Bed, code: str) -> None:
     for _ in range(2):
         bed.stop(code)
+        board = bed.session._launcher.board  # type: ignore[attr-defined]
+        assert not any(region.sequences() for region in board.regions)  # they begin anew
         bed.check_kept()
 
 
@@ -205,17 +211,30 @@ def test_they_stay_when_a_rank_fails_or_has_finished(bed: Bed) -> None:
     bed.check_kept()
 
 
-def test_a_group_that_was_stopped_while_it_was_made_can_be_made_then(bed: Bed) -> None:
-    bed.stop("if rank == 1: time.sleep(60)\nnew = dist.new_group([0, 2])")
+@pytest.mark.parametrize("alone", [False, True], ids=["by all ranks", "by its members"])
+def test_a_group_that_was_stopped_while_it_was_made_can_be_made_then(bed: Bed, alone: bool) -> None:
+    make = f"new = dist.new_group([0, 2], use_local_synchronization={alone})"
+    bed.stop(f"if rank == 2: time.sleep(60)\nif rank != 1 or not {alone}: {make}\n{HANG}")
     said = bed.session.execute(
-        "new = dist.new_group([0, 2])\nx = torch.full((2,), float(rank))\n"
+        f"if rank != 1 or not {alone}: {make}\nx = torch.full((2,), float(rank))\n"
         "if rank != 1: dist.all_reduce(x, group=new)\nx.tolist()",
         fetch=True,
     )
     assert said is not None
     assert list(said.values()) == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
+    assert all(bed.before[rank] <= each for rank, each in bed.connections().items())
     bed.note()
     bed.stop(HANG)
+    bed.check_kept()
+
+
+def test_what_was_left_in_the_store_is_gone_then(bed: Bed) -> None:
+    bed.session.execute(
+        "store = lambda: dist.distributed_c10d._get_default_store()\nstore().set('left', '1')"
+    )
+    bed.stop(HANG)
+    assert not any(bed.session.evaluate("store().check(['left'])").values())
+    assert bed.session[0].evaluate("dist.group.WORLD.get_group_store().num_keys()")[0] <= 1
     bed.check_kept()
 
 
