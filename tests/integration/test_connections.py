@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -323,11 +324,36 @@ def test_they_are_made_anew_where_a_rank_has_begun_something_since(
         looks.append(begun := look(regions))
         return (*begun[:-1], begun[-1] + 1)
 
-    monkeypatch.setattr(reconnect, "begun_where_whole", then_begin)
-    bed.stop(HANG)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(reconnect, "begun_where_whole", then_begin)
+        bed.stop(HANG)
     [begun] = looks
     assert len(set(begun)) > 1  # of several groups
+    bed.check_made_anew()
+
+
+def test_they_are_made_anew_where_a_rank_has_lost_its_own_since(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, path = reconnect.begun_where_whole, tmp_path / "looked"
+
+    def then_lose(regions: Any) -> tuple[int, ...]:
+        begun = look(regions)
+        assert begun
+        path.write_text("")
+        until(lambda: regions[0].connected_in == -1)
+        return begun
+
+    bed.session[0].execute(
+        "def beside():\n"
+        f"    while not os.path.exists({str(path)!r}): time.sleep(0.01)\n"
+        "    pair._get_backend(torch.device('cpu'))\n"
+        "thread = threading.Thread(target=beside); thread.start()"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(reconnect, "begun_where_whole", then_lose)
+        bed.stop(HANG)
+    bed.session[0].execute("thread.join()")
     bed.check_made_anew()
 
 
