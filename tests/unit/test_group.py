@@ -1004,12 +1004,14 @@ def test_a_generation_goes_on_with_the_groups_that_there_are(
 ) -> None:
     counts: list[int] = []
     monkeypatch.setattr(torch_private, "set_group_count", counts.append)
-    group = whole.make(whole.options([0], "5"))
-    whole.make(whole.options([0], "5"))
+    stores: list[tuple[Any, dist.Store]] = []
+    monkeypatch.setattr(torch_private, "set_store", lambda *what: stores.append(what))
+    group, meeting = whole.make(whole.options([0], "5")), dist.HashStore()
     before, name = group.inner, whole.name_of([0, 1])
     all_reduce(group)
     whole.recorder.reset()
-    whole.groups.keep(dist.HashStore(), 2)
+    whole.groups.keep(meeting, 2)
+    assert stores == [(rejoined, meeting)]
     assert group.inner is before
     assert counts == [2 * NAMES_PER_GENERATION]
     assert whole.name_of([0, 1]) != name
