@@ -509,7 +509,7 @@ class Session(RankView):
                 "with session.interrupt()."
             )
         self._launcher.abort(AbortReason.FAILED, "it is being connected anew")
-        if problem := self.recovery.reconnect():
+        if problem := self.recovery.reconnect(may_keep=False):
             raise SessionStateError(f"the process group is not connected: {problem}.")
 
     def show_config(self) -> Table:

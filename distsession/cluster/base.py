@@ -236,8 +236,12 @@ class Launcher(ABC):
         """Whether the process group is to be connected anew before the next run."""
         return self.is_broken
 
-    def reconnect(self) -> str:
-        """Connect the process group anew; gives what prevents it, or nothing."""
+    def reconnect(self, *, may_keep: bool = True) -> str:
+        """Connect the process group anew; gives what prevents it, or nothing.
+
+        Args:
+            may_keep: Connections that nothing has happened to stay as they are.
+        """
         return ""
 
     def cancel_reconnect(self, pending: PendingRequest | None = None) -> bool:

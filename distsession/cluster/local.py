@@ -638,8 +638,13 @@ class LocalLauncher(Launcher):
     def must_reconnect(self) -> bool:
         return self.is_broken or bool(self._monitor.store_ended)
 
-    def reconnect(self) -> str:
-        self._reconnect = reconnect = Reconnect(self, self._world)
+    @property
+    def may_keep_connections(self) -> bool:
+        """Whether the board tells all that ranks have done, and their store is still there."""
+        return self._is_one_board and not self._monitor.store_ended
+
+    def reconnect(self, *, may_keep: bool = True) -> str:
+        self._reconnect = reconnect = Reconnect(self, self._world, may_keep=may_keep)
         try:
             reconnect.run()
         finally:  # also where the caller is interrupted, which may be after it was done

@@ -20,6 +20,7 @@ from distsession.cluster.rank_processes import RankProcesses
 from distsession.engine.process_state import STOPPED
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.board import Board
+from distsession.protocol.connections import begun_where_whole
 from distsession.protocol.messages import ReconnectRequest
 from distsession.protocol.rank_state import AbortReason
 from distsession.ranks import ranks_text
@@ -97,6 +98,8 @@ class _Ranks(Protocol):
     def board(self) -> Board | None: ...
     @property
     def channel(self) -> Channel: ...
+    @property
+    def may_keep_connections(self) -> bool: ...
     def begin_generation(self) -> int: ...
     def store_problem(self) -> str: ...
     @property
@@ -114,10 +117,12 @@ class Reconnect:
     Args:
         launcher: Whose ranks they are.
         ranks: All of the world.
+        may_keep: Leave the connections as they are where nothing has happened to them.
     """
 
-    def __init__(self, launcher: _Ranks, ranks: Sequence[int]):
+    def __init__(self, launcher: _Ranks, ranks: Sequence[int], *, may_keep: bool = True):
         self._launcher = launcher
+        self._may_keep = may_keep
         self._channel = launcher.channel
         self._ranks = list(ranks)
         self._halted = Halted(launcher.processes)
@@ -148,12 +153,13 @@ class Reconnect:
                 self._problem = problem or text
                 self._free_all()
                 break
-            problem = self._attempt(limit)
+            begun = self._begun()
+            problem = self._attempt(limit, begun)
             if not problem:
                 return ""
             if self._cancelled.is_set() or self._launcher.dead_ranks():
                 break
-            limit *= 2
+            limit *= 1 if begun else 2
             settle = FREED_S + FREED_PER_RANK_S * len(self._ranks)
         return self._problem
 
@@ -202,8 +208,21 @@ class Reconnect:
             "rank that stays"
         )
 
-    def _attempt(self, limit: float) -> str:
-        """Have all ranks join another generation; nobody stays in it if that fails."""
+    def _begun(self) -> tuple[int, ...]:
+        """What each rank has begun, if their connections can stay as they are; once."""
+        may_keep, self._may_keep = self._may_keep, False
+        board = self._launcher.board
+        if not may_keep or board is None or not self._launcher.may_keep_connections:
+            return ()
+        return begun_where_whole(board.regions)
+
+    def _attempt(self, limit: float, begun: tuple[int, ...] = ()) -> str:
+        """Have all ranks join another generation; nobody stays in it if that fails.
+
+        Args:
+            limit: Seconds that it may take.
+            begun: See :class:`~distsession.protocol.messages.ReconnectRequest`.
+        """
         generation = self._launcher.begin_generation()
         problem = STOPPED_TEXT
         undisturbed = min(UNDISTURBED_S, limit)
@@ -212,7 +231,9 @@ class Reconnect:
             with interrupts_held():
                 pending = self._pending = self._channel.submit(
                     self._ranks,
-                    lambda number: ReconnectRequest(number, generation, limit + RANKS_LATER_S),
+                    lambda number: ReconnectRequest(
+                        number, generation, limit + RANKS_LATER_S, begun
+                    ),
                     [],
                 )
                 self._undisturbed_until = time.monotonic() + undisturbed

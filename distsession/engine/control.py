@@ -36,6 +36,8 @@ SWALLOWED_RETRY_S = 0.02
 """Seconds after which an interrupt that Python has swallowed is repeated."""
 CHECK_EVERY_MS = 500
 """Between two looks at whether a time limit is over, while there is one."""
+STUCK_AFTER_S = 0.3
+"""Seconds after that until a main thread that was not seen in any operation is looked at again."""
 FREED_GRACE_S = 0.1
 """Seconds that a main thread which waited in a collective has to come back by itself."""
 IMPORT_GRACE_S = 20.0
@@ -163,7 +165,8 @@ class Control:
         interrupter: Reaches the main thread.
         handle: Called with every message; for an ``Abort``, before the interrupt.
         is_blocked: Whether the main thread waits in a collective, which the abort will free.
-        abort_backend: Called with an ``Abort`` once operations under way have had time to end.
+        abort_backend: Called with an ``Abort`` once operations under way have had time to end;
+            may give what is to be called some time later.
         interrupt_children: Interrupts what a request has started, if it still runs.
         check_limits: Called now and then, to see whether a time limit is over.
         is_limited: Whether anything is under way that may have one; who begins it calls
@@ -178,7 +181,7 @@ class Control:
         interrupter: Interrupter,
         handle: Callable[[Any], None],
         is_blocked: Callable[[], bool],
-        abort_backend: Callable[[Abort], None],
+        abort_backend: Callable[[Abort], Callable[[], None] | None],
         interrupt_children: Callable[[int], None],
         check_limits: Callable[[], None] = lambda: None,
         is_limited: Callable[[], bool] = lambda: False,
@@ -311,7 +314,8 @@ class Control:
             self._schedule(IMPORT_POLL_S, lambda: self._free(message, import_s - IMPORT_POLL_S))
             return
         self._interrupter.repeat_held()  # before it is freed
-        self._abort_backend(message)
+        if (again := self._abort_backend(message)) is not None:
+            self._schedule(STUCK_AFTER_S, again)
 
     def _interrupt_again(self, request: int) -> None:
         """The main thread may wait for a process that it has started: that is interrupted, too."""

@@ -21,7 +21,7 @@ from distsession.errors import CollectiveError
 from distsession.protocol.agent_messages import StartRanks
 from distsession.ranks import RankInfo
 
-__all__ = ["Place", "is_gloo", "join", "leave", "prepare", "rank_info"]
+__all__ = ["Place", "can_keep", "is_gloo", "join", "keep", "leave", "prepare", "rank_info"]
 
 
 ABANDONED = "given up"
@@ -173,6 +173,33 @@ def join(
         groups.reconnect_others(meeting, alone=alone)
         if place.rank == 0:  # all have come, so nobody needs what is left of earlier ones
             client.delete_others("generation", f"{part}/")
+
+
+def can_keep(place: Place, groups: Groups | None, begun: int) -> bool:
+    """Whether this rank's connections can stay in the next generation.
+
+    Args:
+        place: Of this rank.
+        groups: What keeps groups alive over generations.
+        begun: How many operations it had begun when the kernel compared them with those of others.
+    """
+    if groups is None or not groups.has_world or not _is_of_session(place):
+        return False
+    recorder = groups.recorder
+    return recorder.connections.are_whole and recorder.begun == begun
+
+
+def keep(place: Place, generation: int, groups: Groups) -> None:
+    """Go over into another generation with the connections that there are.
+
+    What was left in the store is of no use any more, as with :func:`join`.
+    """
+    part = f"generation{generation}"
+    client = store.session_store(place.store_path)
+    client.set_timeout(store.DEFAULT_TIMEOUT)
+    groups.keep(store.StorePart(part, client), generation)
+    if place.rank == 0:
+        client.delete_others("generation", f"{part}/")
 
 
 def is_gloo(backend: str) -> bool:

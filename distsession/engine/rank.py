@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -629,18 +630,33 @@ class Rank:
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
                 raise CollectiveError(self._aborted.text)  # given up before it began here
+            is_kept = bool(request.begun)
+            if is_kept and not process_group.can_keep(
+                self._place, self._groups, request.begun[self._rank]
+            ):
+                raise CollectiveError("something has begun meanwhile")
             self._generation = request.generation
             self._recorder.reset()
             self._user_groups.begin_generation(request.generation)
-        process_group.join(
-            self._place,
-            request.generation,
-            self._groups,
-            alone=False,
-            timeout=request.timeout,
-        )
+        if is_kept and self._groups is not None:
+            self._keep(self._groups)
+        else:
+            process_group.join(
+                self._place,
+                request.generation,
+                self._groups,
+                alone=False,
+                timeout=request.timeout,
+            )
         self._announce()
         return NOTHING
+
+    def _keep(self, groups: Groups) -> None:
+        try:
+            process_group.keep(self._place, self._generation, groups)
+        except BaseException:
+            self._recorder.connections.lose()
+            raise
 
     def _abort(self, message: Abort) -> None:
         """From the control thread: no operation of this generation is to begin any more."""
@@ -668,15 +684,19 @@ class Rank:
         is_ours = self._recorder.is_main_thread or isinstance(error, Exception)
         return error if is_ours else CollectiveError(str(error))
 
-    def _abort_backend(self, message: Abort) -> None:
+    def _abort_backend(self, message: Abort) -> Callable[[], None] | None:
         """From the control thread: abort whatever the main thread waits in.
 
         Nothing says so to who waits for a device: it would go on, with what was not computed. So
         that is raised there, and waits there before the device is free.
+
+        Returns:
+            What to do in a while, where gloo's connections were left as they are.
         """
+        again = None
         with self._group_lock:
             if message.generation < self._generation:  # it has been connected anew already
-                return
+                return None
             self._recorder.note_completed()
             # Before it is freed, or it might have gone on with what was not computed, to its end.
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
@@ -688,11 +708,25 @@ class Rank:
                 self._groups.abort()
             self._store.end_waits()
             if not self._is_at_rest():  # with many ranks the sockets are many, and looked at each
-                if self._has_gloo:
+                if self._has_gloo and self._recorder.connections.give_up():
                     abort.abort_gloo()
+                elif self._has_gloo:
+                    again = partial(self._abort_stuck, message, _stands_at())
                 abort.abort_store(self._place.store_port)
             self._recorder.in_flight.clear()
             self._recorder.unseen.reset()
+        return again
+
+    def _abort_stuck(self, message: Abort, stood_at: tuple[int, int]) -> None:
+        """From the control thread, later: the main thread does not come back from one call.
+
+        It may wait in a group that user code has made of torch's classes, past ours.
+        """
+        with self._group_lock:
+            is_over = message.generation < self._generation or self._is_at_rest()
+            if not is_over and _stands_at() == stood_at:
+                self._recorder.connections.lose()
+                abort.abort_gloo()
 
     def _is_at_rest(self) -> bool:
         """From the control thread: whether nothing of this process can be waiting for a peer.
@@ -886,6 +920,12 @@ class Rank:
             log.debug("could not register with ipyparallel's controller", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
             self._send(EngineRegistered(self._rank, self._generation, -1, problem))
+
+
+def _stands_at() -> tuple[int, int]:
+    """Numbers that stay the same while the main thread is at one call."""
+    frame = _innermost()
+    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
 
 
 def _innermost() -> FrameType | None:

@@ -423,15 +423,19 @@ class Recovery:
             text = f"{left} was left by a run that failed elsewhere"
             launcher.abort(AbortReason.FAILED, text)
 
-    def reconnect(self) -> str:
-        """Connect the group anew if it has been given up; gives what prevents that, or nothing."""
+    def reconnect(self, *, may_keep: bool = True) -> str:
+        """Connect the group anew if it has been given up; gives what prevents that, or nothing.
+
+        Args:
+            may_keep: Connections that nothing has happened to stay as they are.
+        """
         if not self.launcher.must_reconnect:
             return ""
         with self.lock:
             if not self.launcher.must_reconnect:
                 return ""
             with self._waiting():
-                problem = self.launcher.reconnect()
+                problem = self.launcher.reconnect(may_keep=may_keep)
             if not problem:
                 self.verdict = None
             return problem

@@ -42,7 +42,7 @@ SLOT = 8
 MAX_RANKS = 1024
 MEMBER_WORDS = MAX_RANKS // 64
 NAME_WORDS = 24
-STREAM_HEAD = 4 + MEMBER_WORDS + NAME_WORDS
+STREAM_HEAD = 5 + MEMBER_WORDS + NAME_WORDS
 STREAM = STREAM_HEAD + (RING + 1) * SLOT
 """One slot more than the ring has: for an operation that is waited for after its slot was given to
 another."""
@@ -75,8 +75,13 @@ UNSEEN, UNSEEN_COUNT = 35, 36
 # Of its process: which one, by itself; and what the system says of it and, in a node's first
 # region, of the agent, by the relay of the node: for a kernel on another host.
 PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(37, 41)
+# Of its connections (see engine/collectives/connections): one more than the generation in which
+# they were made, 0 where they may be half-way in something; and whether something that was issued
+# has not ended yet.
+CONNECTED_IN, IS_UNSETTLED = 41, 42
 # Words of a stream's head; the members are bits, the name is text.
-KEY, INCARNATION, COUNT, NAME_BYTES, MEMBERS = range(5)
+KEY, INCARNATION, COUNT, NAME_BYTES, BEGUN, MEMBERS = range(6)
+"""``COUNT`` operations were posted, and ``BEGUN`` of them handed to gloo."""
 NAME = MEMBERS + MEMBER_WORDS
 # Words of a slot.
 SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
@@ -274,7 +279,7 @@ class Region:
         words[self.start + INCARNATIONS] = words[at + INCARNATION] = (
             words[self.start + INCARNATIONS] + 1
         )
-        words[at + COUNT] = 0
+        words[at + COUNT] = words[at + BEGUN] = 0
         bits = sum(1 << rank for rank in set(members))
         for word in range(MEMBER_WORDS):
             words[at + MEMBERS + word] = bits >> (64 * word) & WORD_MASK
@@ -312,6 +317,14 @@ class Region:
     def set_damaged(self, how: int) -> None:
         """Its group, or its device, is of no use any more."""
         self._words[self.start + IS_DAMAGED] |= how
+
+    def set_connected_in(self, generation: int) -> None:
+        """In which generation its connections were made; -1 if they may not be whole."""
+        self._words[self.start + CONNECTED_IN] = generation + 1
+
+    def set_unsettled(self, is_unsettled: bool) -> None:
+        """Whether something that it has issued has not ended yet."""
+        self._words[self.start + IS_UNSETTLED] = is_unsettled
 
     def set_without_group(self, is_without: bool) -> None:
         """Whether its code has left the process group."""
@@ -516,6 +529,14 @@ class Region:
         return self.place(self._words[self.start + ASKS_AT])
 
     @property
+    def connected_in(self) -> int:
+        """In which generation its connections were made, as far as they are whole; else -1."""
+        words, start = self._words, self.start
+        if words[start + IS_UNSETTLED] or words[start + IS_DAMAGED]:
+            return -1
+        return words[start + CONNECTED_IN] - 1
+
+    @property
     def is_damaged(self) -> bool:
         """Whether an operation has failed within the group, which is of no use then."""
         return self._words[self.start + IS_DAMAGED] & OPERATION_FAILED != 0
@@ -573,6 +594,15 @@ class Region:
             for at, head in self.streams()
         ]
         return {name: (count, members) for _, name, count, members in sorted(found)}
+
+    def handed_on(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """For each stream, by its key: how many operations were handed to gloo, and its members."""
+        words = self._words
+        return {
+            words[at + KEY]: (begun, head.members)
+            for at, head in self.streams()
+            if (begun := words[at + BEGUN])
+        }
 
     def refused(self) -> tuple[tuple[str, int], ...]:
         """Operations that this rank has posted and not begun, as they do not match: group, number.

@@ -198,11 +198,14 @@ class ReconnectRequest(Message):
 
     Attributes:
         timeout: Seconds that each step of connecting it may take.
+        begun: How many operations each rank has begun, where the connections are to stay as they
+            are: it refuses if it has begun more since. Else nothing.
     """
 
     id: int
     generation: int
     timeout: float = 60.0
+    begun: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import pytest
 from distsession import RunError, RunInterrupt, Session, SessionStateError, errors
 from distsession.cluster import reconnect
 from distsession.engine.process_state import process_state
+from distsession.protocol import board as layout
 from tests.backends import Backend, only
 from tests.integration.conftest import Recorder
 from tests.until import LIMIT_S, Press
@@ -48,7 +49,8 @@ def check(session: Session, *, kept: bool = True) -> None:
 
 
 def break_group(session: Session) -> None:
-    """What a Stop or a failure does, without connecting the group anew."""
+    """What a failure within an operation does, without connecting the group anew."""
+    session._launcher.board.regions[0].set_damaged(layout.OPERATION_FAILED)
     session._launcher.abort("failed", "the test said so")
     assert session._launcher.must_reconnect
 

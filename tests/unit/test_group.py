@@ -811,3 +811,210 @@ def test_torch_can_name_and_describe_a_group(rank: Process) -> None:
     group._set_group_desc("my pair")
     assert (group.getGroupName(), group.group_desc, group.name()) == ("8", "my pair", "gloo")
     assert repr(group) == "<process group 8 of ranks 0,2>"
+
+
+# --- whether connections are whole ----------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(rank: Process, rejoined: SwappableGroup) -> Process:
+    """Rank 0, whose groups have just been connected."""
+    rank.groups._alive["0"] = rejoined
+    connect(rank)
+    return rank
+
+
+def connect(process: Process) -> None:
+    meeting = dist.HashStore()
+    process.recorder.reset()
+    process.groups.prepare(meeting, 1)
+    process.groups.reconnect_others(meeting, alone=True)
+
+
+def is_whole(process: Process) -> bool:
+    process.recorder.connections.note_rest()
+    return process.recorder.connections.are_whole and process.region.connected_in == 1
+
+
+def test_operations_that_are_over_leave_the_connections_whole(whole: Process) -> None:
+    group = whole.hold([0], "3")
+    for is_async in (False, True):
+        all_reduce(group, is_async=is_async)
+    group.send([torch.ones(2)], 0, 0).wait()
+    assert is_whole(whole)
+    assert whole.recorder.begun == 3
+    assert sum(count for count, _ in whole.region.handed_on().values()) == 3
+    assert not whole.recorder.connections.give_up()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_operation_that_fails_within_loses_them(whole: Process, is_async: bool) -> None:
+    group = whole.hold([0], "3")
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    group.inner.on_call = fail
+    with pytest.raises(KeyboardInterrupt):
+        all_reduce(group, is_async=is_async)
+    assert not is_whole(whole)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_within_an_operation_they_would_have_to_be_shut(whole: Process, is_async: bool) -> None:
+    group, said = whole.hold([0], "3"), list[bool]()
+    group.inner.on_call = lambda: said.append(whole.recorder.connections.give_up())
+    all_reduce(group, is_async=is_async)
+    assert said == [True]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_was_given_up_just_before_it_begins_is_not_begun(
+    whole: Process, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has given it up then has seen that nobody is within, and shuts nothing."""
+    group, connections = whole.hold([0], "3"), whole.recorder.connections
+    enter = connections.enter
+
+    def give_up_first() -> None:
+        whole.recorder.abort = GIVEN_UP
+        assert not connections.give_up()
+        enter()
+
+    monkeypatch.setattr(connections, "enter", give_up_first)
+    with pytest.raises(CollectiveError, match="rank 1 has failed"):
+        all_reduce(group, is_async=is_async)
+    assert group.inner.calls == []
+    assert is_whole(whole)
+    assert whole.recorder.begun == 0
+    assert whole.region.handed_on() == {}
+
+
+def test_a_message_ends_when_it_is_waited_for(whole: Process) -> None:
+    group = whole.hold([0, 1], "3")
+    work = group.send([torch.ones(2)], 1, 0)
+    assert not is_whole(whole)
+    work.wait()
+    assert is_whole(whole)
+
+
+def test_an_operation_ends_when_its_handle_says_so_or_is_waited_for(whole: Process) -> None:
+    group, given = whole.hold([0], "3"), Given()
+    group.inner.make_work = lambda: given
+    work = all_reduce(group, is_async=True)
+    assert not is_whole(whole)
+    work.wait()
+    assert is_whole(whole)
+    all_reduce(group, is_async=True)
+    assert not is_whole(whole)
+    given.is_over = True
+    assert is_whole(whole)
+
+
+def test_what_another_thread_does_loses_them(
+    whole: Process, beside: Callable[..., Future[Any]]
+) -> None:
+    beside(all_reduce, whole.hold([0], "3")).result(LONG_S)
+    assert not is_whole(whole)
+
+
+def test_a_group_that_is_gone_loses_them(whole: Process) -> None:
+    group = whole.make(whole.options([0], "5"))
+    assert is_whole(whole)
+    del group
+    assert not is_whole(whole)
+
+
+@pytest.mark.parametrize("name", ["_get_backend", "abort", "shutdown"])
+def test_what_user_code_takes_from_within_loses_them_and_what_torch_takes_does_not(
+    whole: Process, name: str
+) -> None:
+    group = whole.hold([0], "3")
+    setattr(group.inner, name, lambda *_: None)
+    for filename, expected in ((torch.__file__, True), (__file__, False)):
+        exec(compile(f"group.{name}()", filename, "exec"), {"group": group})
+        assert is_whole(whole) is expected
+
+
+def test_a_monitored_barrier_loses_them(whole: Process) -> None:
+    group = whole.hold([0], "3")
+    group.inner._get_backend = lambda _: SimpleNamespace(monitored_barrier=lambda *_: None)
+    group.monitored_barrier()
+    assert not is_whole(whole)
+
+
+def test_a_group_of_the_users_own_world_loses_them(whole: Process) -> None:
+    made = whole.make(whole.options(range(RANKS)))
+    assert made.is_world
+    assert not is_whole(whole)
+
+
+def test_a_group_whose_making_breaks_off_loses_them_and_one_that_was_not_begun_does_not(
+    whole: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole.recorder.check = False  # nobody else makes it
+    connections, enter = whole.recorder.connections, whole.recorder.connections.enter
+
+    def give_up_first() -> None:
+        whole.recorder.abort = GIVEN_UP
+        enter()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connections, "enter", give_up_first)
+        with pytest.raises(CollectiveError, match="rank 1 has failed"):
+            whole.make(whole.options([0, 1], "5"))
+    whole.recorder.abort = None
+    assert is_whole(whole)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch_private, "make_native_group", fail)
+    with pytest.raises(RuntimeError, match="refused"):
+        whole.make(whole.options([0, 1], "6"))
+    assert not is_whole(whole)
+
+
+@pytest.mark.parametrize(
+    "why", ["no check", "other hosts", "torch compares", "connects later", "a device"]
+)
+def test_they_are_never_whole_where_not_everything_is_known(
+    rank: Process, rejoined: SwappableGroup, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [rejoined]
+    match why:
+        case "no check":
+            rank.recorder.check = False
+        case "other hosts":
+            rank.recorder.here = frozenset({0, 1})
+        case "torch compares":
+            rank.groups._detail = True
+        case "connects later":
+            monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+        case "a device":
+            kept.append(rank.hold([0, 1], "5", backend="cpu:gloo,cuda:nccl"))
+            rank.groups._alive["5"] = kept[-1]
+            monkeypatch.setattr(torch_private, "abort_backends", lambda _: None)
+    connect(rank)
+    assert not is_whole(rank)
+
+
+def test_a_generation_goes_on_with_the_groups_that_there_are(
+    whole: Process, rejoined: SwappableGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(torch_private, "set_group_count", counts.append)
+    stores: list[tuple[Any, dist.Store]] = []
+    monkeypatch.setattr(torch_private, "set_store", lambda *what: stores.append(what))
+    group, meeting = whole.make(whole.options([0], "5")), dist.HashStore()
+    before, name = group.inner, whole.name_of([0, 1])
+    all_reduce(group)
+    whole.recorder.reset()
+    whole.groups.keep(meeting, 2)
+    assert stores == [(rejoined, meeting)]
+    assert group.inner is before
+    assert counts == [2 * NAMES_PER_GENERATION]
+    assert whole.name_of([0, 1]) != name
+    all_reduce(group)
+    assert whole.recorder.begun == 1
+    assert whole.region.sequences() == {"group 5 (ranks 0)": 1}

@@ -27,6 +27,7 @@ DIAGNOSIS = "unit/test_diagnosis.py::"
 FIRST_LINES = "integration/test_first_lines.py::"
 CAUSE = "integration/test_cause_first.py::"
 RECONNECT = "integration/test_reconnect.py::"
+CONNECTIONS = "integration/test_connections.py::"
 STORE = "integration/test_store.py::"
 RENDER = "unit/test_render.py::"
 OLD = "integration/test_old_sessions.py::"
@@ -420,6 +421,10 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     ),
     "To connect the group anew takes some milliseconds, with many ranks some seconds, and every rank.": (
         HALTED,
+    ),
+    "Where all ranks were freed before an operation had begun, the connections stay as they are, and only the numbers of operations begin anew.": (
+        f"{CONNECTIONS}test_they_stay_when_everybody_is_stopped_before_an_operation",
+        f"{CONNECTIONS}test_they_stay_when_a_rank_fails_or_has_finished",
     ),
     "Where one is stopped, dead or does not answer, nobody waits in it: the others are freed, their variables are kept, and the message, the status and the panel say which rank it is and what to do.": (
         HALTED,

@@ -15,6 +15,7 @@ Only before the first one of a communicator all members meet, as they do within 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -35,6 +36,7 @@ from distsession.engine.collectives.work import (
     Mark,
     await_collective,
 )
+from distsession.engine.failure import is_user_code
 from distsession.errors import CollectiveError, CollectiveMismatchError
 from distsession.protocol.board import key_of
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT
@@ -91,12 +93,34 @@ class Groups:
         if not is_world:
             # Here, where one can be told to stop, rather than within gloo.
             with group.recorded(("new_group",), meets=True):
-                group.connect(self._store_of(group) or options.store)
+                self._connect_new(group, options.store)
         else:
             # Joining; otherwise it is the user's own doing.
+            if self._meeting is None:
+                self.recorder.connections.lose()
             group.connect(self._store_of(group) or options.store)
-        self._alive[name] = group
+        self._add(group)
         return group
+
+    def _connect_new(self, group: SwappableGroup, store: dist.Store) -> None:
+        """Connect a group beside others, whose connections stay if this is given up before."""
+        connections = self.recorder.connections
+        self.recorder.enter()
+        try:
+            group.connect(self._store_of(group) or store)
+        except BaseException:
+            connections.lose()
+            raise
+        finally:
+            connections.leave()
+
+    def _add(self, group: SwappableGroup) -> None:
+        self._alive[group.getGroupName()] = group
+        connections = self.recorder.connections
+        if not group.recipe.is_gloo:
+            connections.lose()  # what a device was given is not kept account of
+        # Its peers may have it still.
+        weakref.finalize(group, connections.lose).atexit = False
 
     def _meet_to_make(self, ranks: Sequence[int] | None) -> None:
         """Called by torch on each rank, a member or not, before a new group is made.
@@ -137,7 +161,8 @@ class Groups:
         self._made[name] += 1
         group.use(inner)
         group.devices = [torch.device(device) for device in recipe.backends]
-        self._alive[name] = group
+        self.recorder.connections.lose()
+        self._add(group)
         return group
 
     def _store_of(self, group: SwappableGroup) -> dist.Store | None:
@@ -240,14 +265,32 @@ class Groups:
                 gloo.
         """
         self.abort()  # a device would go on waiting: who is told to may not have been reached yet
-        self.generation = generation
-        self._made.clear()
-        self._named.clear()
+        self.recorder.connections.begin_making()
+        self._begin(generation)
         self._backends_store = backends_store
         self._meeting = meeting  # the recorder has been reset: an abort may have come since
         self._connect_timeout = (
             None if connect_timeout is None else timedelta(seconds=connect_timeout)
         )
+
+    def _begin(self, generation: int) -> None:
+        self.generation = generation
+        self._made.clear()
+        self._named.clear()
+
+    def keep(self, meeting: dist.Store, generation: int) -> None:
+        """Begin a generation with the connections that there are; every rank has to do so.
+
+        Args:
+            meeting: The generation's own part of the store.
+            generation: Its number.
+        """
+        self._begin(generation)
+        torch_private.set_store(dist.group.WORLD, meeting)
+        torch_private.set_group_count(generation * NAMES_PER_GENERATION)
+        for group in list(self._alive.values()):
+            self._carry_over(group)
+        torch_private.refresh_modules()
 
     def reconnect_world(self, meeting: dist.Store) -> None:
         """Connect the default group anew; returns when every rank has."""
@@ -269,6 +312,7 @@ class Groups:
         torch_private.set_store(world, meeting)
         if alone:
             self._meeting = None
+            self._note_made()
             return
         torch_private.set_group_count(self.generation * NAMES_PER_GENERATION)
         mine = {name: g for name, g in self._alive.items() if g is not world}
@@ -287,6 +331,18 @@ class Groups:
                 group.connect(store or dist.PrefixStore(f"group{name}", meeting), is_again=True)
         self._meeting = None
         torch_private.refresh_modules()
+        self._note_made()
+
+    def _note_made(self) -> None:
+        """All groups are connected, and nothing is under way, as far as that can be known here."""
+        is_known = (
+            self.recorder.sees_all
+            and not self._detail  # compares by operations of its own
+            and not torch_private.connects_later()
+            and all(group.recipe.is_gloo for group in list(self._alive.values()))
+        )
+        if is_known:
+            self.recorder.connections.made(self.generation)
 
     def _carry_over(self, group: SwappableGroup) -> None:
         """A group of an earlier generation goes on in this one, on all its members."""
@@ -486,6 +542,7 @@ class SwappableGroup(Collectives):
             stream.meet(at, self._seconds)
             if has_sizes:
                 stream.compare_sizes(at)
+            stream.begin()
         except CollectiveMismatchError:
             stream.refuse(at)
             raise
@@ -498,11 +555,13 @@ class SwappableGroup(Collectives):
             if work is not None:
                 await_collective(work, recorder)
         except BaseException as error:
+            recorder.connections.lose()
             explained = recorder.explain(error)  # as long as it can be seen what broke off
             stream.withdraw(at)
             raise explained from None
         finally:
             recorder.block(0)
+            recorder.connections.leave()
         stream.end(at)
         return work
 
@@ -516,9 +575,21 @@ class SwappableGroup(Collectives):
         is_message: bool = False,
     ) -> Any:
         """Begin an operation without waiting for it."""
+        connections = self._recorder.connections
         try:
             stream.compare(at)
-            return IssuedWork(call(self.inner), stream, at, key, is_message=is_message)
+            stream.begin()
+            number = connections.issue()
+            try:
+                work = call(self.inner)
+                if not is_message:
+                    connections.follow(number, work)
+            except BaseException:
+                connections.lose()
+                raise
+            finally:
+                connections.leave()
+            return IssuedWork(work, stream, at, key, number, is_message=is_message)
         except BaseException as error:
             stream.withdraw(at)
             raise self._recorder.explain(error) from None
@@ -688,6 +759,7 @@ class SwappableGroup(Collectives):
             The new group; None on a rank that is none of its members.
         """
         limit = self.limit if timeout is None else timeout
+        self._recorder.connections.lose()
         with self.recorded(("split_group",), meets=True):
             inner = self.inner.split_group(
                 ranks, timeout, opts, group_name, group_desc, device_types
@@ -701,6 +773,10 @@ class SwappableGroup(Collectives):
         recipe = torch_private.Recipe(",".join(backends), opts, self.recipe.device_id)
         members = [self.members[rank] for rank in ranks]
         return self._groups.adopt(inner, inner.group_name, members, limit, recipe)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        self._recorder.connections.lose()  # it is made of messages, and may leave some
+        return super().monitored_barrier(timeout, wait_all_ranks)
 
     # --- what else torch asks of a group ----------------------------------------------------------
 
@@ -753,19 +829,31 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return method
 
 
+def _past_the_group(name: str) -> Callable[..., Any]:
+    passed_on = _passed_on(name)
+
+    def method(self: SwappableGroup, *args: Any, **kwargs: Any) -> Any:
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            self._recorder.connections.lose()
+        return passed_on(self, *args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = """What is done by that is not seen here; torch itself asks what it can do."""
+    return method
+
+
+for _name in ("_get_backend", "abort", "shutdown", "_wait_for_pending_works"):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(SwappableGroup, _name, _past_the_group(_name))
 for _name in (
     "_backend_id",
     "_enable_collectives_timing",
-    "_get_backend",
     "_get_backend_name",
     "_get_sequence_number_for_group",
     "_has_hooks",
     "_register_on_completion_hook",
     "_set_sequence_number_for_group",
-    "_wait_for_pending_works",
-    "abort",
     "get_group_store",
-    "shutdown",
 ):
     if hasattr(dist.ProcessGroup, _name):
         setattr(SwappableGroup, _name, _passed_on(_name))

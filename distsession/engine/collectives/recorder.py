@@ -30,6 +30,7 @@ from typing import Any
 
 from distsession.engine import cause, frames
 from distsession.engine.collectives import torch_private
+from distsession.engine.collectives.connections import Connections
 from distsession.engine.collectives.in_flight import InFlight
 from distsession.engine.collectives.operation_log import (
     BEGAN,
@@ -118,7 +119,7 @@ _HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
 _FINGERPRINT, _SIGNATURE, _PLACE = layout.FINGERPRINT, layout.SIGNATURE, layout.PLACE
 _BEGAN, _STATE, _COUNT = layout.BEGAN, layout.STATE, layout.COUNT
 _DEVICE_STREAM = layout.DEVICE_STREAM
-_CHAIN = layout.CHAIN
+_CHAIN, _BEGUN = layout.CHAIN, layout.BEGUN
 _SEQUENCE_BITS, _SEQUENCE_MASK = layout.SEQUENCE_BITS, layout.SEQUENCE_MASK
 _LINE_BITS = layout.LINE_BITS
 _HALF = layout.TEXT_WORDS // 2
@@ -164,6 +165,8 @@ class Recorder(RequestListener):
         """Where every operation is kept for a timeline, while code of the user runs."""
         self.in_flight = InFlight()
         """What the device has been given."""
+        self.connections = Connections(self.region)
+        """Whether those of gloo are as between two operations."""
         self.unseen = UnseenWork(
             self.in_flight, self.region.set_unseen, self.place_of, self.region.place
         )
@@ -233,6 +236,7 @@ class Recorder(RequestListener):
                 self._places.pop(cell.file, None)
 
     def end_request(self, request: Request) -> None:
+        self.connections.note_rest()
         self._show_request(0)
         self.note_completed()
 
@@ -283,6 +287,11 @@ class Recorder(RequestListener):
         return any(words[at] or words[at + 1] for at in self._debuggers)
 
     @property
+    def sees_all(self) -> bool:
+        """Whether all ranks meet here before they begin what their callers wait for."""
+        return self.check and len(self.here) == len(self.board.regions)
+
+    @property
     def is_main_thread(self) -> bool:
         return threading.get_ident() == self._main
 
@@ -317,6 +326,8 @@ class Recorder(RequestListener):
 
     def _begin_stream(self, key: int, name: str, members: Sequence[int]) -> Stream:
         at = self.region.add_stream(key, name, members, self._allocate())
+        if at < 0:
+            self.connections.lose()  # nobody sees how much is begun there
         if at < 0 and not self._is_full:
             self._is_full = True
             log.warning(
@@ -325,6 +336,25 @@ class Recorder(RequestListener):
                 self.rank, layout.STREAMS, name,
             )  # fmt: skip
         return Stream(self, key, name, members, at, *self._counts.pop(key, (0, 0)))
+
+    def enter(self) -> None:
+        """Something begins within gloo; ``connections.leave`` ends that.
+
+        Whoever has given the group up by now has found nobody within, and leaves the connections as
+        they are. So it is asked again, once it can be seen that this rank is about to begin.
+
+        Raises:
+            CollectiveError: The group has been given up; or what else it was given up for.
+        """
+        self.connections.enter()
+        if self.abort is not None:
+            self.connections.leave()
+            raise self.abort_error()
+
+    @property
+    def begun(self) -> int:
+        """How many operations of all groups have been handed to gloo in this generation."""
+        return sum(stream.begun for stream in list(self._streams.values()))
 
     def drop_streams(self, epoch: int, keys: Iterable[int]) -> None:
         """A group is gone; called at any moment, in any thread.
@@ -623,6 +653,8 @@ class Stream:
         self.name = name
         self.key = key
         self.count = count
+        self.begun = 0
+        """How many of them have been handed to gloo."""
         self.members = tuple(members)
         self.open: dict[int, Entry] = {}
         """What is logged and has not ended, by where it is posted."""
@@ -680,6 +712,15 @@ class Stream:
         place = recorder.region.place(recorder.place())
         sequence = self.count + 1
         return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
+
+    def begin(self) -> None:
+        """An operation that was posted is handed to gloo next; see :meth:`Recorder.enter`."""
+        self.begun = self.words[self.at + _BEGUN] = self.begun + 1
+        try:
+            self.recorder.enter()
+        except BaseException:
+            self.begun = self.words[self.at + _BEGUN] = self.begun - 1
+            raise
 
     def end(self, at: int) -> None:
         """That operation is over, well or not."""

@@ -443,7 +443,7 @@ def make_backend_group(
         if default is not None and not may_split:
             default.bound_device_id = bound
     for device, backend in recipe.backends.items():
-        if backend == "gloo" and os.environ.get(LAZY_INIT, "0") == "0":
+        if backend == "gloo" and not connects_later():
             own = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", store))
             _close_listener(own, outer.rank())
     return group  # type: ignore[no-any-return]
@@ -615,7 +615,7 @@ def make_native_group(
         backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
     if limit != timeout:
         backend._set_default_timeout(timeout)
-    if os.environ.get(LAZY_INIT, "0") == "0":
+    if not connects_later():
         _close_listener(cpu, rank)
     backend._set_sequence_number_for_group()
     if detail:
@@ -660,6 +660,11 @@ def _without_lines_of_gloo() -> Iterator[None]:
             rest = _LINE_OF_GLOO.sub(b"", written.read())
         while rest:
             rest = rest[os.write(1, rest) :]
+
+
+def connects_later() -> bool:
+    """Whether gloo makes its connections when they are first needed."""
+    return os.environ.get(LAZY_INIT, "0") != "0"
 
 
 def _close_listener(store: dist.Store, rank: int) -> None:

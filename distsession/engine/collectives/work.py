@@ -44,10 +44,13 @@ class IssuedWork(dist.Work):
         stream: Stream,
         at: int,
         key: tuple[Any, ...],
+        number: int = 0,
         *,
         is_message: bool = False,
     ):
         super().__init__()
+        self._number = number
+        """By which it is known to the account of what is under way."""
         self._is_message = is_message
         self._inner = inner
         self._stream = stream
@@ -72,8 +75,12 @@ class IssuedWork(dist.Work):
             begin_wait(entry, is_over=bool(self._inner.is_completed()))
         try:
             if args or kwargs or self._is_message:  # a message's wait must not end too early
-                return bool(self._inner.wait(*args, **kwargs))
-            return await_collective(self._inner, recorder)
+                ended = bool(self._inner.wait(*args, **kwargs))
+            else:
+                ended = await_collective(self._inner, recorder)
+            if ended:
+                recorder.connections.settle(self._number)
+            return ended
         except RuntimeError as error:
             if entry is not None:
                 entry[FLAGS] |= FAILED
