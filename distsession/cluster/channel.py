@@ -51,6 +51,7 @@ from distsession.protocol.messages import (
     decode,
     encode,
 )
+from distsession.protocol.shared_buffer import Place
 from distsession.protocol.shared_memory import Progress, Segment
 from distsession.protocol.sockets import receive, send
 from distsession.protocol.wire import link_address, socket_path
@@ -250,16 +251,18 @@ class SocketChannel(Channel):
         for rank in ranks:
             part = parts[rank]
             self._busy[rank][number] = None
-            if isinstance(part, list) and id(part) not in encoded:
-                encoded[id(part)] = encode(message, part)
+            if id(part) not in encoded and isinstance(part, (list, Place)):
+                content = part if isinstance(part, list) else part.buffered
+                encoded[id(part)] = encode(message, content)
             if self._nodes[rank]:
                 far.setdefault((self._nodes[rank], id(part)), []).append(rank)
                 continue
-            frames = (
-                self.payloads.encode(rank, message, part)
-                if isinstance(part, Segment)
-                else encoded[id(part)]
-            )
+            if isinstance(part, Segment):
+                frames = self.payloads.encode(rank, message, part)
+            elif isinstance(part, Place) and not self.payloads.reach(rank, part):
+                frames = encode(message, part.frames())
+            else:
+                frames = encoded[id(part)]
             self._route(
                 self._requests, self._identities[rank], frames, is_small=node_link.is_small(frames)
             )
@@ -606,7 +609,8 @@ class SocketChannel(Channel):
         with self._lock:
             self._pending.pop(pending.request, None)
             self._acknowledge()
-            self.payloads.forget(pending.request, taken=not pending.missing)
+            taken = len(pending.replies) == len(pending.ranks)  # a rank may only seem to be dead
+            self.payloads.forget(pending.request, taken=taken)
 
     def _receive_from_agent(self, node: int, agent: Connection) -> bool:
         """Take in a message of an agent; False if there will be no more."""
