@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 
 from distsession.cluster.base import Channel, Payload
+from distsession.cluster.direct import DirectSockets
 from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.node_links import NodeLinks
@@ -105,6 +106,8 @@ class SocketChannel(Channel):
         self._replies = self._bind(zmq.PULL, "replies")
         self._output = self._bind(zmq.PULL, "output")
         self._control = self._bind(zmq.ROUTER, "control")
+        # Of a session that is kept, another kernel has to be able to take everything over.
+        self._direct = None if is_kept else DirectSockets(folder, epoch)
         self.links = NodeLinks(
             self._context,
             link_address(folder, epoch),
@@ -250,6 +253,7 @@ class SocketChannel(Channel):
         far: dict[tuple[int, int], list[int]] = {}
         for rank in ranks:
             part = parts[rank]
+            is_idle = not self._busy[rank]
             self._busy[rank][number] = None
             if id(part) not in encoded and isinstance(part, (list, Place)):
                 content = part if isinstance(part, list) else part.buffered
@@ -263,6 +267,9 @@ class SocketChannel(Channel):
                 frames = encode(message, part.frames())
             else:
                 frames = encoded[id(part)]
+            if is_idle and len(frames) == 1 and self._direct is not None:
+                if self._direct.send(self._identities[rank], frames[0]):
+                    continue
             self._route(
                 self._requests, self._identities[rank], frames, is_small=node_link.is_small(frames)
             )
@@ -488,6 +495,9 @@ class SocketChannel(Channel):
         links = self.links.descriptor
         for source in (self._replies, self._wake_reader, relays, links):
             poller.register(source, zmq.POLLIN)
+        direct = -1 if self._direct is None else self._direct.descriptor
+        if self._direct is not None:
+            poller.register(direct, zmq.POLLIN)
         reading = False
         while not self._closed:
             if reading == self.budget.is_over:
@@ -500,6 +510,8 @@ class SocketChannel(Channel):
                 self.links.grant()
             is_told = bool(not self.shares_board and self._pending and self.links.nodes)
             ready = dict(poller.poll(SHARE_MS if is_told or not reading else None))
+            if direct in ready:
+                self._drain_direct()
             if self._replies in ready:
                 self._drain(self._replies)
             if self._output in ready:
@@ -523,6 +535,15 @@ class SocketChannel(Channel):
             socket.close(self._linger_ms)
         self.links.close(self._linger_ms)
 
+    def _drain_direct(self) -> None:
+        assert self._direct is not None
+        for name, data in self._direct.receive():
+            if data:
+                self._take([data])
+            else:
+                with self._lock:
+                    self._direct.drop(name)
+
     def _drain(self, socket: zmq.Socket[bytes], at_most: int = 1000) -> None:
         for _ in range(at_most):
             try:
@@ -531,7 +552,7 @@ class SocketChannel(Channel):
                 return
             self._take(frames)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: Sequence[bytes | memoryview]) -> None:
         """Take in what a rank has sent."""
         try:
             message, payload = decode(frames)
@@ -657,6 +678,8 @@ class SocketChannel(Channel):
                 socket.close(self._linger_ms)
             self.links.close(self._linger_ms)
         self._context.destroy(self._linger_ms)  # what was sent has left when the relays end
+        if self._direct is not None:
+            self._direct.close()
         self.payloads.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)

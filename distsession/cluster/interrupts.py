@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 __all__ = ["InterruptHold", "interrupts_held"]
 
+
+def _plain_signals() -> ModuleType:
+    """What ``signal`` is made of: it makes enums of all that is given and returned, which would take
+    a twentieth of an empty call.
+    """
+    try:
+        return importlib.import_module("_signal")
+    except ImportError:  # it is not public
+        return signal
+
+
+_signals = _plain_signals()
 
 @contextmanager
 def interrupts_held(
@@ -23,7 +36,7 @@ def interrupts_held(
     """
     if (
         threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is None  # it is not Python's, and cannot be put back
+        or _signals.getsignal(_signals.SIGINT) is None  # it is not Python's, and cannot be put back
     ):
         yield
         return
@@ -34,13 +47,13 @@ def interrupts_held(
         came = True
         hurry()
 
-    before = signal.signal(signal.SIGINT, note)
+    before = _signals.signal(_signals.SIGINT, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN if forget else before)
+        _signals.signal(_signals.SIGINT, _signals.SIG_IGN if forget else before)
         if came and not forget:
-            signal.raise_signal(signal.SIGINT)
+            _signals.raise_signal(_signals.SIGINT)
 
 
 class InterruptHold:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
+import socket
 import threading
 import time
 from collections import deque
@@ -22,6 +24,7 @@ import zmq
 from distsession.protocol import shared_memory
 from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.board import Board
+from distsession.protocol.direct import LARGEST, direct_path, open_socket
 from distsession.protocol.messages import (
     Addressed,
     MalformedMessage,
@@ -112,6 +115,27 @@ class KernelLink:
         self._memory = self._connect_memory(start.epoch)
         self._output = self._connect(zmq.PUSH, "output")
         self.control = self._connect(zmq.DEALER, "control")
+        self._direct: socket.socket | None = None
+        self._answers_directly = False
+        self._direct_memory = memoryview(bytearray(LARGEST))
+        if not self._is_kept:
+            self._connect_direct()
+
+    def _connect_direct(self) -> None:
+        """Connect straight to a kernel of this node; a relay of another node knows nothing of it."""
+        direct = open_socket()
+        try:
+            direct.connect(direct_path(node_folder(self._folder, self._node), self.epoch))
+            direct.send(self.name.encode())
+        except OSError:
+            direct.close()
+            return
+        # One descriptor, which is readable when either of both is.
+        self._ways = select.epoll()
+        for descriptor in (self.descriptor, direct.fileno()):
+            self._ways.register(descriptor, select.EPOLLIN)
+        self.descriptor, self._direct = self._ways.fileno(), direct
+        self._answers_directly = True
 
     def _connect(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -127,7 +151,7 @@ class KernelLink:
     def _connect_requests(self) -> None:
         self._requests = self._connect(zmq.DEALER, "requests")
         self.descriptor = int(self._requests.FD)
-        """Is readable when the state of the requests' socket changes."""
+        """Is readable when the state of the requests' socket changes, or a request came directly."""
 
     def _connect_memory(self, epoch: int) -> Link:
         return Link.connect(memory_path(self._folder, self._node, epoch), self.name)
@@ -143,6 +167,9 @@ class KernelLink:
         """Wait a moment for a request."""
         if self._queued:
             return True
+        if self._direct is not None:
+            # A descriptor of zmq's says once that something has come.
+            return self.has_request() or bool(self._ways.poll(timeout_ms / 1000))
         with self._request_lock:
             return bool(self._requests.poll(timeout_ms))
 
@@ -152,16 +179,34 @@ class KernelLink:
             if self._queued:
                 self._running = self._queued.popleft()
                 return self._running
-            try:
-                frames = receive(self._requests)
-            except zmq.Again:  # what woke it was something else, or the socket is another one
-                return None
+            frames: Sequence[Any] = self._receive_direct()
+            if not frames:
+                try:
+                    frames = receive(self._requests)
+                except zmq.Again:  # what woke it was something else, or the socket is another one
+                    return None
             received = self._decode(frames)
             if received is None or not (self._is_kept and self._must_wait(received)):
                 self._running = received
                 return received
             self._uncommitted = received
         return self._wait_committed(received)
+
+    def _receive_direct(self) -> list[memoryview]:
+        """What has come straight from the kernel, which was sent before all that zmq has now."""
+        if self._direct is None:
+            return []
+        try:
+            count = self._direct.recv_into(self._direct_memory, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            count = 0
+        if not count:  # the kernel is gone
+            self._ways.unregister(self._direct)
+            self._direct = None
+            return []
+        return [self._direct_memory[:count]]
 
     def _must_wait(self, received: Received) -> bool:
         return self._board.committed(self.epoch) < received.request.id
@@ -257,11 +302,24 @@ class KernelLink:
                 if epoch != self.epoch or not self._takes_replies:
                     return
                 try:
-                    send(self._replies, frames, copy=len(frames) == 1)
+                    if not self._send_direct(frames):
+                        send(self._replies, frames, copy=len(frames) == 1)
                     return
                 except zmq.Again:
                     if self.is_leaving and self._is_kept:
                         return
+
+    def _send_direct(self, frames: Sequence[Any]) -> bool:
+        """Send a message straight to the kernel; False if it has to go another way."""
+        direct = self._direct if self._answers_directly else None
+        if direct is None or len(frames) > 1 or len(frames[0]) > LARGEST:
+            return False
+        try:
+            direct.send(frames[0], socket.MSG_DONTWAIT)
+        except OSError:  # it does not read, or is gone
+            self._answers_directly = False  # or what comes later would overtake this
+            return False
+        return True
 
     def send_output(self, message: Any) -> None:
         """Wait for as long as the kernel is behind; give up only when this process ends.

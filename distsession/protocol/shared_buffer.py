@@ -1,4 +1,4 @@
-"""Payloads of up to some MB, which ranks copy out of memory that they have mapped once.
+"""Payloads of up to 1 MB, which ranks copy out of memory that they have mapped once.
 
 To make a segment for each payload, to hand a descriptor of it to every rank, and to map it there
 costs several times what it takes to copy 1 MB. So what is small goes through one piece of memory,
@@ -17,18 +17,18 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from distsession.protocol.messages import Buffered
+from distsession.protocol.messages import INLINE, Buffered
 from distsession.protocol.shared_memory import Link, Segment, aligned, nbytes, offsets
 from distsession.protocol.tensor_memory import size_of
 
-__all__ = ["CAPACITY", "LEAST", "Place", "SharedBuffer"]
+__all__ = ["CAPACITY", "LARGEST", "Place", "SharedBuffer"]
 
-LEAST = 32 << 10
-"""Bytes of a payload from which it goes through the buffer."""
+LARGEST = 1 << 20
+"""Bytes of a payload up to which it goes through the buffer, if it does not go with its message. To
+copy 2 MB takes ranks longer than to map them, and what is mapped takes memory once for all."""
 
-CAPACITY = 4 << 20
-"""Bytes of the buffer, and so of the payloads in it. A copy of more than these takes a rank as long
-as to map it and to read it, and each rank would take as much memory."""
+CAPACITY = 2 << 20
+"""Bytes of the buffer, for payloads that are sent one after the other, and not answered yet."""
 
 
 class SharedBuffer:
@@ -51,7 +51,7 @@ class SharedBuffer:
             OSError: There is no memory.
         """
         total = nbytes(frames)
-        if not LEAST <= total <= CAPACITY:
+        if not INLINE < total <= LARGEST:
             return None
         sizes = tuple(map(size_of, frames))
         with self._lock:

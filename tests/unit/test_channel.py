@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import tempfile
 import threading
 import time
@@ -21,7 +22,11 @@ from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError, SessionStateError
 from distsession.protocol.agent_messages import AgentFailed, StoreReady
 from distsession.protocol.board import Board, file_size, make_file
+from distsession.protocol.direct import LARGEST as LARGEST_DIRECT
+from distsession.protocol.direct import direct_path, open_socket
 from distsession.protocol.messages import (
+    INLINE,
+    Buffered,
     CellRequest,
     CompletionReply,
     CompletionRequest,
@@ -39,12 +44,15 @@ from distsession.protocol.messages import (
     decode,
     encode,
 )
-from distsession.protocol.shared_memory import THRESHOLD, Link, Segment, map_private
+from distsession.protocol.shared_buffer import LARGEST
+from distsession.protocol.shared_memory import Link, Segment, map_private
 from distsession.protocol.wire import memory_path, socket_path
 from tests.until import until
 
 LONG_S = 60.0
-LARGE = b"x" * THRESHOLD
+LARGE = b"x" * (LARGEST + 1)
+SOME = 100_000
+"""Bytes of what goes through the buffer."""
 
 
 def cell(number: int) -> CellRequest:
@@ -177,6 +185,137 @@ def beside() -> Iterator[Callable[..., Future[Any]]]:
         yield pool.submit
 
 
+# --- with nobody in between -----------------------------------------------------------------------
+
+
+class Direct:
+    """A rank's socket on which requests come straight, and its answers go back."""
+
+    def __init__(self, kernel: Kernel, rank: int):
+        self._rank = rank
+        self._socket = open_socket()
+        self._socket.settimeout(LONG_S)
+        self._socket.connect(direct_path(kernel.folder, 1))
+        self._socket.send(f"0.{rank}".encode())
+        assert kernel.channel._direct is not None
+        until(lambda: f"0.{rank}".encode() in kernel.channel._direct._sockets)  # type: ignore[union-attr]
+
+    def receive(self) -> Any:
+        return decode([self._socket.recv(LARGEST_DIRECT)])
+
+    def has_nothing(self) -> bool:
+        return not select.select([self._socket], [], [], 0.05)[0]
+
+    def reply(self, number: int) -> None:
+        self._socket.send(encode(Reply(number, self._rank))[0])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def direct(kernel: Kernel) -> Iterator[Callable[[int], Direct]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda rank: stack.enter_context(contextlib.closing(Direct(kernel, rank)))
+
+
+def test_a_rank_that_waits_gets_a_request_straight_and_one_that_works_does_not(
+    kernel: Kernel, direct: Callable[[int], Direct]
+) -> None:
+    rank = kernel.add_rank(0)
+    way = direct(0)
+    first = kernel.submit(0)
+    assert way.receive()[0] == cell(first.request)
+    second = kernel.submit(0)
+    assert rank.receive()[0] == cell(second.request)  # it would wait where there is little room
+    way.reply(first.request)
+    wait(first)
+    third = kernel.submit(0)
+    assert rank.receive()[0] == cell(third.request)  # or it would overtake the second
+    assert way.has_nothing()
+    rank.reply(second.request)
+    way.reply(third.request)
+    wait(second)
+    wait(third)
+    assert way.has_nothing()
+    fourth = kernel.submit(0)
+    assert way.receive()[0] == cell(fourth.request)
+    assert rank.has_nothing()
+
+
+def test_what_has_frames_of_its_own_does_not_go_straight(
+    kernel: Kernel, direct: Callable[[int], Direct]
+) -> None:
+    rank = kernel.add_rank(0)
+    way = direct(0)
+    kernel.channel.payloads._links.close()  # no memory can be handed over
+    kernel.channel.submit([0], PushRequest, [b"x" * (INLINE + 1)])
+    assert rank.receive()[1] == [b"x" * (INLINE + 1)]
+    assert way.has_nothing()
+
+
+def test_a_rank_whose_direct_socket_is_gone_is_reached_all_the_same(
+    kernel: Kernel, direct: Callable[[int], Direct]
+) -> None:
+    rank = kernel.add_rank(0)
+    direct(0).close()
+    pending = kernel.submit(0)
+    assert rank.receive()[0] == cell(pending.request)
+    assert kernel.channel._direct is not None
+    until(lambda: not kernel.channel._direct._connections)  # type: ignore[union-attr]
+
+
+def test_a_new_process_of_a_rank_gets_nothing_that_was_for_the_old_one(
+    kernel: Kernel, direct: Callable[[int], Direct]
+) -> None:
+    kernel.add_rank(0)
+    old = direct(0)
+    new = kernel.add_rank(0, generation=1)
+    pending = kernel.submit(0)
+    assert new.receive()[0] == cell(pending.request)
+    assert old.has_nothing()
+
+
+def test_a_session_that_is_kept_has_no_such_sockets() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        channel = SocketChannel(folder, lambda _: None, PendingRequest(0, ()), is_kept=True)
+        assert not os.path.exists(direct_path(folder, 1))
+        channel.close()
+
+
+def test_what_is_copied_out_of_the_buffer_is_there_until_all_have_answered(kernel: Kernel) -> None:
+    ranks = [kernel.add_rank(number) for number in range(2)]
+
+    def push(fill: bytes) -> PendingRequest:
+        return kernel.channel.submit([0, 1], PushRequest, [fill * SOME])
+
+    def taken(rank: Rank) -> bytes:
+        _, buffered = rank.receive()
+        assert isinstance(buffered, Buffered)
+        return bytes(rank.link.copy(buffered)[0][:1])
+
+    first = push(b"1")
+    assert taken(ranks[0]) == b"1"
+    kernel.channel.forget(first)  # nobody waits any more, and the other rank has not come to it
+    second = push(b"2")
+    assert [taken(rank) for rank in (ranks[0], ranks[1])] == [b"2", b"1"]
+    assert taken(ranks[1]) == b"2"
+    for rank in ranks:
+        rank.reply(second.request)
+    wait(second)
+    kernel.channel.forget(second)
+    third = push(b"3")
+    assert [taken(rank) for rank in ranks] == [b"3", b"3"]
+    kernel.channel.mark_dead(death(1))  # it may only seem so
+    ranks[0].reply(third.request)
+    wait(third)
+    kernel.channel.forget(third)
+    kernel.channel.submit([0], PushRequest, [b"4" * SOME])
+    assert taken(ranks[0]) == b"4"
+    number, memory = ranks[1].link._buffer
+    assert bytes(memory[:1]) == b"3"
+
+
 # --- pushes that are committed by a word ----------------------------------------------------------
 
 
@@ -283,7 +422,7 @@ def test_large_payloads_go_through_memory_in_both_directions(kernel: Kernel) -> 
     assert isinstance(shared, Shared)
     with rank.link.receive(shared) as descriptor:
         assert map_private(descriptor, shared.sizes) == [LARGE]
-    with Segment([THRESHOLD]) as made:
+    with Segment([len(LARGE)]) as made:
         made.write([LARGE[::-1]])
         rank.reply(pending.request, rank.link.send(made))
     wait(pending)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from distsession.cluster.direct import DirectSockets
 from distsession.engine.kernel_link import KernelLink, Received
 from distsession.protocol import shared_memory
 from distsession.protocol.agent_messages import StartRanks
@@ -145,6 +146,107 @@ def host() -> Iterator[Host]:
         made = Host(folder)
         yield made
         made.close()
+
+
+class DirectKernel:
+    """A kernel that sends to one rank of a session which is not kept, straight and through zmq."""
+
+    def __init__(self, folder: str):
+        self.sockets = DirectSockets(folder, 1)
+        self._host = Host(folder, keep=0.0)
+        self.link = self._host.link
+        assert list(self.sockets.receive()) == []
+
+    def send(self, number: int, *, straight: bool) -> None:
+        frames = encode(CellRequest(number, "1", "In[1]"))
+        if straight:
+            assert self.sockets.send(NAME, frames[0])
+        else:
+            until(lambda: self._route(frames))
+
+    def _route(self, frames: list[Any]) -> bool:
+        try:
+            self._host.kernel._requests.send_multipart([NAME, *frames])
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def answers(self) -> list[int]:
+        """The requests whose answers have come straight."""
+        return [decode([data])[0].id for _, data in self.sockets.receive()]
+
+    def answer_through_zmq(self) -> int:
+        number, _ = self._host.kernel.value()
+        return number
+
+    def receive(self) -> Received:
+        return self._host.receive()
+
+    def answer(self, received: Received, value: bytes = b"value") -> None:
+        self._host.answer(received, value)
+
+    def close(self) -> None:
+        self.sockets.close()
+        self._host.close()
+
+
+@pytest.fixture
+def straight() -> Iterator[DirectKernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = DirectKernel(folder)
+        yield made
+        made.close()
+
+
+def test_requests_come_straight_or_through_zmq_and_small_answers_go_straight(
+    straight: DirectKernel,
+) -> None:
+    for number in range(1, 7):
+        straight.send(number, straight=number % 3 > 0)
+        received = straight.receive()
+        assert received.request.id == number
+        straight.answer(received)
+        assert straight.answers() == [number]
+
+
+def test_what_came_straight_was_sent_first(straight: DirectKernel) -> None:
+    straight.send(1, straight=True)
+    straight.send(2, straight=False)
+    until(lambda: straight.link.has_request())
+    assert [straight.receive().request.id for _ in range(2)] == [1, 2]
+
+
+def test_large_answers_go_another_way(straight: DirectKernel) -> None:
+    straight.send(1, straight=True)
+    straight.answer(straight.receive(), b"x" * 50_000)
+    assert straight.answer_through_zmq() == 1
+    assert straight.answers() == []
+
+
+def test_no_answer_overtakes_one_that_found_no_room(straight: DirectKernel) -> None:
+    straight.send(1, straight=True)
+    received = straight.receive()
+    sent = 0
+    while straight.link._answers_directly:
+        straight.link.send(Reply(sent, 1))
+        sent += 1
+    number = straight.answer_through_zmq()
+    assert number == sent - 1
+    assert straight.answers() == list(range(sent - 1))
+    straight.answer(received)  # there is room again
+    assert straight.answer_through_zmq() == 1
+    assert straight.answers() == []
+
+
+def test_a_kernel_that_is_gone_is_no_request(straight: DirectKernel) -> None:
+    straight.sockets.close()
+    assert straight.link.poll_request(20_000)
+    assert straight.link.receive_request() is None
+    straight.send(1, straight=False)
+    received = straight.receive()
+    straight.answer(received)
+    assert straight.answer_through_zmq() == 1
+    assert not straight.link.poll_request(50)
 
 
 def numbers(addressed: tuple[Addressed, ...]) -> list[int]:
