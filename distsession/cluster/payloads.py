@@ -153,8 +153,7 @@ class Payloads:
         """Memory of this host with these frames; None where they are to go with the message."""
         try:
             place = self._buffer.put(frames)
-        except OSError as error:
-            log.warning("the buffer for small payloads cannot be had: %s", error)
+        except OSError:  # as nobody can do without shared memory, this goes with the message, too
             place = None
         return place or shared_memory.offer(frames, note, self._pool)
 

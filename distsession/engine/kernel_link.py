@@ -161,7 +161,9 @@ class KernelLink:
     def has_request(self) -> bool:
         with self._request_lock:
             events = int(self._requests.getsockopt(zmq.EVENTS))
-        return bool(self._queued) or bool(events & POLLIN)
+        if self._queued or events & POLLIN:
+            return True
+        return self._direct is not None and bool(self._ways.poll(0))
 
     def poll_request(self, timeout_ms: int) -> bool:
         """Wait a moment for a request."""

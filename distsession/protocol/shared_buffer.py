@@ -60,7 +60,8 @@ class SharedBuffer:
             if ends[-1] > CAPACITY:
                 return None
             if self._memory is None:
-                self._memory, self._number = Segment([CAPACITY]), self._number + 1
+                self._memory = Segment([CAPACITY], "distsession-buffer")
+                self._number += 1
             memory, self._end = self._memory, aligned(ends[-1])
             self._places += 1
             place = Place(self, memory, Buffered(self._number, at, sizes))

@@ -114,12 +114,13 @@ class Segment:
 
     Args:
         sizes: Bytes of each of its frames.
+        name: What ``/proc`` calls it.
     """
 
-    def __init__(self, sizes: Sequence[int]):
+    def __init__(self, sizes: Sequence[int], name: str = "distsession"):
         self.sizes = tuple(sizes)
         self.capacity = length_of(sizes)
-        first = os.memfd_create("distsession", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        first = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(first, self.capacity)
             # A receiver could otherwise be killed by SIGBUS where the memory has become shorter.

@@ -216,6 +216,16 @@ def test_what_came_straight_was_sent_first(straight: DirectKernel) -> None:
     assert [straight.receive().request.id for _ in range(2)] == [1, 2]
 
 
+def test_one_that_came_straight_is_there_for_who_asks_before_it_waits(
+    straight: DirectKernel,
+) -> None:
+    assert not straight.link.has_request()
+    straight.send(1, straight=True)
+    assert straight.link.has_request()
+    straight.receive()
+    assert not straight.link.has_request()
+
+
 def test_large_answers_go_another_way(straight: DirectKernel) -> None:
     straight.send(1, straight=True)
     straight.answer(straight.receive(), b"x" * 50_000)
