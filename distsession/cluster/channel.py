@@ -36,6 +36,7 @@ from distsession.protocol import board_mirror, node_link, serialize
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Addressed,
+    Buffered,
     CompletionReply,
     ErrorInfo,
     InputReply,
@@ -267,9 +268,8 @@ class SocketChannel(Channel):
                 frames = encode(message, part.frames())
             else:
                 frames = encoded[id(part)]
-            if is_idle and len(frames) == 1 and self._direct is not None:
-                if self._direct.send(self._identities[rank], frames[0]):
-                    continue
+            if is_idle and self._send_direct(rank, frames):
+                continue
             self._route(
                 self._requests, self._identities[rank], frames, is_small=node_link.is_small(frames)
             )
@@ -284,6 +284,15 @@ class SocketChannel(Channel):
             messages.append((node, self._names(group), frames))
         if messages:
             self.links.send_each(node_link.REQUEST, messages)
+
+    def _send_direct(self, rank: int, frames: Sequence[Any]) -> bool:
+        """Send a rank that has nothing to answer a request; False if it has to go through zmq."""
+        direct = self._direct
+        return (
+            direct is not None
+            and len(frames) == 1
+            and direct.send(self._identities[rank], frames[0])
+        )
 
     @property
     def commits_pushes(self) -> bool:  # type: ignore[override]
@@ -561,6 +570,8 @@ class SocketChannel(Channel):
                     self._fetch(message, payload)
                     return
                 payload = self.payloads.open(payload)
+            elif isinstance(payload, Buffered):
+                raise MalformedMessage("what only this process may send")
             self._dispatch(message, payload)
         except MalformedMessage as error:
             self.malformed += 1

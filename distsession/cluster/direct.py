@@ -1,13 +1,13 @@
 """Sockets between the kernel and the ranks of its own node with no other thread in between.
 
 Whatever goes through zmq is handed to a thread of zmq's on either side. For a call and its answer
-these are four more changes of threads for each rank, which is a third of what a small call takes. A
+these are four more changes of threads for each rank, a large part of what a small call takes. A
 rank that waits for a request needs no queue before it. So it has one more unix socket: a request
 comes on it straight from the thread that makes it, and the answer goes back on it.
 
-zmq has the rest: what is large, what ranks of other nodes send and get, and a request to a rank that
-has others to answer first, which has to wait somewhere. So there is one request at most on such a
-socket, and none overtakes another: one that follows through zmq was sent when it was there already.
+zmq has the rest: what is large, what ranks of other nodes send and get, and a request to a rank
+that has others to answer first, which has to wait somewhere. So there is one request at most on
+such a socket, and none overtakes another: what follows through zmq was sent when it was there.
 """
 
 from __future__ import annotations

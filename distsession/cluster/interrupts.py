@@ -13,8 +13,9 @@ __all__ = ["InterruptHold", "interrupts_held"]
 
 
 def _plain_signals() -> ModuleType:
-    """What ``signal`` is made of: it makes enums of all that is given and returned, which would take
-    a twentieth of an empty call.
+    """What ``signal`` is made of, without the enums that it makes of all it takes and gives.
+
+    They would take a twentieth of an empty call.
     """
     try:
         return importlib.import_module("_signal")
@@ -23,6 +24,7 @@ def _plain_signals() -> ModuleType:
 
 
 _signals = _plain_signals()
+
 
 @contextmanager
 def interrupts_held(

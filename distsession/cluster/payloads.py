@@ -141,7 +141,8 @@ class Payloads:
         if is_here:
             offered = self._offer(frames, note)
             if offered is not None:
-                parts |= dict.fromkeys(groups[0], stack.enter_context(offered))
+                stack.push(offered)
+                parts |= dict.fromkeys(groups[0], offered)
         for upload, reached in uploads:
             if upload.wait(lambda total=upload.total: tell(total)):  # type: ignore[misc]
                 parts |= dict.fromkeys(reached, upload)

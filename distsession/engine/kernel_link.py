@@ -122,7 +122,7 @@ class KernelLink:
             self._connect_direct()
 
     def _connect_direct(self) -> None:
-        """Connect straight to a kernel of this node; a relay of another node knows nothing of it."""
+        """Connect straight to a kernel of this node; the relay of another one has no such way."""
         direct = open_socket()
         try:
             direct.connect(direct_path(node_folder(self._folder, self._node), self.epoch))
@@ -150,8 +150,8 @@ class KernelLink:
 
     def _connect_requests(self) -> None:
         self._requests = self._connect(zmq.DEALER, "requests")
-        self.descriptor = int(self._requests.FD)
-        """Is readable when the state of the requests' socket changes, or a request came directly."""
+        self.descriptor: int = int(self._requests.FD)
+        """Is readable when the state of the requests' socket changes, or one came straight."""
 
     def _connect_memory(self, epoch: int) -> Link:
         return Link.connect(memory_path(self._folder, self._node, epoch), self.name)
