@@ -110,6 +110,8 @@ class KernelLink:
         self._answers: dict[int, _Answer] = {}
         self._takes_replies = self.takes_output = True
         self.epoch = start.epoch
+        self.descriptor = -1
+        """Is readable when the state of the requests' socket changes, or one came straight."""
         self._connect_requests()
         self._replies = self._connect(zmq.PUSH, "replies")
         self._memory = self._connect_memory(start.epoch)
@@ -150,8 +152,7 @@ class KernelLink:
 
     def _connect_requests(self) -> None:
         self._requests = self._connect(zmq.DEALER, "requests")
-        self.descriptor: int = int(self._requests.FD)
-        """Is readable when the state of the requests' socket changes, or one came straight."""
+        self.descriptor = int(self._requests.FD)
 
     def _connect_memory(self, epoch: int) -> Link:
         return Link.connect(memory_path(self._folder, self._node, epoch), self.name)
