@@ -38,6 +38,7 @@ from distsession.protocol.message_listener import MessageListener
 from distsession.protocol.message_stream import Packed, packed
 from distsession.protocol.messages import (
     Addressed,
+    Buffered,
     CompletionReply,
     ErrorInfo,
     InputReply,
@@ -54,6 +55,7 @@ from distsession.protocol.messages import (
     decode,
     encode,
 )
+from distsession.protocol.shared_buffer import Place
 from distsession.protocol.shared_memory import Progress, Segment
 from distsession.protocol.sockets import receive, send
 from distsession.protocol.wire import link_path, socket_path
@@ -255,13 +257,16 @@ class SocketChannel(Channel):
         for rank in ranks:
             part = parts[rank]
             self._busy[rank][number] = None
-            if isinstance(part, list) and id(part) not in encoded:
-                encoded[id(part)] = encode(message, part)
+            if id(part) not in encoded and isinstance(part, (list, Place)):
+                content = part if isinstance(part, list) else part.buffered
+                encoded[id(part)] = encode(message, content)
             if self._nodes[rank]:
                 far.setdefault((self._nodes[rank], id(part)), []).append(rank)
                 continue
             if isinstance(part, Segment):
                 whole = packed(self.payloads.encode(rank, message, part))
+            elif isinstance(part, Place) and not self.payloads.reach(rank, part):
+                whole = packed(encode(message, part.frames()))
             elif id(part) in near:
                 whole = near[id(part)]
             else:
@@ -547,7 +552,7 @@ class SocketChannel(Channel):
                 return
             self._take(frames)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: Sequence[bytes | memoryview]) -> None:
         """Take in what a rank has sent."""
         try:
             message, payload = decode(frames)
@@ -556,6 +561,8 @@ class SocketChannel(Channel):
                     self._fetch(message, payload)
                     return
                 payload = self.payloads.open(payload)
+            elif isinstance(payload, Buffered):
+                raise MalformedMessage("what only this process may send")
             self._dispatch(message, payload)
         except MalformedMessage as error:
             self.malformed += 1
@@ -625,7 +632,8 @@ class SocketChannel(Channel):
         with self._lock:
             self._pending.pop(pending.request, None)
             self._acknowledge()
-            self.payloads.forget(pending.request, taken=not pending.missing)
+            taken = len(pending.replies) == len(pending.ranks)  # a rank may only seem to be dead
+            self.payloads.forget(pending.request, taken=taken)
 
     def _receive_from_agent(self, node: int, agent: Connection) -> bool:
         """Take in a message of an agent; False if there will be no more."""

@@ -18,6 +18,7 @@ from distsession.cluster.relays import Relays
 from distsession.protocol import shared_memory
 from distsession.protocol.messages import Addressed, Request, Shared, encode
 from distsession.protocol.serialize import Frames
+from distsession.protocol.shared_buffer import Place, SharedBuffer
 from distsession.protocol.shared_memory import LinkListener, Progress, Segment
 from distsession.protocol.wire import memory_path
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 LINK = 2.0
 """Seconds that the relay of a node may take to connect to a rank that is ready."""
 
-Part = Frames | Segment | Upload
+Part = Frames | Place | Segment | Upload
 """What one rank gets: with its request, in memory of this host, or in memory of its own host."""
 
 
@@ -43,7 +44,8 @@ class Payloads:
     def __init__(self, folder: str, epoch: int = 1):
         self.relays = Relays(folder, epoch)
         self._pool = shared_memory.Pool()
-        self._sent: dict[int, list[Segment | Upload]] = {}
+        self._buffer = SharedBuffer()
+        self._sent: dict[int, list[Place | Segment | Upload]] = {}
         self._links = LinkListener(memory_path(folder, 0, epoch))
         self._names: dict[int, str] = {}
         self._nodes: dict[str, int] = {}
@@ -137,15 +139,24 @@ class Payloads:
                 progress(sum(shares), total * (is_here + len(uploads)))
 
         if is_here:
-            offered = shared_memory.offer(frames, note, self._pool)
+            offered = self._offer(frames, note)
             if offered is not None:
-                parts |= dict.fromkeys(groups[0], stack.enter_context(offered))
+                stack.push(offered)
+                parts |= dict.fromkeys(groups[0], offered)
         for upload, reached in uploads:
             if upload.wait(lambda total=upload.total: tell(total)):  # type: ignore[misc]
                 parts |= dict.fromkeys(reached, upload)
             else:
                 upload.release()
         return parts
+
+    def _offer(self, frames: Frames, note: Progress) -> Place | Segment | None:
+        """Memory of this host with these frames; None where they are to go with the message."""
+        try:
+            place = self._buffer.put(frames)
+        except OSError:  # as nobody can do without shared memory, this goes with the message, too
+            place = None
+        return place or shared_memory.offer(frames, note, self._pool)
 
     def encode(self, rank: int, request: Request | Addressed, part: Segment) -> list[Any]:
         """The message of a request to a rank of this host, which leads to its part."""
@@ -156,13 +167,22 @@ class Payloads:
             log.warning("rank %d does not take shared memory: %s", rank, error)
             return encode(request, shared_memory.map_private(part.descriptor, part.sizes))
 
+    def reach(self, rank: int, place: Place) -> bool:
+        """Let a rank of this host have the buffer of a place; False if it does not take it."""
+        try:
+            place.hand(self._links.link(self._names[rank]))
+        except OSError as error:  # if the rank has died, that is told elsewhere
+            log.warning("rank %d does not take shared memory: %s", rank, error)
+            return False
+        return True
+
     def hand(self, ranks: Sequence[int], request: Request | Addressed, part: Upload) -> list[Any]:
         """The message of a request to ranks of another node, which leads to what they all get."""
         return encode(request, part.relay.hand(part, [self._names[rank] for rank in ranks]))
 
     def keep(self, request: int, parts: Mapping[int, Part], stack: contextlib.ExitStack) -> None:
         """Hold what ranks are to take until :meth:`forget`, instead of the stack."""
-        made = {id(part): part for part in parts.values() if isinstance(part, (Segment, Upload))}
+        made = {id(part): part for part in parts.values() if not isinstance(part, list)}
         if made:
             self._sent[request] = list(made.values())
             stack.pop_all()
@@ -175,7 +195,9 @@ class Payloads:
             taken: All ranks have it. One that has not come to it yet cannot be seen to want it.
         """
         for made in self._sent.pop(request, []):
-            if isinstance(made, Upload):
+            if isinstance(made, Place):
+                made.release(taken=taken)
+            elif isinstance(made, Upload):
                 made.release(reuse=taken)
             elif taken:
                 self._pool.keep(made)
@@ -218,6 +240,7 @@ class Payloads:
         with contextlib.suppress(FileNotFoundError):  # the agent may have removed the folder
             self._links.close()
         self._pool.close()
+        self._buffer.close()
         for made in itertools.chain(*self._sent.values()):
             if isinstance(made, Segment):
                 made.close()

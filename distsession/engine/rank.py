@@ -75,6 +75,7 @@ from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.board import Board
 from distsession.protocol.messages import (
     Abort,
+    Buffered,
     CommInput,
     CompletionRequest,
     ControllerInfo,
@@ -581,9 +582,11 @@ class Rank:
 
     def read_private(self, payload: Any) -> Any:
         """The frames of a request, wherever they are."""
-        if not isinstance(payload, Shared):
+        if not isinstance(payload, (Shared, Buffered)):
             return payload
         try:
+            if isinstance(payload, Buffered):
+                return self._payload_link.copy(payload)
             with self._payload_link.receive(payload) as descriptor:
                 return shared_memory.map_private(descriptor, payload.sizes)
         except OSError as error:

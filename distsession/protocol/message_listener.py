@@ -46,7 +46,8 @@ class MessageListener:
     """Listens until it is closed.
 
     Args:
-        path: Of the socket, in a folder that only this user can open; it must not be there yet.
+        path: Of the socket, in a folder that only this user can open. What a process that was
+            killed has left there is removed.
         is_asked: Who connects asks first how its messages travel (see ``message_stream``).
 
     Attributes:
@@ -59,6 +60,8 @@ class MessageListener:
     def __init__(self, path: str, *, is_asked: bool = False):
         self._path, self._is_asked = path, is_asked
         self._listener = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
         self._listener.bind(path)
         self._listener.listen(BACKLOG)
         self._listener.setblocking(False)

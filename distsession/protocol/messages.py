@@ -23,6 +23,7 @@ __all__ = [
     "Abort",
     "Aborted",
     "Addressed",
+    "Buffered",
     "CallRequest",
     "Called",
     "CellRequest",
@@ -81,10 +82,10 @@ class MalformedMessage(ValueError):
     """Frames that are no message of ours."""
 
 
-def encode(message: Any, payload: Sequence[Any] | Shared = ()) -> list[Any]:
+def encode(message: Any, payload: Sequence[Any] | Shared | Buffered = ()) -> list[Any]:
     """The frames of a message and its payload: one, if the payload is small or elsewhere."""
-    inline: tuple[bytes, ...] | Shared | None = None
-    if isinstance(payload, Shared):
+    inline: tuple[bytes, ...] | None = None
+    if isinstance(payload, (Shared, Buffered)):
         return [MAGIC + pickle.dumps((message, payload), protocol=5)]
     if not payload:
         inline = ()
@@ -94,7 +95,7 @@ def encode(message: Any, payload: Sequence[Any] | Shared = ()) -> list[Any]:
     return [head] if inline is not None else [head, *payload]
 
 
-def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any] | Shared]:
+def decode(frames: Sequence[Any]) -> tuple[Any, Sequence[Any] | Shared | Buffered]:
     """The message in some frames, and its payload, or where that is.
 
     Raises:
@@ -137,6 +138,21 @@ class Shared(Message):
 
     sender: str
     number: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffered(Message):
+    """A payload that is to be copied out of its sender's ``SharedBuffer``.
+
+    Attributes:
+        number: How many buffers the sender had by then, this one included.
+        at: Where the payload begins.
+        sizes: Bytes of each frame.
+    """
+
+    number: int
+    at: int
     sizes: tuple[int, ...]
 
 

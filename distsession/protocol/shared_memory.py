@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from distsession.errors import DOCTOR_REMEDY, SerializationError
-from distsession.protocol.messages import Shared
+from distsession.protocol.messages import Buffered, Shared
 from distsession.protocol.tensor_memory import RemoteBytes, size_of
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "LinkListener",
     "Pool",
     "Segment",
+    "aligned",
     "check_room",
     "length_of",
     "map_private",
@@ -95,7 +96,12 @@ def offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     at = 0
     for size in sizes:
         yield at, at + size
-        at += -(-size // _ALIGN) * _ALIGN
+        at += aligned(size)
+
+
+def aligned(size: int) -> int:
+    """Bytes up to where the next frame may begin."""
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def length_of(sizes: Sequence[int]) -> int:
@@ -108,12 +114,13 @@ class Segment:
 
     Args:
         sizes: Bytes of each of its frames.
+        name: What ``/proc`` calls it.
     """
 
-    def __init__(self, sizes: Sequence[int]):
+    def __init__(self, sizes: Sequence[int], name: str = "distsession"):
         self.sizes = tuple(sizes)
         self.capacity = length_of(sizes)
-        first = os.memfd_create("distsession", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        first = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(first, self.capacity)
             # A receiver could otherwise be killed by SIGBUS where the memory has become shorter.
@@ -157,6 +164,15 @@ class Segment:
             return os.pwrite(self.descriptor, data, at)
         self._mapped()[at : at + len(data)] = data
         return len(data)
+
+    def put(self, frame: Any, at: int) -> None:
+        """Write a frame to some place, for who uses this memory again and again."""
+        if data := memoryview(frame).cast("B"):
+            self._mapped()[at : at + len(data)] = data
+
+    def copy(self, at: int, sizes: Sequence[int]) -> list[memoryview]:
+        """Frames that lie at some place, in memory of this process."""
+        return _copy(self._mapped(), at, sizes)
 
     def _mapped(self, advice: int | None = None) -> memoryview:
         if self._memory is None:
@@ -381,14 +397,17 @@ def _map(
     length = length_of(sizes)
     if not length:
         return split(memoryview(bytearray()), sizes)
-    # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
-    extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    mapped = mmap.mmap(descriptor, length, flags=flags, prot=access, **extra)
+    mapped = _mapping(descriptor, length, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     if advice is not None:
         with contextlib.suppress(OSError):  # it is only faster
             mapped.madvise(advice)
     return split(memoryview(mapped), sizes)
+
+
+def _mapping(descriptor: int, length: int, flags: int, access: int) -> mmap.mmap:
+    # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
+    extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    return mmap.mmap(descriptor, length, flags=flags, prot=access, **extra)
 
 
 def own_memory(sizes: Sequence[int]) -> memoryview:
@@ -412,11 +431,17 @@ def split(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     return [memory[begin:end] for begin, end in offsets(sizes)]
 
 
+def _copy(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
+    # Memory of this size the process has at hand from the last time; none is filled with zeros.
+    return split(memoryview(bytearray(memory[at : at + length_of(sizes)])), sizes)
+
+
 class Link:
     """Carries descriptors to one process, each with a number by which a message refers to it.
 
     A receiver may skip numbers (of a message that was never sent, or is of no interest): the
-    memory of those is let go.
+    memory of those is let go. Numbers below zero are those of the sender's ``SharedBuffer``, which
+    the receiver keeps until it gets another.
     """
 
     def __init__(self, connection: socket.socket, sender: str):
@@ -425,6 +450,9 @@ class Link:
         self._sender = sender
         self._numbers = itertools.count(1)
         self._last = 0
+        self._buffer: tuple[int, memoryview] = 0, memoryview(b"")
+        """On the receiver's side."""
+        self._buffer_sent = 0
 
     @classmethod
     def connect(cls, path: str, sender: str) -> Link:
@@ -465,17 +493,59 @@ class Link:
             OSError: It has not come.
         """
         while self._last < shared.number:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
-            if not data or not descriptors:
-                raise ConnectionError("the link for shared memory was closed")
-            (self._last,) = _HEAD.unpack(data)
+            number, descriptor = self._take()
             try:
-                if self._last == shared.number:
-                    yield descriptors[0]
+                if number == shared.number:
+                    yield descriptor
                     return
             finally:
-                os.close(descriptors[0])
+                os.close(descriptor)
         raise ConnectionError("the link for shared memory has nothing of that number")
+
+    def _take(self) -> tuple[int, int]:
+        """The number and the descriptor that have come next; a buffer is mapped as it comes."""
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
+        if not data or not descriptors:
+            raise ConnectionError("the link for shared memory was closed")
+        (number,) = _HEAD.unpack(data)
+        if number > 0:
+            self._last = number
+            return number, descriptors[0]
+        try:
+            memory = _mapping(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._buffer = -number, memoryview(memory)
+        except BaseException:
+            os.close(descriptors[0])
+            raise
+        return number, descriptors[0]
+
+    def send_buffer(self, segment: Segment, number: int) -> None:
+        """Hand the sender's buffer over, if that has not been done.
+
+        Args:
+            segment: Its memory.
+            number: How many buffers the sender has had.
+
+        Raises:
+            OSError: The other end is gone, or does not read.
+        """
+        if self._buffer_sent != number:
+            socket.send_fds(self._socket, [_HEAD.pack(-number)], [segment.descriptor])
+            self._buffer_sent = number
+
+    def copy(self, buffered: Buffered) -> list[memoryview]:
+        """The frames of a payload in the sender's buffer, in memory of this process.
+
+        Raises:
+            OSError: The buffer has not come.
+        """
+        # A descriptor that comes before it is one of a message that is not wanted any more.
+        while self._buffer[0] < buffered.number:
+            os.close(self._take()[1])
+        number, memory = self._buffer
+        if number != buffered.number:
+            raise ConnectionError("the buffer for small payloads is another one by now")
+        return _copy(memory, buffered.at, buffered.sizes)
 
     def discard(self, shared: Shared) -> None:
         """Let go of what a message refers to that nobody wants."""

@@ -17,14 +17,15 @@ from distsession import Session
 from distsession.errors import DistsessionError, RunError, RunInterrupt
 from tests.until import LIMIT_S, Press, until
 
-LARGE = 300_000  # elements, well above what goes with a message
+LARGE = 300_000  # elements, well above what goes through the buffer
+BUFFERED = 50_000  # and above what goes with a message
 
 LATE = "the variables are set"
 
 
 def value(number: int) -> dict[str, Any]:
-    """What is pushed: one small, one large."""
-    return {"x": number, "y": torch.full((LARGE,), number)}
+    """What is pushed: one small, one large, of which every other goes through the buffer."""
+    return {"x": number, "y": torch.full((BUFFERED if number % 2 else LARGE,), number)}
 
 
 def held(session: Session) -> set[tuple[int, int]]:
@@ -120,7 +121,7 @@ def test_what_was_there_before_is_let_go_though_nothing_follows(session: Session
     session.push(value(0))
     session.execute("import gc; gc.collect()")
     before = mapped()
-    session.push(value(1))
+    session.push(value(2))
     until(lambda: mapped() == before)
 
 

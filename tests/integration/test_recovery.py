@@ -305,14 +305,14 @@ def test_a_stop_while_a_run_is_sent_reaches_all_ranks(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = cluster.session.channel
-    route, presses = channel._route, [press_stop]
+    send, presses = channel._send_request, [press_stop]
 
     def press_once(*args: Any, **kwargs: Any) -> None:
-        route(*args, **kwargs)
+        send(*args, **kwargs)
         if presses:
             presses.pop()()
 
-    monkeypatch.setattr(channel, "_route", press_once)
+    monkeypatch.setattr(channel, "_send_request", press_once)
     with pytest.raises(RunInterrupt, match="was stopped"):
         cluster.session.execute("dist.barrier() if rank == 0 else time.sleep(60)")
     cluster.check()

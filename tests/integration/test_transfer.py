@@ -35,8 +35,8 @@ from tests.integration.conftest import Recorder
 from tests.unit.test_tensors import nested, same
 from tests.until import Press
 
-LARGE = 300_000  # elements, well above what goes with a message
-
+LARGE = 300_000  # elements, well above what goes through the buffer
+BUFFERED = 50_000  # and above what goes with a message
 
 PLACES = [
     pytest.param(place := Place(backend, 2, nodes), id=f"{place.backend}, {nodes} nodes")
@@ -86,12 +86,12 @@ def settled_segments() -> int:
 
 
 @settings(max_examples=30, deadline=None)
-@given(nested, st.booleans())
+@given(nested, st.sampled_from([0, BUFFERED, LARGE]))
 def test_what_arrives_equals_what_was_sent_on_every_rank_and_back(
-    four: Session, value: Any, is_large: bool
+    four: Session, value: Any, ballast: int
 ) -> None:
-    if is_large:
-        value = {"value": value, "ballast": torch.arange(LARGE)}
+    if ballast:
+        value = {"value": value, "ballast": torch.arange(ballast)}
     four.push(sent=value)
     back = four.pull("sent")
     assert back.ranks == (0, 1, 2, 3)
@@ -102,7 +102,7 @@ def test_what_arrives_equals_what_was_sent_on_every_rank_and_back(
     assert fold == str(value)
 
 
-@pytest.mark.parametrize("size", [1, LARGE])
+@pytest.mark.parametrize("size", [1, BUFFERED, LARGE])
 def test_a_change_on_one_rank_changes_nothing_elsewhere(session: Session, size: int) -> None:
     here = torch.ones(size)
     session.push(x=here)
@@ -112,6 +112,24 @@ def test_a_change_on_one_rank_changes_nothing_elsewhere(session: Session, size: 
     assert [float(back[rank][0]) for rank in (0, 1)] == [2.0, 3.0]
     back[0][0] = 5.0
     assert float(session[0].pull("x")[0][0]) == 2.0
+
+
+def test_what_waits_to_be_taken_is_not_written_over_by_what_is_sent_meanwhile(
+    session: Session,
+) -> None:
+    def total(value: torch.Tensor) -> float:
+        return float(value.sum())
+
+    session.execute("import time")
+    held = [session.submit(lambda: time.sleep(0.3))]
+    sums = [session.submit(total, torch.full((BUFFERED,), float(n))) for n in range(30)]
+    for number, found in enumerate(sums):
+        assert set(found.result(60).values()) == {float(BUFFERED * number)}
+    held[0].result(60)
+    for number in range(30):
+        session.push(x=torch.full((BUFFERED,), float(number)))
+        assert set(session.run(total, torch.zeros(BUFFERED)).values()) == {0.0}
+        assert set(session.evaluate("float(x.sum())").values()) == {float(BUFFERED * number)}
 
 
 def test_names_are_set_by_keyword_and_by_dict_and_on_some_ranks(session: Session) -> None:

@@ -22,6 +22,7 @@ from distsession.errors import EngineDiedError, RunTimeoutError, SessionStateErr
 from distsession.protocol.agent_messages import AgentFailed, StoreReady
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import (
+    Buffered,
     CellRequest,
     CompletionReply,
     CompletionRequest,
@@ -39,13 +40,16 @@ from distsession.protocol.messages import (
     decode,
     encode,
 )
-from distsession.protocol.shared_memory import THRESHOLD, Link, Segment, map_private
+from distsession.protocol.shared_buffer import LARGEST
+from distsession.protocol.shared_memory import Link, Segment, map_private
 from distsession.protocol.wire import memory_path, socket_path
 from tests.message_ends import MessageEnd
 from tests.until import until
 
 LONG_S = 60.0
-LARGE = b"x" * THRESHOLD
+LARGE = b"x" * (LARGEST + 1)
+SOME = 100_000
+"""Bytes of what goes through the buffer."""
 
 
 def cell(number: int) -> CellRequest:
@@ -178,6 +182,41 @@ def beside() -> Iterator[Callable[..., Future[Any]]]:
         yield pool.submit
 
 
+# --- small payloads, which ranks copy -------------------------------------------------------------
+
+
+def test_what_is_copied_out_of_the_buffer_is_there_until_all_have_answered(kernel: Kernel) -> None:
+    ranks = [kernel.add_rank(number) for number in range(2)]
+
+    def push(fill: bytes) -> PendingRequest:
+        return kernel.channel.submit([0, 1], PushRequest, [fill * SOME])
+
+    def taken(rank: Rank) -> bytes:
+        _, buffered = rank.receive()
+        assert isinstance(buffered, Buffered)
+        return bytes(rank.link.copy(buffered)[0][:1])
+
+    first = push(b"1")
+    assert taken(ranks[0]) == b"1"
+    kernel.channel.forget(first)  # nobody waits any more, and the other rank has not come to it
+    second = push(b"2")
+    assert [taken(rank) for rank in (ranks[0], ranks[1])] == [b"2", b"1"]
+    assert taken(ranks[1]) == b"2"
+    for rank in ranks:
+        rank.reply(second.request)
+    wait(second)
+    kernel.channel.forget(second)
+    third = push(b"3")
+    assert [taken(rank) for rank in ranks] == [b"3", b"3"]
+    kernel.channel.mark_dead(death(1))  # it may only seem so
+    ranks[0].reply(third.request)
+    wait(third)
+    kernel.channel.forget(third)
+    kernel.channel.submit([0], PushRequest, [b"4" * SOME])
+    assert taken(ranks[0]) == b"4"
+    assert bytes(ranks[1].link._buffer[1][:1]) == b"3"
+
+
 # --- pushes that are committed by a word ----------------------------------------------------------
 
 
@@ -284,7 +323,7 @@ def test_large_payloads_go_through_memory_in_both_directions(kernel: Kernel) -> 
     assert isinstance(shared, Shared)
     with rank.link.receive(shared) as descriptor:
         assert map_private(descriptor, shared.sizes) == [LARGE]
-    with Segment([THRESHOLD]) as made:
+    with Segment([len(LARGE)]) as made:
         made.write([LARGE[::-1]])
         rank.reply(pending.request, rank.link.send(made))
     wait(pending)

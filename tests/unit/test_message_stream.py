@@ -256,6 +256,17 @@ def test_one_that_is_gone_is_forgotten_and_its_name_can_be_given_again(path: str
     kernel.close()
 
 
+def test_a_socket_that_a_killed_process_has_left_is_no_obstacle(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path)
+    kernel = ListeningEnd(path)
+    end = MessageEnd(path, b"0.1")
+    end.send([b"hello"])
+    assert kernel.receive() == [b"hello"]
+    end.close()
+    kernel.close()
+
+
 def test_what_was_sent_may_take_a_while_to_leave_at_the_end(path: str) -> None:
     kernel = ListeningEnd(path)
     end = MessageEnd(path, b"0.1")

@@ -18,8 +18,8 @@ from distsession.engine.relay import Relay
 from distsession.errors import DistsessionError, SessionStateError
 from distsession.protocol import shared_memory
 from distsession.protocol.messages import PushRequest, Shared, decode, encode
+from distsession.protocol.shared_buffer import LARGEST
 from distsession.protocol.shared_memory import (
-    THRESHOLD,
     Link,
     LinkListener,
     Segment,
@@ -30,7 +30,9 @@ from distsession.protocol.wire import connect, make_node_folder, memory_path
 from tests.until import until
 
 REQUEST = PushRequest(1)
-LARGE = b"x" * THRESHOLD
+SIZE = LARGEST + 1
+"""Of what goes through a segment."""
+LARGE = b"x" * SIZE
 
 
 def descriptors() -> int:
@@ -133,7 +135,7 @@ def test_a_large_one_is_written_once_for_all_ranks(roads: Roads) -> None:
     assert isinstance(parts[0], Segment)
     assert parts[0] is parts[1]
     assert [roads.read(rank, parts[rank]) for rank in (0, 1)] == [[b"head", LARGE]] * 2
-    assert told[-1] == (THRESHOLD + 4, THRESHOLD + 4)
+    assert told[-1] == (SIZE + 4, SIZE + 4)
 
 
 def test_each_rank_may_get_its_own_which_is_made_when_it_is_its_turn(roads: Roads) -> None:
@@ -144,7 +146,7 @@ def test_each_rank_may_get_its_own_which_is_made_when_it_is_its_turn(roads: Road
 
         def make() -> list[bytes]:
             made.append(rank)
-            return [bytes([rank]) * (THRESHOLD if rank else 5)]
+            return [bytes([rank]) * (SIZE if rank else 5)]
 
         return make
 
@@ -152,7 +154,7 @@ def test_each_rank_may_get_its_own_which_is_made_when_it_is_its_turn(roads: Road
     assert made == []
     parts = roads.prepare([0, 1, 2], makers)
     assert made == [0, 1, 2]
-    assert [len(roads.read(rank, parts[rank])[0]) for rank in range(3)] == [5, THRESHOLD, THRESHOLD]
+    assert [len(roads.read(rank, parts[rank])[0]) for rank in range(3)] == [5, SIZE, SIZE]
     assert roads.read(2, parts[2])[0][:1] == b"\2"
 
 
@@ -211,8 +213,8 @@ def test_memory_that_all_ranks_have_read_is_written_to_again(
     roads.add(0)
     segments = []
     for number, fill in enumerate((b"a", b"b", b"c")):
-        parts = roads.prepare([0], [fill * THRESHOLD])
-        assert roads.read(0, parts[0]) == [fill * THRESHOLD]
+        parts = roads.prepare([0], [fill * SIZE])
+        assert roads.read(0, parts[0]) == [fill * SIZE]
         roads.payloads.keep(number, parts, roads.stack)
         segments.append(parts[0])
         roads.payloads.forget(number, taken=number == 0)
@@ -284,8 +286,8 @@ def test_a_large_payload_crosses_to_each_node_once(roads: Roads) -> None:
     assert [roads.read(rank, parts[rank]) for rank in (0, 2, 3, 4)] == [[LARGE]] * 4
     relay = roads.payloads.relays.of(1)
     assert relay is not None
-    assert relay.wire.sent == THRESHOLD
-    assert told[-1] == (2 * THRESHOLD, 2 * THRESHOLD)
+    assert relay.wire.sent == SIZE
+    assert told[-1] == (2 * SIZE, 2 * SIZE)
     roads.payloads.keep(1, parts, roads.stack)
     far = roads._far
     assert far is not None
@@ -320,7 +322,7 @@ def test_a_result_that_nobody_wants_is_discarded_where_it_is(
     relay = SimpleNamespace(discard=discarded.append, fetch=None)
     monkeypatch.setattr(roads.payloads.relays, "of", lambda node, name="": relay)
     arrived: list[Any] = []
-    shared = Shared("0.2", 1, (THRESHOLD,))
+    shared = Shared("0.2", 1, (SIZE,))
     roads.payloads.fetch(shared, lambda: False, lambda *_: None, lambda *what: arrived.append(what))
     assert discarded == [shared]
     assert arrived == [([], None)]
@@ -329,7 +331,7 @@ def test_a_result_that_nobody_wants_is_discarded_where_it_is(
 def test_a_result_behind_a_relay_that_has_ended_is_an_error(roads: Roads) -> None:
     roads.payloads.place(2, "0.2", 1)
     arrived: list[Any] = []
-    shared = Shared("0.2", 1, (THRESHOLD,))
+    shared = Shared("0.2", 1, (SIZE,))
     roads.payloads.fetch(shared, lambda: True, lambda *_: None, lambda *what: arrived.append(what))
     [(frames, error)] = arrived
     assert frames == []
