@@ -461,13 +461,12 @@ class SocketChannel(Channel):
             raise SessionStateError("this session is closed: start another with Session(...).")
 
     def _send_request(self, identity: bytes, message: Packed) -> None:
-        def send_it() -> bool:
-            rank = self._rank_streams.find(identity)
-            if rank is not None:
-                self._rank_streams.send(rank, message)
-            return rank is not None
-
-        self._send_when_connected(identity, send_it)
+        find = self._rank_streams.find
+        rank = find(identity)
+        if rank is None and self._try_until_connected(lambda: find(identity) is not None, identity):
+            rank = find(identity)
+        if rank is not None:
+            self._rank_streams.send(rank, message)
 
     def _send_control(self, identity: bytes, frames: list[Any]) -> None:
         def send_it() -> bool:
@@ -479,23 +478,23 @@ class SocketChannel(Channel):
                 return False
             return True
 
-        self._send_when_connected(identity, send_it)
+        if not send_it():
+            self._try_until_connected(send_it, identity)
 
-    def _send_when_connected(self, identity: bytes, send_it: Callable[[], bool]) -> None:
-        """Send to one peer; a rank that has just started may need a moment to connect.
+    def _try_until_connected(self, is_done: Callable[[], bool], identity: bytes) -> bool:
+        """Try again: a rank that has just started may need a moment to connect.
 
         One that has ended never does, and its death cannot be noted while this holds the lock.
         """
-        if send_it():
-            return
         deadline = time.monotonic() + CONNECT_TIMEOUT
-        while not send_it():
+        while not is_done():
             if self.has_ended(int(identity.rpartition(b".")[2])):
-                return
+                return False
             if time.monotonic() > deadline:
                 log.warning("%s is not connected", identity)
-                return
+                return False
             time.sleep(0.001)
+        return True
 
     # --- receiving --------------------------------------------------------------------------------
 

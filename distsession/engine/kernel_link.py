@@ -281,21 +281,20 @@ class KernelLink:
             payload: What goes with it.
             epoch: The owner that it is for; left out, the present one.
         """
-        packed_message = packed(encode(message, payload or ()))
+        whole = packed(encode(message, payload or ()))
         epoch = self.epoch if epoch is None else epoch
         is_posted = False
         while True:
             with self._reply_lock:
                 if epoch != self.epoch or not self._takes_replies:
                     return
-                if not is_posted:
-                    self._stream.post(packed_message)
-                    is_posted = True
                 try:
-                    if self._stream.flush() or (self.is_leaving and self._is_kept):
-                        return
+                    is_sent = self._stream.flush() if is_posted else self._stream.send(whole)
                 except OSError:  # the kernel is gone
                     return
+                if is_sent or (self.is_leaving and self._is_kept):
+                    return
+                is_posted = True
                 self._stream.wait(SEND_TIMEOUT_MS / 1000)
 
     def send_output(self, message: Any) -> None:

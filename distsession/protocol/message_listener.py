@@ -14,7 +14,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distsession.protocol import message_stream
@@ -84,9 +83,14 @@ class MessageListener:
     def send(self, peer: Peer, message: Packed) -> None:
         """Send a message; to one that is gone, nothing."""
         with self._lock:
-            if not self._is_closed:
-                peer.stream.post(message)
-                self._flush(peer)
+            if self._is_closed:
+                return
+            try:
+                is_done = peer.stream.send(message)
+            except OSError:  # the thread that receives sees its end
+                return
+            if not is_done or peer.watched != select.EPOLLIN:
+                self._watch(peer, is_done)
 
     @property
     def holds_something(self) -> bool:
@@ -94,11 +98,8 @@ class MessageListener:
         with self._lock:
             return any(peer.stream.holds_something for peer in self._peers.values())
 
-    def _flush(self, peer: Peer) -> None:
-        try:
-            is_done = peer.stream.flush()
-        except OSError:  # the thread that receives sees its end
-            return
+    def _watch(self, peer: Peer, is_done: bool) -> None:
+        """Be told when there is room, unless all is sent."""
         wanted = select.EPOLLIN if is_done else select.EPOLLIN | select.EPOLLOUT
         if wanted != peer.watched and peer.stream.fileno() in self._peers:
             peer.watched = wanted
@@ -106,26 +107,28 @@ class MessageListener:
 
     # --- receiving: one thread --------------------------------------------------------------------
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+    def receive(self) -> list[tuple[bytes, list[bytes]]]:
         """What has come, and from whom; more may be there afterwards."""
+        found: list[tuple[bytes, list[bytes]]] = []
         for descriptor, events in self._epoll.poll(0):
             if self._is_closed:
-                return
+                break
             if (peer := self._peers.get(descriptor)) is not None:
-                yield from self._receive(peer, events)
+                self._receive(peer, events, found)
             elif descriptor in self._asking:
-                yield from self._answer(self._asking.pop(descriptor))
+                self._answer(self._asking.pop(descriptor), found)
             else:
                 self._accept()
+        return found
 
-    def _receive(self, peer: Peer, events: int) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _receive(self, peer: Peer, events: int, found: list[tuple[bytes, list[bytes]]]) -> None:
         if events & select.EPOLLOUT:
-            with self._lock:
-                self._flush(peer)
+            with self._lock, contextlib.suppress(OSError):
+                self._watch(peer, peer.stream.flush())
         for frames in peer.stream.receive():
             if peer.name:
-                yield peer.name, frames
-            elif frames and frames[0]:
+                found.append((peer.name, frames))
+            elif frames[0]:
                 peer.name = frames[0]
                 self._named[peer.name] = peer
         if peer.stream.is_over:
@@ -152,7 +155,7 @@ class MessageListener:
         else:
             self._add(MessageStream(connection))
 
-    def _answer(self, connection: socket.socket) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _answer(self, connection: socket.socket, found: list[tuple[bytes, list[bytes]]]) -> None:
         """Somebody asks how its messages travel, or hands over a stream."""
         self._epoll.unregister(connection)
         try:
@@ -161,7 +164,7 @@ class MessageListener:
             log.warning("a stream of messages is refused: %s", error)
             connection.close()
         else:
-            yield from self._receive(self._add(stream), 0)  # who had it has read something
+            self._receive(self._add(stream), 0, found)  # who had it may have read something
 
     def _add(self, stream: MessageStream) -> Peer:
         peer = Peer(stream)
