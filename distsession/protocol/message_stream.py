@@ -41,6 +41,9 @@ _ONE = struct.Struct("<IQ")
 """Before a message: how many frames it has, and how long each is."""
 NOTHING = memoryview(b"")
 MSG_DONTWAIT = int(socket.MSG_DONTWAIT)
+SEND_FLAGS = MSG_DONTWAIT | int(socket.MSG_NOSIGNAL)
+"""That the other end is gone is an error, and no signal: code of the user may let that one end the
+process."""
 
 Packed = Sequence[memoryview]
 """A message as it is sent."""
@@ -92,7 +95,7 @@ class MessageStream:
         """Post a message and flush, which takes one step where nothing is in the way."""
         if self._stream is None and len(message) == 1 and not self.holds_something:
             try:
-                count = self._socket.send(message[0], MSG_DONTWAIT)
+                count = self._socket.send(message[0], SEND_FLAGS)
             except BlockingIOError:
                 count = 0
             if count == len(message[0]):
@@ -111,7 +114,7 @@ class MessageStream:
         while self._record or self._pieces:
             record = self._record or self._next_record()
             try:
-                count = self._socket.send(record, MSG_DONTWAIT)
+                count = self._socket.send(record, SEND_FLAGS)
             except BlockingIOError:
                 self._record = record
                 return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import tempfile
 import threading
@@ -107,6 +108,18 @@ def test_what_was_sent_before_the_end_is_received(ends: Ends) -> None:
     there.post(packed([b"late"]))
     with pytest.raises(ConnectionError):
         until(lambda: there.flush() and there.post(packed([b"late"])))
+
+
+def test_the_end_of_the_other_end_is_no_signal() -> None:
+    here, there = plain_ends()
+    there.close()
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as code of a user may
+    try:
+        with pytest.raises(ConnectionError):
+            here.send(packed([b"late"]))
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+        here.close()
 
 
 @pytest.mark.parametrize("count", [0, message_stream.FRAMES_MAX + 1])
