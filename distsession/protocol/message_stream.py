@@ -55,7 +55,7 @@ def packed(frames: Sequence[Any]) -> Packed:
     head = struct.pack(f"<I{len(views)}Q", len(views), *map(len, views))
     if sum(map(len, views)) < SMALL_BYTES:
         return (memoryview(b"".join((head, *views))),)
-    return (memoryview(head), *views)
+    return (memoryview(head), *filter(len, views))
 
 
 class MessageStream:

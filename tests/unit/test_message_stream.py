@@ -16,7 +16,7 @@ import pytest
 from distsession.protocol import message_stream, secure_stream
 from distsession.protocol.message_listener import MessageListener
 from distsession.protocol.message_stream import MessageStream, hand_over, lend, packed
-from distsession.protocol.secure_stream import SecureStream
+from distsession.protocol.secure_stream import RECORD_MAX_BYTES, SecureStream
 from tests.message_ends import ListeningEnd, MessageEnd
 from tests.until import until
 
@@ -82,6 +82,18 @@ def test_messages_of_all_sizes_arrive_whole_and_in_their_order(ends: Ends) -> No
         until(lambda: here.flush() or received.extend(there.receive()))
     until(lambda: received.extend(there.receive()) or len(received) == len(sent))
     assert received == sent
+
+
+def test_an_empty_frame_behind_a_full_record_is_no_record_of_its_own(ends: Ends) -> None:
+    here, there = ends
+    head = 4 + 2 * 8
+    message = [b"x" * (RECORD_MAX_BYTES - head), b""]
+    here.post(packed(message))
+    here.post(packed([b"next"]))
+    received: list[list[bytes]] = []
+    until(lambda: received.extend(there.receive()) or here.flush())
+    until(lambda: received.extend(there.receive()) or len(received) == 2)
+    assert received == [message, [b"next"]]
 
 
 def test_who_sends_does_not_wait_and_goes_on_later(ends: Ends) -> None:
