@@ -57,8 +57,8 @@ def hosts(bench: Bench) -> Iterator[Row]:
         yield from _start(bench, lab)
         before = snapshot()
         with Session(**options_of(lab, *NAMES)) as session:
-            yield from _call(bench, lab, session)
             yield from _push(bench, lab, session)
+            yield from _call(bench, lab, session)  # after what an agent does once it is idle
             with contextlib.ExitStack() as links:
                 for host in lab.hosts:
                     links.enter_context(host.limited(LINK_MBIT))
