@@ -176,7 +176,7 @@ class NodeLinks:
                 self._note_taken(key, link.unpack_count(count))
             else:
                 raise ValueError(f"of an unknown kind: {kind[:10]!r}")
-        except (ValueError, KeyError) as error:
+        except (ValueError, LookupError) as error:  # also of a node that has no ranks
             log.warning("dropped a message of a relay that cannot be read: %s", error)
 
     def _note_taken(self, key: bytes, count: int) -> None:

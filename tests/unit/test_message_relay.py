@@ -362,6 +362,19 @@ def test_ten_thousand_malformed_messages_do_not_end_the_kernels_end(node: Node) 
     assert_works(node, rank)
 
 
+def test_a_board_of_a_node_without_ranks_is_dropped(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_board(number: int, *_: object) -> None:
+        [][number]
+
+    node.near._on_board = on_board
+    end = Connecting(node, node_link.relay_name(7)).end
+    send_while_receiving(node, end, [node_link.BOARD, node_link.pack_count(1)])
+    until(lambda: node.receive() is None or "cannot be read" in caplog.text)
+    assert_works(node, Rank(node, b"0.2"))
+
+
 def test_bytes_that_are_no_messages_end_only_the_connection_on_which_they_come(node: Node) -> None:
     rank, dice = Rank(node, b"0.2"), random.Random(4)
     for path in (socket_path(node.place, "requests", 1), node.path):
