@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 __all__ = ["InterruptHold", "interrupts_held"]
 
+# Each call sets handlers twice. The functions of ``signal`` make an enum of every handler, which
+# fails inside where it is a function, and takes ten times as long as what they call.
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
 
 _held = 0
 """How many blocks the main thread is in that hold them."""
 
 
-@contextmanager
-def interrupts_held(
-    hurry: Callable[[], object] | None = None, *, forget: bool = False
-) -> Iterator[None]:
+class interrupts_held:
     """Let a Ctrl-C in the main thread wait until a block is over.
 
     Args:
         hurry: Called for each Ctrl-C meanwhile, so that the block can come to its end at once.
         forget: Do not pass it on afterwards: the interpreter ends anyway.
     """
-    global _held
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or (_held and hurry is None and not forget)
-        or signal.getsignal(signal.SIGINT) is None  # it is not Python's, and cannot be put back
-    ):
-        yield
-        return
-    came = False
 
-    def note(*_: object) -> None:
-        nonlocal came
-        came = True
-        if hurry is not None:
-            hurry()
+    def __init__(self, hurry: Callable[[], object] | None = None, *, forget: bool = False):
+        self._hurry, self._forget = hurry, forget
+        self._came = self._holds = False
+        self._before: Any = None
 
-    before = signal.signal(signal.SIGINT, note)
-    _held += 1
-    try:
-        yield
-    finally:
+    def __enter__(self) -> None:
+        global _held
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or (_held and self._hurry is None and not self._forget)
+            or _get_handler(signal.SIGINT) is None  # it is not Python's, and cannot be put back
+        ):
+            return
+        self._before = _set_handler(signal.SIGINT, self._note)
+        self._holds = True
+        _held += 1
+
+    def _note(self, *_: object) -> None:
+        self._came = True
+        if self._hurry is not None:
+            self._hurry()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        global _held
+        if not self._holds:
+            return
+        self._holds = False
         _held -= 1
-        signal.signal(signal.SIGINT, signal.SIG_IGN if forget else before)
-        if came and not forget:
+        if self._forget:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return
+        _set_handler(signal.SIGINT, self._before)
+        if self._came:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -60,7 +77,7 @@ class InterruptHold:
     """
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        self._held: interrupts_held | None = None
 
     def __enter__(self) -> InterruptHold:
         return self
@@ -75,7 +92,9 @@ class InterruptHold:
 
     def hold(self) -> None:
         """A Ctrl-C waits from here on."""
-        self._stack.enter_context(interrupts_held())
+        if self._held is None:
+            self._held = interrupts_held()
+            self._held.__enter__()
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -88,4 +107,6 @@ class InterruptHold:
 
     def release(self) -> None:
         """No longer; raises KeyboardInterrupt if one came meanwhile."""
-        self._stack.close()
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__()

@@ -16,7 +16,7 @@ from distsession.cluster.base import Payload
 from distsession.cluster.relay import Arrival, Upload, lost
 from distsession.cluster.relays import Relays
 from distsession.protocol import shared_memory
-from distsession.protocol.messages import Addressed, Request, Shared, encode
+from distsession.protocol.messages import INLINE, Addressed, Request, Shared, encode
 from distsession.protocol.serialize import Frames
 from distsession.protocol.shared_buffer import Place, SharedBuffer
 from distsession.protocol.shared_memory import LinkListener, Progress, Segment
@@ -117,10 +117,13 @@ class Payloads:
         stack: contextlib.ExitStack,
     ) -> dict[int, Part]:
         """The same frames to some ranks: all nodes at the same time, each once."""
+        total = shared_memory.nbytes(frames)
+        if total <= INLINE:  # goes with each message
+            return dict.fromkeys(ranks, frames)
         groups = self._by_node(ranks)
         parts: dict[int, Part] = dict.fromkeys(ranks, frames)
         uploads: list[tuple[Upload, list[int]]] = []
-        if shared_memory.nbytes(frames) >= shared_memory.THRESHOLD:
+        if total >= shared_memory.THRESHOLD:
             for node, group in groups.items():
                 reached = [r for r in group if self.relays.of(node, self._names[r])] if node else []
                 relay = self.relays.of(node)

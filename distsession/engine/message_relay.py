@@ -51,6 +51,9 @@ END_TIMEOUT_S = 2.0
 """Seconds that ranks may take to make room for what has come, before the relay ends."""
 LINGER_MS = 300
 """How long ranks may take to receive what has come for them before the relay has ended."""
+GATHER_S = 0.001
+"""Seconds that an answer waits, at most, for those of the node's other ranks to the same request.
+So they travel together, and who waits for all of them waits no longer by it."""
 BATCH = 256
 """Messages of one socket between two looks at the others."""
 KINDS = link.REQUEST, link.CONTROL
@@ -116,6 +119,11 @@ class MessageRelay:
         self._listens: tuple[bool, bool] | None = None
         self._waiting: dict[bytes, _Waiting] = {}
         self._taken: defaultdict[bytes, int] = defaultdict(int)
+        self._answers: list[list[Any]] = []
+        """What waits for other ranks' answers, and until when at most."""
+        self._answers_until = 0.0
+        self._missing = 0
+        """How many answers to the last request have not come, if no other request was answered."""
         self._credit = link.OUTPUT_WINDOW
         self._is_ending = False
         self.malformed = 0
@@ -176,6 +184,7 @@ class MessageRelay:
             for source, handle in sources.items():
                 if source in ready:
                     handle()
+            self._hand_answers_on()
             self._retry()
             self._look()
             self._report_taken()
@@ -185,6 +194,8 @@ class MessageRelay:
 
     def _poll_ms(self, pause_ms: int | None) -> int | None:
         """How long to wait for something: until ranks are tried again, or the board looked at."""
+        if self._answers:
+            pause_ms = round(1000 * GATHER_S)
         if self._mirror is None:
             return pause_ms
         look_ms = max(0, round(1000 * (self._look_at - time.monotonic())))
@@ -258,9 +269,22 @@ class MessageRelay:
     # --- to the kernel ----------------------------------------------------------------------------
 
     def _forward_replies(self) -> None:
-        """Hand on what has come by now; for all answers one look at the board is enough."""
-        if not self._kernel.holds_something:
-            self._hand_on([[link.REPLY, *frames] for _, frames in self._ranks.receive()])
+        """Take what has come by now, to be handed on when the others' answers are there."""
+        if self._kernel.holds_something:
+            return
+        came = [[link.REPLY, *frames] for _, frames in self._ranks.receive()]
+        if came and not self._answers:
+            self._answers_until = time.monotonic() + GATHER_S
+        self._answers += came
+        self._missing -= len(came)
+
+    def _hand_answers_on(self) -> None:
+        """Hand them on if they have waited enough; for all one look at the board will do."""
+        is_due = self._is_ending or self._missing <= 0 or time.monotonic() >= self._answers_until
+        if self._answers and is_due:
+            answers, self._answers = self._answers, []
+            self._look(at_once=True)
+            self._hand_on(answers)
 
     def _forward_output(self) -> None:
         """The same, as far as the kernel has room for it."""
@@ -274,8 +298,6 @@ class MessageRelay:
         self._hand_on(messages)
 
     def _hand_on(self, messages: Sequence[list[Any]]) -> None:
-        if messages and messages[0][0] == link.REPLY:
-            self._look(at_once=True)
         for frames in messages:
             self._kernel.post(packed(frames))
         self._flush()
@@ -309,8 +331,11 @@ class MessageRelay:
     def _receive(self, frames: list[Any]) -> None:
         kind, *rest = frames
         if kind in KINDS:
-            names, *message = rest
-            for name in link.split_names(names):
+            joined, *message = rest
+            names = link.split_names(joined)
+            if kind == link.REQUEST:
+                self._missing = len(names)
+            for name in names:
                 self._hand(kind, name, message)
         elif kind == link.CREDIT:
             (count,) = rest

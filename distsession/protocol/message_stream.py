@@ -51,6 +51,8 @@ Packed = Sequence[memoryview]
 
 def packed(frames: Sequence[Any]) -> Packed:
     """Make a message of one frame or more; those that are large must stay as they are."""
+    if len(frames) == 1 and type(frame := frames[0]) is bytes and len(frame) < SMALL_BYTES:
+        return (memoryview(_ONE.pack(1, len(frame)) + frame),)  # as most are
     views = [_bytes_of(frame) for frame in frames]
     head = struct.pack(f"<I{len(views)}Q", len(views), *map(len, views))
     if sum(map(len, views)) < SMALL_BYTES:

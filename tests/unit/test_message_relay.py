@@ -122,6 +122,13 @@ class Node:
         self._sockets.append(socket)
         return socket
 
+    def let_answers_reach_the_relay(self, rank: Rank) -> None:
+        """What a rank puts out is handed on at once, after all that has come from ranks before."""
+        rank.output.send_multipart([b"output"])
+        before = len(self.received)
+        until(lambda: [b"output"] in self.receive()[before:], "output")
+        self.received.remove([b"output"])
+
     def end(self) -> None:
         self.far.end()
         self._greeter.join(20)
@@ -288,6 +295,45 @@ def test_replies_of_a_rank_come_in_order_as_they_were_sent(node: Node) -> None:
         rank.stream.send(frames)
         node.receive()
     assert node.wait(300) == sent
+
+
+def test_answers_of_a_nodes_ranks_to_one_request_cross_together(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_relay, "GATHER_S", LONG_MS / 1000)
+    first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
+    node.send(b"0.2", b"0.3")
+    assert first.receive() == second.receive() == [b"hello"]
+    first.stream.send([b"one"])
+    node.let_answers_reach_the_relay(second)
+    assert node.receive() == []
+    second.stream.send([b"two"])
+    assert node.wait(2) == [[b"one"], [b"two"]]
+    node.send(b"0.3")  # a single rank's answer waits for nobody
+    assert second.receive() == [b"hello"]
+    second.stream.send([b"three"])
+    assert node.wait(3)[2] == [b"three"]
+
+
+def test_an_answer_does_not_wait_for_a_rank_that_gives_none(node: Node) -> None:
+    first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
+    node.send(b"0.2", b"0.3")
+    assert first.receive() == second.receive() == [b"hello"]
+    first.stream.send([b"one"])
+    assert node.wait(1) == [[b"one"]]
+
+
+def test_an_answer_that_waits_is_handed_on_before_a_relay_ends(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_relay, "GATHER_S", LONG_MS / 1000)
+    first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
+    node.send(b"0.2", b"0.3")
+    assert first.receive() == second.receive() == [b"hello"]
+    first.stream.send([b"one"])
+    node.let_answers_reach_the_relay(second)
+    node.end()
+    assert node.wait(1) == [[b"one"]]
 
 
 def test_output_is_sent_as_far_as_there_is_room_and_replies_pass_it(node: Node) -> None:
