@@ -141,11 +141,10 @@ def _do_nothing() -> None:
 
 
 def _place_of(frame: FrameType | None) -> str:
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for each in frames.outward(frame):
+        name = each.f_code.co_filename
         if is_user_code(name):
-            return line_name(name, frame.f_lineno)
-        frame = frame.f_back
+            return line_name(name, each.f_lineno)
     return ""
 
 

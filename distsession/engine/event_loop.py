@@ -24,6 +24,7 @@ class RankLoop(asyncio.SelectorEventLoop):
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._waker, select.POLLIN)
+        self._polled = -1
         super().__init__()
 
     def wait_outside(self, descriptor: int, timeout_ms: int | None = None) -> bool:
@@ -36,11 +37,12 @@ class RankLoop(asyncio.SelectorEventLoop):
         Returns:
             Whether it is readable, and nobody has called :meth:`wake`.
         """
-        self._poll.register(descriptor, select.POLLIN)
-        try:
-            ready = self._poll.poll(timeout_ms)
-        finally:
-            self._poll.unregister(descriptor)  # it is another one when another kernel has come
+        if descriptor != self._polled:  # the first time, and when another kernel has come
+            if self._polled >= 0:
+                self._poll.unregister(self._polled)
+            self._poll.register(descriptor, select.POLLIN)
+            self._polled = descriptor
+        ready = self._poll.poll(timeout_ms)
         if not ready:
             return False
         if len(ready) == 1 and ready[0][0] == descriptor:

@@ -260,7 +260,10 @@ def _main_globals(
         if isinstance(item, functools.partial):
             todo += [item.func, *item.args, *item.keywords.values()]
             continue
-        item = inspect.unwrap(getattr(item, "__func__", item)) if callable(item) else item
+        if callable(item):
+            item = getattr(item, "__func__", item)
+            if hasattr(item, "__wrapped__"):
+                item = inspect.unwrap(item)
         if id(item) in seen:
             continue
         seen.add(id(item))

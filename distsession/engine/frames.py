@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["compile_lock", "innermost"]
+__all__ = ["compile_lock", "innermost", "outward"]
 
 _holds = False
 """Whether a look has dynamo's lock at this moment."""
@@ -42,6 +43,17 @@ def innermost(thread: int) -> FrameType | None:
     finally:
         _holds = False
         lock.release()
+
+
+def outward(frame: object) -> Iterator[FrameType]:
+    """A frame, the one that has called it, and so on.
+
+    Of a thread that goes on meanwhile, what comes next may be no frame at all: with Python 3.11 it
+    was once a variable of the thread's, where another frame had taken the place. It ends there.
+    """
+    while isinstance(frame, FrameType):
+        yield frame
+        frame = frame.f_back
 
 
 def _free_in_child() -> None:

@@ -79,11 +79,10 @@ class ImportWatch(RequestListener):
 def _imported(frame: FrameType | None) -> str:
     """The module that is being imported where a thread is; empty if it imports none."""
     outermost = None
-    while frame is not None:
-        code = frame.f_code
+    for each in frames.outward(frame):
+        code = each.f_code
         if (code.co_filename, code.co_name) == _FIND_AND_LOAD:
-            outermost = frame
-        frame = frame.f_back
+            outermost = each
     return "" if outermost is None else str(outermost.f_locals.get("name", ""))
 
 

@@ -10,6 +10,9 @@ from distsession.protocol.messages import CallRequest, CellRequest, Request
 __all__ = ["RequestListener", "is_run", "name_of", "told"]
 
 
+_RUNS = CellRequest, CallRequest  # a union would be made anew each time
+
+
 class RequestListener:
     """A part of a rank that keeps something by request; each overrides what concerns it.
 
@@ -34,7 +37,7 @@ def told(listeners: Iterable[RequestListener], name: str) -> tuple[Callable[...,
 
 def is_run(request: Request) -> bool:
     """Whether it runs code of the user's."""
-    return isinstance(request, CellRequest | CallRequest)
+    return isinstance(request, _RUNS)
 
 
 def name_of(request: Request) -> str:

@@ -151,6 +151,8 @@ class Transfers:
 
     def commit_pushed(self) -> bool:
         """Set the names to what was staged if the board says so; whether it may still say so."""
+        if not self._push:
+            return False
         if self.is_pushed:
             self.commit(True)
         return self._push != 0

@@ -293,8 +293,11 @@ class Region:
 
     def set_last_line(self, text: str) -> None:
         """Where its main thread has just been seen; empty where it runs nothing."""
-        data = text.encode("utf-8", "replace")[: LINE_WORDS * 8 - 1] + b"\0"
-        self._board.bytes[self._line : self._line + len(data)] = data
+        if text:
+            data = text.encode("utf-8", "replace")[: LINE_WORDS * 8 - 1] + b"\0"
+            self._board.bytes[self._line : self._line + len(data)] = data
+        else:  # as at the end of each request
+            self._board.bytes[self._line] = 0
 
     def clear_input_request(self) -> list[tuple[int, int]]:
         """Its rank has died, so it is in no debugger and waits for no input; the kernel says so.

@@ -49,6 +49,18 @@ def test_a_thread_that_is_none_has_no_frame() -> None:
     assert frames.innermost(-1) is None
 
 
+def test_frames_are_gone_through_to_the_outermost() -> None:
+    found = [*frames.outward(sys._getframe())]
+    assert found[0] is sys._getframe()
+    assert found[1] is found[0].f_back
+    assert found[-1].f_back is None
+
+
+def test_what_is_no_frame_is_not_looked_into() -> None:
+    assert [*frames.outward(threading.Condition())] == []
+    assert [*frames.outward(None)] == []
+
+
 COMPILES = """
 import sys, threading, torch
 from distsession.engine import frames

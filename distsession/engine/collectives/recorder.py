@@ -231,7 +231,7 @@ class Recorder(RequestListener):
         self._show_request(request.id)
         self.unseen.begin_request()
         self._expire_abort()
-        if isinstance(request, CallRequest | PushRequest):
+        if isinstance(request, (CallRequest, PushRequest)):
             for cell in request.cells:  # it may have another number by now
                 self._places.pop(cell.file, None)
 
@@ -471,15 +471,15 @@ class Recorder(RequestListener):
             frame: Where to begin.
             lineno: Of that frame, if it is not the one that the frame is at.
         """
-        while frame is not None and not is_user_code(frame.f_code.co_filename):
-            frame, lineno = frame.f_back, 0
-        if frame is None:
-            return 0
-        name = frame.f_code.co_filename
-        number = self._places.get(name)
-        if number is None:
-            number = self._places[name] = self._add_place(name)
-        return number << _LINE_BITS | (lineno or frame.f_lineno or 0)
+        for each in frames.outward(frame):
+            name = each.f_code.co_filename
+            if is_user_code(name):
+                number = self._places.get(name)
+                if number is None:
+                    number = self._places[name] = self._add_place(name)
+                return number << _LINE_BITS | (lineno or each.f_lineno or 0)
+            lineno = 0
+        return 0
 
     def _add_place(self, filename: str) -> int:
         name = short_name(filename)

@@ -173,9 +173,8 @@ class UnseenWork:
 
     def note_completed(self) -> None:
         """From any thread: see whether what was replayed is complete."""
-        if self._events and not self._in_flight.ask(self._drop_completed):
-            return
-        self._publish()
+        if self._events and self._in_flight.ask(self._drop_completed):
+            self._publish()
 
     def _drop_completed(self) -> None:
         for stream, event in list(self._events.items()):
