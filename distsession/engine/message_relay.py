@@ -175,8 +175,7 @@ class MessageRelay:
             self._control: self._drop_all,
         }
         pause, longest = RETRY_MS
-        self._report_taken()  # what came with the welcome
-        self._flush()
+        self._flush()  # what came with the welcome
         while not self._is_ending:
             self._listen()
             waits = bool(self._waiting)
@@ -184,10 +183,11 @@ class MessageRelay:
             for source, handle in sources.items():
                 if source in ready:
                     handle()
-            self._hand_answers_on()
-            self._retry()
+            if self._answers:
+                self._hand_answers_on()
+            if self._waiting:
+                self._retry()
             self._look()
-            self._report_taken()
             self._flush()
             pause = min(2 * pause, longest) if waits else RETRY_MS[0]
         self._finish()
@@ -281,7 +281,7 @@ class MessageRelay:
     def _hand_answers_on(self) -> None:
         """Hand them on if they have waited enough; for all one look at the board will do."""
         is_due = self._is_ending or self._missing <= 0 or time.monotonic() >= self._answers_until
-        if self._answers and is_due:
+        if is_due:
             answers, self._answers = self._answers, []
             self._look(at_once=True)
             self._hand_on(answers)
@@ -303,14 +303,16 @@ class MessageRelay:
         self._flush()
 
     def _flush(self) -> None:
-        with contextlib.suppress(OSError):  # the kernel is gone: what is the relay for ends it, too
-            self._kernel.flush()
+        if self._kernel.holds_something:
+            with contextlib.suppress(OSError):  # the kernel is gone: its end ends the relay, too
+                self._kernel.flush()
 
-    def _report_taken(self) -> None:
-        due = [key for key, count in self._taken.items() if count >= link.WINDOW // 2]
-        for key in due:
-            count = link.pack_count(self._taken.pop(key))
-            self._kernel.post(packed([link.TAKEN, key, count]))
+    def _note_taken(self, key: bytes, count: int) -> None:
+        """Tell the kernel now and then how many messages have left the relay."""
+        self._taken[key] += count
+        if self._taken[key] >= link.WINDOW // 2:
+            taken = link.pack_count(self._taken.pop(key))
+            self._kernel.post(packed([link.TAKEN, key, taken]))
 
     # --- to ranks ---------------------------------------------------------------------------------
 
@@ -375,7 +377,7 @@ class MessageRelay:
             return False
         waiting.since = 0.0
         if is_sent:
-            self._taken[link.key_of(waiting.kind, waiting.name)] += 1
+            self._note_taken(link.key_of(waiting.kind, waiting.name), 1)
         return is_sent
 
     def _try_request(self, name: bytes, message: Sequence[Any]) -> bool | None:
@@ -408,7 +410,7 @@ class MessageRelay:
             is_late = waiting.since and time.monotonic() - waiting.since > CONNECT_TIMEOUT_S
             if is_late and waiting.messages:
                 log.warning("%s is not connected", waiting.name)
-                self._taken[key] += len(waiting.messages)
+                self._note_taken(key, len(waiting.messages))
                 waiting.messages.clear()
             if not waiting.messages:
                 del self._waiting[key]
