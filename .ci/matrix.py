@@ -3,7 +3,8 @@
 ``matrix.py`` tries all legs, ``matrix.py smallest newest`` these two; ``--list`` names them. Each
 leg has an environment of its own in ``.venv-matrix``, with nothing of ``.venv``, and runs
 ``tests/integration/test_compatibility.py`` there, or what pytest is told behind ``--``. It is
-removed after that, unless ``--keep`` is given. ``--write`` writes docs/compatibility.md.
+removed after that, unless ``--keep`` is given; ``--install`` makes it for a later run and does no
+more. ``--write`` writes docs/compatibility.md.
 
 ``matrix.py --torch 2.15.0`` makes a leg with another torch than the pinned one, and ``--with
 ipykernel==6.29.5`` with another package. All others are those of constraints.txt.
@@ -101,6 +102,9 @@ def main() -> int:
     parser.add_argument("--torch", metavar="VERSION", help="a leg with this torch")
     parser.add_argument("--with", dest="others", action="append", default=[], metavar="PACKAGE")
     parser.add_argument("--python", default="", metavar="X.Y", help="of such a leg")
+    parser.add_argument(
+        "--install", action="store_true", help="only make the environments, and keep them"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--write", action="store_true", help="write docs/compatibility.md")
     own, tests = _split(sys.argv[1:])
@@ -116,6 +120,10 @@ def main() -> int:
     if asked.torch or asked.others:
         pins = [f"torch=={asked.torch or PINNED_TORCH}", *asked.others]
         legs = [Leg("-".join(pins), asked.python, " ".join(pins))]
+    if asked.install:
+        for leg in legs:
+            ready(leg, with_extra=bool(tests))
+        return 0
     outcomes = []
     for leg in legs:
         outcomes.append(Outcome(leg, *try_leg(leg, tests, keep=asked.keep)))
@@ -142,25 +150,37 @@ def try_leg(leg: Leg, tests: Sequence[str], *, keep: bool) -> tuple[dict[str, st
         Versions of what was installed, and the outcome of each test; both are empty where the leg's
         Python is not there.
     """
-    interpreter = find_python(leg.python) or ("" if leg.needs_python else sys.executable)
-    if not interpreter:
-        return {}, {}
     print(f"--- {leg.name}", flush=True)
-    venv = ROOT / ".venv-matrix" / re.sub(r"[^\w.=-]+", "-", leg.name)
     begin = time.monotonic()
     try:
-        done = venv / f".installed{'-with-extra' if tests else ''}"
-        if not done.exists():
-            shutil.rmtree(venv, ignore_errors=True)
-            install(leg, interpreter, venv, with_extra=bool(tests))
-            done.touch()
+        venv = ready(leg, with_extra=bool(tests))
+        if venv is None:
+            return {}, {}
         versions = read_versions(venv)
         print(" ".join(f"{name} {version}" for name, version in versions.items()))
         print(f"installed after {time.monotonic() - begin:.0f} s", flush=True)
         return versions, {"install": check_install(venv), **run_tests(venv, tests)}
     finally:
         if not keep:
-            shutil.rmtree(venv, ignore_errors=True)
+            shutil.rmtree(folder_of(leg), ignore_errors=True)
+
+
+def ready(leg: Leg, *, with_extra: bool) -> Path | None:
+    """The environment of a leg, which is made unless it is there; None without its Python."""
+    interpreter = find_python(leg.python) or ("" if leg.needs_python else sys.executable)
+    if not interpreter:
+        return None
+    venv = folder_of(leg)
+    done = venv / f".installed{'-with-extra' if with_extra else ''}"
+    if not done.exists():
+        shutil.rmtree(venv, ignore_errors=True)
+        install(leg, interpreter, venv, with_extra=with_extra)
+        done.touch()
+    return venv
+
+
+def folder_of(leg: Leg) -> Path:
+    return ROOT / ".venv-matrix" / re.sub(r"[^\w.=-]+", "-", leg.name)
 
 
 def find_python(version: str) -> str:

@@ -82,7 +82,8 @@ def test_a_slider_in_the_page_reaches_its_rank(open_notebook: Open) -> None:
     for _ in range(3):
         notebook.page.keyboard.press("ArrowRight")
     sliders.nth(1).get_by_text("13").wait_for()
-    notebook.run(2)
+    # The page sends a change only when the kernel has taken the one before.
+    until(lambda: re.search(r"rank 1\s+13", notebook.run(2)))
     notebook.expect(2, re.compile(r"rank 0\s+0 \[\]"))
     notebook.expect(2, re.compile(r"rank 1\s+13 \[.*13\]"))
     notebook.screenshot("widget-slider")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,21 @@ def test_another_thread_holds_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [signal.default_int_handler, signal.SIG_IGN, signal.SIG_DFL, lambda number, frame: None],
+    ids=["Python's own", "ignored", "the system's", "somebody's"],
+)
+def test_afterwards_the_handler_is_the_one_that_was_there(handler: Any) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interrupts_held():
+            assert signal.getsignal(signal.SIGINT) is not handler
+        assert signal.getsignal(signal.SIGINT) is handler
+        with interrupts_held(lambda: None), interrupts_held():
+            pass
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
