@@ -23,7 +23,6 @@ class RankLoop(asyncio.SelectorEventLoop):
         """Somebody has given it something: from here on, only the loop itself may wait."""
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        self._poll.register(self._waker, select.POLLIN)
         self._polled = -1
         super().__init__()
 
@@ -38,9 +37,9 @@ class RankLoop(asyncio.SelectorEventLoop):
             Whether it is readable, and nobody has called :meth:`wake`.
         """
         if descriptor != self._polled:  # the first time, and when another kernel has come
-            if self._polled >= 0:
-                self._poll.unregister(self._polled)
-            self._poll.register(descriptor, select.POLLIN)
+            self._poll = select.poll()
+            for each in (self._waker, descriptor):
+                self._poll.register(each, select.POLLIN)
             self._polled = descriptor
         ready = self._poll.poll(timeout_ms)
         if not ready:

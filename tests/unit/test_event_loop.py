@@ -76,6 +76,20 @@ def test_a_wait_says_that_only_the_descriptor_has_ended_it(
     assert loop.wait_outside(pipe[0])
 
 
+def test_a_wait_for_another_descriptor_is_for_that_one_alone(
+    loop: RankLoop, pipe: tuple[int, int]
+) -> None:
+    reader, writer = os.pipe()
+    assert not loop.wait_outside(pipe[0], 0)
+    os.write(pipe[1], b"x")
+    assert not loop.wait_outside(reader, 0)
+    os.write(writer, b"x")
+    assert loop.wait_outside(reader)
+    for end in (reader, writer):
+        os.close(end)
+    assert loop.wait_outside(pipe[0])
+
+
 @pytest.mark.parametrize("wake", ["wake", "call_soon_threadsafe"])
 def test_a_wait_is_ended_from_another_thread(
     loop: RankLoop, pipe: tuple[int, int], wake: str
