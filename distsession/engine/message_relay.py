@@ -194,7 +194,7 @@ class MessageRelay:
 
     def _poll_ms(self, pause_ms: int | None) -> int | None:
         """How long to wait for something: until ranks are tried again, or the board looked at."""
-        if self._answers:
+        if self._answers and not self._kernel.holds_something:
             pause_ms = round(1000 * GATHER_S)
         if self._mirror is None:
             return pause_ms
@@ -279,9 +279,11 @@ class MessageRelay:
         self._missing -= len(came)
 
     def _hand_answers_on(self) -> None:
-        """Hand them on if they have waited enough; for all one look at the board will do."""
-        is_due = self._is_ending or self._missing <= 0 or time.monotonic() >= self._answers_until
-        if is_due:
+        """Hand them on if they have waited enough, behind one look at the board for all."""
+        is_late = time.monotonic() >= self._answers_until
+        # Where there is no room, the board could not be sent before them.
+        has_room = not self._kernel.holds_something
+        if self._is_ending or (has_room and (is_late or self._missing <= 0)):
             answers, self._answers = self._answers, []
             self._look(at_once=True)
             self._hand_on(answers)
