@@ -209,11 +209,12 @@ class MessageRelay:
             return
         if self._processes is not None:
             self._processes.look()
-        changes = self._mirror.changes()
-        shortest, longest = LOOK_S
-        is_active = changes or self._mirror.is_running()
-        self._pause_s = shortest if is_active else min(longest, 2 * self._pause_s)
-        self._look_at = now + self._pause_s
+        changes = self._mirror.changes(before_answer=at_once)
+        if not at_once:
+            shortest, longest = LOOK_S
+            is_active = changes or self._mirror.is_running()
+            self._pause_s = shortest if is_active else min(longest, 2 * self._pause_s)
+            self._look_at = now + self._pause_s
         if changes or now - self._told_at > ALIVE_S:
             self._told_at = now
             clock = link.pack_count(time.monotonic_ns())

@@ -25,7 +25,9 @@ TEXT_SETTLED_S = 0.01
 """Seconds that a rank may take to write a text down whose number it has given already."""
 
 _HEADER, _STREAM = layout.HEADER * 8, layout.STREAM * 8
-_REQUEST = layout.REQUEST * 8
+_REQUEST, _SINCE = layout.REQUEST * 8, layout.SINCE * 8
+_LOG, _BEHIND_LOG = layout.LOG_REQUEST * 8, layout.CLOCK_BEHIND * 8
+"""Where words on the log begin, and where they end."""
 _KERNEL_WORDS, _BEHIND_THEM = layout.CLOCK_BEHIND * 8, layout.UNSEEN * 8
 """Where words of a header begin that the kernel writes, and where they end."""
 _TEXT_END, _STREAM_COUNT = layout.TEXT_END * 8, layout.STREAM_COUNT * 8
@@ -48,9 +50,14 @@ class Mirror:
     ):
         self._regions = [_Region(board, rank, clock) for rank in ranks]
 
-    def changes(self) -> list[Change]:
-        """What has changed since the last call, in the order in which it is to be written."""
-        return [change for region in self._regions for change in region.changes()]
+    def changes(self, *, before_answer: bool = False) -> list[Change]:
+        """What has changed since the last call, in the order in which it is to be written.
+
+        Args:
+            before_answer: That a rank has been at something and is at rest again, as it was when
+                that was last asked, can wait for another call: the answer says so, too.
+        """
+        return [change for region in self._regions for change in region.changes(before_answer)]
 
     def is_running(self) -> bool:
         """Whether a rank runs a request, as far as the last call has seen."""
@@ -76,7 +83,7 @@ class _Region:
         """What it runs; zeros if nothing."""
         return self._header[_REQUEST : _REQUEST + 8].strip(b"\0")
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self, before_answer: bool) -> Iterator[Change]:
         # What refers to something is read before it, and written after it.
         memory = self._board.bytes
         header = bytearray(memory[self._start : self._first])
@@ -86,7 +93,7 @@ class _Region:
         text_end = self._start + _TEXT_END
         header[_TEXT_END : _TEXT_END + 8] = memory[text_end : text_end + 8]
         yield from self._new_texts(int.from_bytes(header[_TEXT_END : _TEXT_END + 8], "little"))
-        if header != self._header:
+        if header != self._header and not (before_answer and self._rests_again(header)):
             self._header = bytes(header)
             yield self._start, self._header[:_KERNEL_WORDS]
             yield self._start + _BEHIND_THEM, self._header[_BEHIND_THEM:]
@@ -98,6 +105,10 @@ class _Region:
             for at in range(0, len(streams), _STREAM):
                 if streams[at : at + _STREAM] != before[at : at + _STREAM]:
                     yield self._first + at, streams[at : at + _STREAM]
+
+    def _rests_again(self, header: bytearray) -> bool:
+        """Whether all that differs is what the rank has been at meanwhile."""
+        return not any(header[_REQUEST:_SINCE]) and _at_rest(header) == _at_rest(self._header)
 
     def _new_texts(self, end: int) -> Iterator[Change]:
         """Texts up to a number. The last ones may just be being written, so they come again."""
@@ -116,6 +127,11 @@ class _Region:
             from_byte = (self._texts + at) * 8
             yield from_byte, self._board.bytes[from_byte : from_byte + count * 8]
             begin += count
+
+
+def _at_rest(header: bytes | bytearray) -> bytes:
+    """The words of a header but those that say since when it is so, and what was put out before."""
+    return bytes(header[:_SINCE] + header[_SINCE + 8 : _LOG] + header[_BEHIND_LOG:])
 
 
 def pack(changes: Sequence[Change]) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -64,10 +65,10 @@ class Nodes:
             at = self.post(rank, MAX if rank in but else SUM)
             self.stream(rank).end(at)
 
-    def look(self) -> int:
+    def look(self, *, before_answer: bool = False) -> int:
         """Mirror what has changed; gives how many bytes that were."""
         self.now += 1
-        frames = board_mirror.pack(self.mirror.changes())
+        frames = board_mirror.pack(self.mirror.changes(before_answer=before_answer))
         board_mirror.apply(self.whole, board_mirror.unpack(frames), (2, 3))
         return len(frames[1])
 
@@ -121,6 +122,57 @@ def test_what_has_not_changed_is_not_sent_again(nodes: Nodes) -> None:
     assert nodes.look() == 0
     nodes.post(2, SUM)
     assert 0 < nodes.look() < 2 * layout.STREAM * 8
+
+
+def run(nodes: Nodes, rank: int, request: int) -> None:
+    """What a request leaves in the header of its rank."""
+    region = nodes.ranks[rank].region
+    region.set_log_begins(request, (10 * request, 0))
+    begin(nodes, rank, request)
+    begin(nodes, rank, 0)
+
+
+def begin(nodes: Nodes, rank: int, request: int) -> None:
+    start = nodes.ranks[rank].region.start
+    nodes.far.words[start + layout.SINCE] = time.monotonic_ns()
+    nodes.far.words[start + layout.REQUEST] = request
+
+
+def test_that_a_rank_was_at_something_can_wait_until_after_the_answer(nodes: Nodes) -> None:
+    run(nodes, 2, 1)
+    nodes.look()
+    for request in range(2, 5):
+        run(nodes, 2, request)
+        assert nodes.look(before_answer=True) == 0
+    assert nodes.whole.regions[2].log_begins(4) is None
+    assert nodes.look() > 0
+    assert nodes.whole.regions[2].log_begins(4) == (40, 0)
+    assert nodes.look() == 0
+
+
+def test_an_answer_comes_after_all_else_that_its_rank_has_done(nodes: Nodes) -> None:
+    nodes.look()
+    run(nodes, 2, 1)
+    nodes.ranks[2].region.set_without_group(True)
+    nodes.ranks[3].stream(FAMILY, "world", (0, 1, 2, 3)).post(SUM)
+    assert nodes.look(before_answer=True) > 0
+    assert nodes.whole.regions[2].is_without_group
+    assert nodes.whole.regions[2].log_begins(1) == (10, 0)
+    assert len(nodes.whole.regions[3].operations()) == 1
+
+
+def test_that_a_rank_is_at_rest_comes_before_the_answer_if_it_was_seen_at_work(
+    nodes: Nodes,
+) -> None:
+    begin(nodes, 3, 7)
+    nodes.look()
+    assert nodes.whole.regions[3].request == 7
+    begin(nodes, 3, 0)
+    nodes.look(before_answer=True)
+    assert nodes.whole.regions[3].request == 0
+    begin(nodes, 3, 8)  # another rank's answer tells that this one is at work
+    nodes.look(before_answer=True)
+    assert nodes.whole.regions[3].request == 8
 
 
 def test_a_text_that_was_being_written_comes_again(nodes: Nodes) -> None:
