@@ -19,7 +19,6 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from distsession.engine import frames
 from distsession.engine.collectives.operation_log import BLOCKED, Entry, end
 from distsession.protocol import board as layout
 
@@ -233,12 +232,12 @@ def is_device_wait(frame: FrameType | None, *, is_certain: bool = False) -> bool
         is_certain: It does little but wait.
     """
     # torch's modes of Python, such as that of a default device, stand between the two.
-    for each in frames.outward(frame):
-        if each.f_code.co_name != "__torch_function__":
-            called = _called(each.f_code, each.f_lasti)
-            waits = _CERTAIN_WAITS if is_certain else _WAITS
-            return called in waits or "synchronize" in called.lower()
-    return False
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    if frame is None:
+        return False
+    called = _called(frame.f_code, frame.f_lasti)
+    return called in (_CERTAIN_WAITS if is_certain else _WAITS) or "synchronize" in called.lower()
 
 
 _OTHER_WAITS = frozenset(
