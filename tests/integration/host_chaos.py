@@ -343,7 +343,12 @@ class HostChaos:
         """The ranks that are dead, once that is known."""
         launcher = self.session.launcher
         if self._is_loss(step) and step.work == "restart":
-            self._ask_all()  # it may have hit those that were to be replaced, or the others
+            # It may have hit those that were to be replaced, or others, who live a moment longer.
+            deadline = time.monotonic() + LOST_S
+            while not launcher.dead_ranks() and time.monotonic() < deadline:
+                self._ask_all()
+                time.sleep(0.1)
+            self._ask_all()
         elif self._is_loss(step):
             hit = {step.rank} if step.fault == "rank" else set(victims)
             until(lambda: hit <= set(launcher.dead_ranks()), f"that {sorted(hit)} are dead")
