@@ -297,13 +297,19 @@ def test_replies_of_a_rank_come_in_order_as_they_were_sent(node: Node) -> None:
     assert node.wait(300) == sent
 
 
+def two_asked(node: Node) -> tuple[Rank, Rank]:
+    """Two ranks that have the same request."""
+    first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
+    node.send(b"0.2", b"0.3")
+    assert first.receive() == second.receive() == [b"hello"]
+    return first, second
+
+
 def test_answers_of_a_nodes_ranks_to_one_request_cross_together(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(message_relay, "GATHER_S", LONG_MS / 1000)
-    first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
-    node.send(b"0.2", b"0.3")
-    assert first.receive() == second.receive() == [b"hello"]
+    first, second = two_asked(node)
     first.stream.send([b"one"])
     node.let_answers_reach_the_relay(second)
     assert node.receive() == []
@@ -316,9 +322,7 @@ def test_answers_of_a_nodes_ranks_to_one_request_cross_together(
 
 
 def test_an_answer_does_not_wait_for_a_rank_that_gives_none(node: Node) -> None:
-    first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
-    node.send(b"0.2", b"0.3")
-    assert first.receive() == second.receive() == [b"hello"]
+    first, _ = two_asked(node)
     first.stream.send([b"one"])
     assert node.wait(1) == [[b"one"]]
 
@@ -327,9 +331,7 @@ def test_an_answer_that_waits_is_handed_on_before_a_relay_ends(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(message_relay, "GATHER_S", LONG_MS / 1000)
-    first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
-    node.send(b"0.2", b"0.3")
-    assert first.receive() == second.receive() == [b"hello"]
+    first, second = two_asked(node)
     first.stream.send([b"one"])
     node.let_answers_reach_the_relay(second)
     node.end()
