@@ -726,8 +726,9 @@ class Rank:
         It may wait in a group that user code has made of torch's classes, past ours.
         """
         with self._group_lock:
-            is_over = message.generation < self._generation or self._is_at_rest()
-            if not is_over and _stands_at() == stood_at:
+            is_over = message.generation < self._generation or self._is_idle
+            # It leaves a meeting of ours by itself, but on a busy machine it may not have run yet.
+            if not (is_over or self._recorder.is_blocked) and _stands_at() == stood_at:
                 self._recorder.connections.lose()
                 abort.abort_gloo()
 
@@ -736,13 +737,15 @@ class Rank:
 
         The main thread has nothing to do, no operation is under way, and the user has no thread.
         """
-        region = self._recorder.region
-        if region.request or self._interrupter.is_running:
-            return False
-        if self._recorder.in_flight or region.operations():
+        if not self._is_idle or self._recorder.in_flight or self._recorder.region.operations():
             return False
         own = {t.ident for t in threading.enumerate() if t.name in OWN_THREADS}
         return sys._current_frames().keys() <= own | {threading.main_thread().ident}
+
+    @property
+    def _is_idle(self) -> bool:
+        """From the control thread: whether the main thread has nothing to do."""
+        return not (self._recorder.region.request or self._interrupter.is_running)
 
     def _cut_off(self, message: Abort) -> None:
         """From the control thread: what the main thread waits for is not what it will get."""

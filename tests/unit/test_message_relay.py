@@ -297,20 +297,24 @@ def test_replies_of_a_rank_come_in_order_as_they_were_sent(node: Node) -> None:
     assert node.wait(300) == sent
 
 
-def two_asked(node: Node) -> tuple[Rank, Rank]:
-    """Two ranks that have the same request."""
+def one_of_two_answers(node: Node) -> Rank:
+    """Two ranks have the same request, and the first has answered it; gives the second."""
     first, second = Rank(node, b"0.2"), Rank(node, b"0.3")
     node.send(b"0.2", b"0.3")
     assert first.receive() == second.receive() == [b"hello"]
-    return first, second
-
-
-def test_answers_of_a_nodes_ranks_to_one_request_cross_together(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(message_relay, "GATHER_S", LONG_MS / 1000)
-    first, second = two_asked(node)
     first.stream.send([b"one"])
+    return second
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay waits long for the other answers."""
+    monkeypatch.setattr(message_relay, "GATHER_S", LONG_MS / 1000)
+
+
+@pytest.mark.usefixtures("patience")
+def test_answers_of_a_nodes_ranks_to_one_request_cross_together(node: Node) -> None:
+    second = one_of_two_answers(node)
     node.let_answers_reach_the_relay(second)
     assert node.receive() == []
     second.stream.send([b"two"])
@@ -322,18 +326,13 @@ def test_answers_of_a_nodes_ranks_to_one_request_cross_together(
 
 
 def test_an_answer_does_not_wait_for_a_rank_that_gives_none(node: Node) -> None:
-    first, _ = two_asked(node)
-    first.stream.send([b"one"])
+    one_of_two_answers(node)
     assert node.wait(1) == [[b"one"]]
 
 
-def test_an_answer_that_waits_is_handed_on_before_a_relay_ends(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(message_relay, "GATHER_S", LONG_MS / 1000)
-    first, second = two_asked(node)
-    first.stream.send([b"one"])
-    node.let_answers_reach_the_relay(second)
+@pytest.mark.usefixtures("patience")
+def test_an_answer_that_waits_is_handed_on_before_a_relay_ends(node: Node) -> None:
+    node.let_answers_reach_the_relay(one_of_two_answers(node))
     node.end()
     assert node.wait(1) == [[b"one"]]
 
