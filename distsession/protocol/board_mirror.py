@@ -108,7 +108,7 @@ class _Region:
 
     def _rests_again(self, header: bytearray) -> bool:
         """Whether all that differs is what the rank has been at meanwhile."""
-        return not any(header[_REQUEST:_SINCE]) and _at_rest(header) == _at_rest(self._header)
+        return _at_rest(header) == _at_rest(self._header)
 
     def _new_texts(self, end: int) -> Iterator[Change]:
         """Texts up to a number. The last ones may just be being written, so they come again."""

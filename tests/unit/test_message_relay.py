@@ -43,6 +43,14 @@ class Bomb:
         return load, (os.getpid(),)
 
 
+def make_board() -> Board:
+    descriptor = make_file()
+    os.ftruncate(descriptor, file_size(4))
+    board = Board(descriptor, 4)
+    os.close(descriptor)
+    return board
+
+
 class Rank:
     """The sockets of a rank."""
 
@@ -337,6 +345,34 @@ def test_an_answer_that_waits_is_handed_on_before_a_relay_ends(node: Node) -> No
     assert node.wait(1) == [[b"one"]]
 
 
+def test_no_answer_passes_the_part_of_the_board_before_it(
+    short_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_relay, "GATHER_S", 0.5)
+    monkeypatch.setattr(message_relay, "LOOK_S", (LONG_MS / 1000, LONG_MS / 1000))
+    board, came = make_board(), []
+    node = Node(short_folder, board, (2, 3))
+    try:
+        second = one_of_two_answers(node)
+        node.let_answers_reach_the_relay(second)
+        node.near._on_board = lambda *_: came.append(b"board")
+        board.regions[2].set_without_group(True)
+        for _ in range(20):  # more than the system takes while nobody reads
+            second.output.send_multipart([b"x" * 1_000_000])
+        until(lambda: node.far._kernel.holds_something)
+        time.sleep(2 * message_relay.GATHER_S)
+
+        def has_come() -> bool:
+            came.extend(frames[0] for frames in node.near.receive())
+            return b"one" in came
+
+        until(has_come, "the answer")
+        assert came.index(b"board") < came.index(b"one")
+    finally:
+        node.close()
+        board.close()
+
+
 def test_output_is_sent_as_far_as_there_is_room_and_replies_pass_it(node: Node) -> None:
     rank = Rank(node, b"0.2")
     sent = [[b"%d" % number, b"x" * 10_000] for number in range(3000)]
@@ -476,10 +512,7 @@ def test_a_relay_that_has_nothing_to_tell_says_so_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(message_relay, "ALIVE_S", 0.05)
-    descriptor = make_file()
-    os.ftruncate(descriptor, file_size(4))
-    board = Board(descriptor, 4)
-    os.close(descriptor)
+    board = make_board()
     with tempfile.TemporaryDirectory() as folder:
         node = Node(folder, board, (2, 3))
         try:
