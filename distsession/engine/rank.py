@@ -723,29 +723,27 @@ class Rank:
     def _abort_stuck(self, message: Abort, stood_at: tuple[int, int]) -> None:
         """From the control thread, later: the main thread does not come back from one call.
 
-        It may wait in a group that user code has made of torch's classes, past ours.
+        It, or a thread of the user's, may wait in a group that user code has made of torch's
+        classes, past ours.
         """
         with self._group_lock:
-            is_over = message.generation < self._generation or self._is_idle
+            is_over = message.generation < self._generation or self._is_idle()
             # It leaves a meeting of ours by itself, but on a busy machine it may not have run yet.
             if not (is_over or self._recorder.is_blocked) and _stands_at() == stood_at:
                 self._recorder.connections.lose()
                 abort.abort_gloo()
 
     def _is_at_rest(self) -> bool:
-        """From the control thread: whether nothing of this process can be waiting for a peer.
+        """From the control thread: whether nothing of this process can be waiting for a peer."""
+        recorder = self._recorder
+        return self._is_idle() and not (recorder.in_flight or recorder.region.operations())
 
-        The main thread has nothing to do, no operation is under way, and the user has no thread.
-        """
-        if not self._is_idle or self._recorder.in_flight or self._recorder.region.operations():
+    def _is_idle(self) -> bool:
+        """From the control thread: whether no thread that runs user code has anything to do."""
+        if self._recorder.region.request or self._interrupter.is_running:
             return False
         own = {t.ident for t in threading.enumerate() if t.name in OWN_THREADS}
         return sys._current_frames().keys() <= own | {threading.main_thread().ident}
-
-    @property
-    def _is_idle(self) -> bool:
-        """From the control thread: whether the main thread has nothing to do."""
-        return not (self._recorder.region.request or self._interrupter.is_running)
 
     def _cut_off(self, message: Abort) -> None:
         """From the control thread: what the main thread waits for is not what it will get."""
