@@ -210,7 +210,8 @@ class HostsLauncher(LocalLauncher):
             store_port=self._agents.store_ports[node],
         )
 
-    def _kernel_address(self, node: int) -> str:
+    def kernel_address(self, rank: int) -> str:
+        node = self._node_of(rank)
         if address := self._agents.kernel_address(node):
             if ":" in address:
                 raise SessionStateError(

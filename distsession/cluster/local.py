@@ -25,18 +25,19 @@ from distsession.cluster.attachment import (
 )
 from distsession.cluster.base import Launcher
 from distsession.cluster.channel import SocketChannel
-from distsession.cluster.deaths import AGENT_GONE, agent_text, node_text
+from distsession.cluster.deaths import agent_text, node_text
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.gpu_notes import full_gpus
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
-from distsession.cluster.ipyparallel import CONTROLLER_GONE, SESSION_CLOSED, Controller
+from distsession.cluster.ipyparallel import CONTROLLER_GONE
 from distsession.cluster.kept_session import write_kept
 from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, RelayGone
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.cluster.preload import Preload
 from distsession.cluster.rank_processes import RankProcesses
 from distsession.cluster.reconnect import UNDISTURBED_S, Halted, Reconnect, failure_of
+from distsession.cluster.registration import Registration
 from distsession.cluster.takeover import Takeover
 from distsession.engine.log_file import log_path
 from distsession.engine.process_state import STOPPED, process_state
@@ -83,9 +84,6 @@ log = logging.getLogger(__name__)
 
 DESCRIPTORS, DESCRIPTORS_OF_RANK = 24, 6
 """How many descriptors a session takes in the kernel, and how many more for each rank."""
-CLIENT_DESCRIPTORS, CONTROLLER_DESCRIPTORS = 40, 130
-"""How many ipyparallel (9.2) takes in the kernel, and in its controller beside some for each rank.
-Without them zmq ends the process, or nobody answers any more."""
 
 LOOK_FOR_ENDS_S = 0.25
 """Seconds between two looks for ranks that have ended and of which no agent tells."""
@@ -139,7 +137,8 @@ class LocalLauncher(Launcher):
         check_room(DESCRIPTORS, "A session")
         self._options = options
         self._generation = 0
-        self._forked_in: dict[int, int] = {}
+        self.forked_in: dict[int, int] = {}
+        """For which generation each rank's process was started."""
         self.is_broken = False
         self._reconnect: Reconnect | None = None
         self._problem = ""
@@ -157,17 +156,13 @@ class LocalLauncher(Launcher):
         self.adopted: tuple[Adopted, ...] = ()
         """What a former owner has left, where this process has attached."""
         self.taken = ""
-        self._controller: Controller | None = None
-        self._controller_lock = threading.Lock()
-        self._registering = threading.Lock()
-        """Held while ranks are replaced, or told to register with ipyparallel's controller."""
-        self._told: dict[int, int] = {}
-        self._asking = 0
-        """How many threads wait for ipyparallel's client."""
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
         self._monitor = Monitor(self._on_death, self._operation_of, self.first_node)
+        self._registration = Registration(
+            self, self._monitor, timeout=options.start_timeout, is_open=self.first_node > 0
+        )
         self.processes = RankProcesses(
             self._monitor.ready, self.is_here, lambda: self.board, self.first_node
         )
@@ -226,6 +221,11 @@ class LocalLauncher(Launcher):
     def epoch(self) -> int:
         return self._epoch
 
+    @property
+    def agent_pid(self) -> int:
+        """Of the first agent's process; 0 once it has ended."""
+        return self._agents.pid()
+
     def host_name(self, node: int) -> str:
         return f"node{node}" if self._options.nodes > 1 else ""
 
@@ -242,7 +242,7 @@ class LocalLauncher(Launcher):
             self._plan = plan_ranks(self._options, hosts[self.first_node :])
             infos = self._start_ranks(deadline)
             if self._options.ipyparallel == "eager":
-                self._register_behind()
+                self._registration.begin()
             return infos
         except LaunchTimeoutError as error:
             raise LaunchTimeoutError(
@@ -450,7 +450,7 @@ class LocalLauncher(Launcher):
             self._monitor.forget(wanted)
             for rank in wanted:
                 self.channel.set_identity(rank, self._generation, node)
-                self._forked_in[rank] = self._generation
+                self.forked_in[rank] = self._generation
             message = replace(
                 start,
                 ranks=wanted,
@@ -524,7 +524,7 @@ class LocalLauncher(Launcher):
         takeover = self._takeover = Takeover(
             attachment, self._monitor, self._agents, self.channel, self.board, self.first_node
         )
-        self._forked_in = takeover.forked_in
+        self.forked_in = takeover.forked_in
         try:
             takeover.run(deadline)
         except BaseException:  # it goes on without this process, as it was
@@ -566,9 +566,7 @@ class LocalLauncher(Launcher):
         self._monitor.closing = True
         self.channel.close(linger_ms=0 if self.taken else LINGER_MS)
         self._agents.abandon()
-        with self._controller_lock:
-            if self._controller is not None:
-                self._controller.close()
+        self._registration.close()
         self._folder.release()
         self._folder.sweep()  # it is over if it was ended, and nobody else may be there
         self._monitor.handle(None)
@@ -687,10 +685,10 @@ class LocalLauncher(Launcher):
 
     def _path_of_log(self, rank: int, stream: str) -> str:
         folder = self.folder_on(self._node_of(rank))
-        return log_path(folder, rank, self._forked_in[rank], stream.removeprefix("std"))
+        return log_path(folder, rank, self.forked_in[rank], stream.removeprefix("std"))
 
     def read_log(self, rank: int, stream: str, begin: int, count: int) -> LogPiece | None:
-        node, generation = self._node_of(rank), self._forked_in[rank]
+        node, generation = self._node_of(rank), self.forked_in[rank]
         name = stream.removeprefix("std")
         with self._reading_log:
             # A stopped agent must not be sent questions until there is no room for them.
@@ -713,20 +711,13 @@ class LocalLauncher(Launcher):
         world = range(self._plan.world_size)
         if late := self._monitor.late(world, self._generation):
             return f"{ranks_text(late)} to join the process group"
-        if not self._asking:
-            return ""
-        if self._controller is None or not self._controller.is_ready:
-            return "ipyparallel's controller to start"
-        if late := self._monitor.late_engines(world):
-            return f"{ranks_text(late)} to be idle and register with ipyparallel's controller"
-        return ""
+        return self._registration.waits_for()
 
     def problems(self) -> str:
-        has_died = self._controller is not None and self._controller.has_died
         parts = [
             self._group_problems(),
             self._monitor.store_ended or self._monitor.tcp_store_ended,
-            CONTROLLER_GONE if has_died else "",
+            CONTROLLER_GONE if self._registration.has_died else "",
             *self._stopped_agents(),
             *self._stopped_relays(),
         ]
@@ -796,7 +787,7 @@ class LocalLauncher(Launcher):
     def _is_gone(self, rank: int) -> bool:
         """Whether the process of a rank that was ready is gone, told or not."""
         info = self._monitor.ready.get(rank)
-        if info is None or info.generation < self._forked_in[rank]:  # of the one before
+        if info is None or info.generation < self.forked_in[rank]:  # of the one before
             return False
         return self.processes.is_gone(rank)
 
@@ -876,110 +867,16 @@ class LocalLauncher(Launcher):
     # --- ipyparallel ------------------------------------------------------------------------------
 
     def client(self, timeout: float) -> Any:
-        self._asking += 1
-        try:
-            return self._client(timeout)
-        finally:
-            self._asking -= 1
+        return self._registration.client(timeout)
 
-    def _client(self, timeout: float) -> Any:
-        assert self._plan is not None
-        deadline = time.monotonic() + timeout
-        world = range(self._plan.world_size)
-        self._check_engines()
-        self._retry()
-        controller = self._register(timeout)
-        ids = self._monitor.wait_registered(world, max(0.0, deadline - time.monotonic()))
-        self._check_engines()
-        for rank in world:
-            if ids.get(rank, 0) < 0:
-                raise LaunchError(
-                    f"rank {rank} could not register with ipyparallel's controller, so %px and "
-                    "session.client do not work: "
-                    f"{with_remedy(self._monitor.unregistered[rank] + '.')} Cells and calls do "
-                    "not need it."
-                )
-        if missing := [rank for rank in world if rank not in ids]:
-            raise LaunchTimeoutError(
-                f"{ranks_text(missing)} did not register with ipyparallel's controller within "
-                f"{timeout:g} s. A rank registers when it is idle: is one still running?"
-            )
-        return controller.client(ids.values(), max(1.0, deadline - time.monotonic()))
-
-    def _check_engines(self) -> None:
-        """Refuse to wait for engines that cannot register."""
-        if not self.is_alive:
-            raise SessionStateError(SESSION_CLOSED if self._closed else AGENT_GONE)
-        if dead := sorted(self._monitor.dead):
-            raise SessionStateError(
-                f"ipyparallel's client needs all ranks, and {ranks_text(dead)} "
-                f"{'has' if len(dead) == 1 else 'have'} died: session.restart({dead}) first."
-            )
-
-    def _register(self, timeout: float) -> Controller:
-        """Start ipyparallel's controller if nobody has yet, and have the ranks register."""
-        with self._controller_lock:
-            controller = self._controller
-            if controller is None or controller.has_failed:
-                if controller is not None:
-                    controller.close()
-                if self._closed:
-                    raise SessionStateError(SESSION_CLOSED)
-                assert self._plan is not None
-                check_room(
-                    CLIENT_DESCRIPTORS,
-                    "ipyparallel",
-                    CONTROLLER_DESCRIPTORS + 8 * self._plan.world_size,
-                )
-                controller = self._controller = Controller(
-                    self.folder,
-                    self._agents.pid(),
-                    ranks=self._plan.world_size,
-                    is_open=self.first_node > 0,
-                )
-            controller.start()
-        controller.wait_ready(timeout)
-        with self._registering:
-            self._send_controller(controller)
-        return controller
-
-    def _send_controller(self, controller: Controller) -> None:
-        """Tell each rank's present process once where the controller is."""
-        assert self._plan is not None
-        for rank in range(self._plan.world_size):
-            if self._told.get(rank) != self._forked_in[rank]:
-                address = self._kernel_address(self._node_of(rank))
-                self.channel.send_control(rank, controller.info(address))
-                self._told[rank] = self._forked_in[rank]
-
-    def _kernel_address(self, node: int) -> str:
-        """Of this host, as the host of a node reaches it; empty where they are one."""
+    def kernel_address(self, rank: int) -> str:
+        """Of this host, as that of a rank reaches it; empty where they are one."""
         return ""
-
-    def _retry(self) -> None:
-        """Ranks that could not register try again."""
-        with self._registering:
-            failed = [rank for rank, number in self._monitor.engine_ids.items() if number < 0]
-            self._monitor.forget_engines(failed)
-            for rank in failed:
-                self._told.pop(rank, None)
-
-    def _register_behind(self) -> None:
-        """The same, while nobody waits for it."""
-
-        def register() -> None:
-            try:
-                self._register(self._options.start_timeout)
-            except (LaunchError, SessionStateError) as error:
-                if not self._closed:
-                    log.warning("%s", error)
-
-        threading.Thread(target=register, name="distsession-register", daemon=True).start()
 
     # --- restart ----------------------------------------------------------------------------------
 
     def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
-        with self._registering:
+        with self._registration.lock:
             return self._restart(ranks)
 
     def _restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
@@ -999,9 +896,7 @@ class LocalLauncher(Launcher):
             self._wait_idle(others)
         if stopped := self._what_is_stopped():
             raise SessionStateError(stopped)
-        engine_ids = [
-            self._monitor.engine_ids.get(rank, rank) for rank in wanted if rank in self._told
-        ]
+        engine_ids = self._registration.engine_ids(wanted)
         self._monitor.forget(self._monitor.cut_off)
         living = [rank for rank in wanted if rank not in self._monitor.dead]
         gone = [
@@ -1030,7 +925,7 @@ class LocalLauncher(Launcher):
                     text = _stopped_restart_text(late, self._plan.world_size)
                     raise RunInterrupt(text) from None
                 raise
-            self._register_anew(engine_ids)
+            self._registration.replace(engine_ids)
         self._write_state()
         return infos
 
@@ -1104,22 +999,10 @@ class LocalLauncher(Launcher):
                 )
             time.sleep(0.005)
 
-    def _register_anew(self, engine_ids: Sequence[int]) -> None:
-        """Fresh ranks register if those before them had been asked to."""
-        controller = self._controller
-        if controller is None:
-            return
-        if controller.has_died:
-            log.warning("ipyparallel's controller is gone; a new one is started")
-            with self._controller_lock:
-                controller.close()
-                self._controller = None
-            self._told.clear()
-            self._monitor.forget_engines(list(self._monitor.engine_ids))
-            self._register_behind()
-        elif controller.is_ready:
-            controller.unregister([number for number in engine_ids if number >= 0])
-            self._send_controller(controller)
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has ended the session, or has let go of it."""
+        return self._closed
 
     @property
     def is_alive(self) -> bool:
@@ -1158,9 +1041,7 @@ class LocalLauncher(Launcher):
             # So the last agent removes the folder, also if this process is killed meanwhile.
             self._folder.release()
             self._agents.release()
-            with self._controller_lock:
-                if self._controller is not None:
-                    self._controller.close()
+            self._registration.close()
             self._agents.close()
             self._monitor.handle(None)
             self._made.close()

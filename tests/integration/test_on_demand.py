@@ -285,7 +285,7 @@ def test_a_controller_listens_on_ports_that_were_held_for_it(tmp_path: Path) -> 
 def test_a_heart_monitor_ends_with_its_controller(start: Callable[..., Session]) -> None:
     session = start(1)
     session.client  # noqa: B018
-    process = session._launcher._controller._cluster.controller.process
+    process = session._launcher._registration.controller._cluster.controller.process
     children = process.children()
     assert children
     process.kill()

@@ -677,7 +677,7 @@ def test_the_end_of_ipyparallels_controller_is_said_and_restart_brings_it_back()
     try:
         session = made.session
         assert session.client.ids == [0, 1]
-        controller = session._launcher._controller._cluster.controller.process
+        controller = session._launcher._registration.controller._cluster.controller.process
         os.killpg(controller.pid, signal.SIGKILL)
         until(lambda: "controller has died" in session.status())
         made.check()
