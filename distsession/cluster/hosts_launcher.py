@@ -211,7 +211,7 @@ class HostsLauncher(LocalLauncher):
         )
 
     def kernel_address(self, rank: int) -> str:
-        node = self._node_of(rank)
+        node = self.node_of(rank)
         if address := self._agents.kernel_address(node):
             if ":" in address:
                 raise SessionStateError(
@@ -241,7 +241,7 @@ class HostsLauncher(LocalLauncher):
 
     def _write_state(self) -> None:
         if isinstance(self._hosts, KeptHosts):
-            ranks = {node: self._ranks_on(node) for node in self._nodes}
+            ranks = {node: self._ranks_on(node) for node in self.nodes}
             board = f"/proc/{self._agents.pid()}/fd/{self._board_in_agent}"
             self._hosts.keep(self._agents.pid(), board, ranks)
         super()._write_state()

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,15 @@ from distsession.cluster.attachment import (
 )
 from distsession.cluster.base import Launcher
 from distsession.cluster.channel import SocketChannel
-from distsession.cluster.deaths import agent_text, node_text
+from distsession.cluster.deaths import node_text
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.folder import PrivateFolder
 from distsession.cluster.gpu_notes import full_gpus
+from distsession.cluster.health import Health
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.ipyparallel import CONTROLLER_GONE
 from distsession.cluster.kept_session import write_kept
-from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, RelayGone
+from distsession.cluster.monitor import Monitor, NodeGone, RelayGone
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.cluster.preload import Preload
 from distsession.cluster.rank_processes import RankProcesses
@@ -40,7 +41,6 @@ from distsession.cluster.reconnect import UNDISTURBED_S, Halted, Reconnect, fail
 from distsession.cluster.registration import Registration
 from distsession.cluster.takeover import Takeover
 from distsession.engine.log_file import log_path
-from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import (
     DOCTOR_REMEDY,
     EngineDiedError,
@@ -85,18 +85,6 @@ log = logging.getLogger(__name__)
 DESCRIPTORS, DESCRIPTORS_OF_RANK = 24, 6
 """How many descriptors a session takes in the kernel, and how many more for each rank."""
 
-LOOK_FOR_ENDS_S = 0.25
-"""Seconds between two looks for ranks that have ended and of which no agent tells."""
-STOPPED_AGENT_S = 0.5
-"""Seconds after which a rank that has ended counts as dead though its agent, stopped by a signal,
-says nothing."""
-SILENT_AGENT_S = 10.0
-"""The same of an agent that is not stopped, and may only be slow."""
-SILENT_RELAY_S = 5.0
-"""Seconds without a word after which a relay of another host counts as stopped or cut off."""
-FAR_WORDS_S = 2.0
-"""Seconds after which what is known of agents and relays of other hosts is no longer that of before
-somebody let them go on."""
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
 SETTLE_PER_RANK = 0.05
@@ -144,8 +132,6 @@ class LocalLauncher(Launcher):
         self._problem = ""
         """Why the process group could not be connected anew; empty where that was not tried."""
         self._gauges_asked: dict[int, int] = {}
-        self._unreported: dict[tuple[int, int], float] = {}
-        self._looked_at = 0.0
         self._asked_gpus = False
         self._reading_log = threading.Lock()
         self._plan: RankPlan | None = None
@@ -181,6 +167,7 @@ class LocalLauncher(Launcher):
                 self._board_in_agent = int(os.path.basename(attachment.state.board))
             made.callback(os.close, self._board_file)
             self._agents = self._make_agents()
+            self._health = Health(self, self._agents, self._monitor)
             made.callback(self._agents.abandon if attachment else self._agents.close)
             self.channel = SocketChannel(
                 self.folder,
@@ -277,10 +264,9 @@ class LocalLauncher(Launcher):
         return infos
 
     @property
-    def _nodes(self) -> range:
-        """The numbers of all agents."""
-        assert self._plan is not None
-        return range(self.first_node + self._plan.nodes)
+    def nodes(self) -> range:
+        """The numbers of all agents; none as long as nothing is planned for them."""
+        return range(0 if self._plan is None else self.first_node + self._plan.nodes)
 
     def _ranks_on(self, node: int) -> range:
         """The ranks of an agent's node."""
@@ -289,7 +275,7 @@ class LocalLauncher(Launcher):
             return range(0)
         return self._plan.ranks_of(node - self.first_node)
 
-    def _node_of(self, rank: int) -> int:
+    def node_of(self, rank: int) -> int:
         """The agent's node of a rank."""
         assert self._plan is not None
         return self.first_node + self._plan.node_of(rank)
@@ -322,7 +308,7 @@ class LocalLauncher(Launcher):
         """Have the agents ask NVML, while the ranks start, whether others fill their GPUs."""
         assert self._plan is not None
         if any(device.startswith("cuda") for device in self._plan.devices):
-            for node in self._nodes[self.first_node :]:
+            for node in self.nodes[self.first_node :]:
                 self._agents.send(node, GpuRequest(node))
             self._asked_gpus = True
 
@@ -330,7 +316,7 @@ class LocalLauncher(Launcher):
         if not self._asked_gpus or self._plan is None:
             return ()
         first = self.first_node
-        gpus = self._monitor.wait_gpus(self._nodes[first:], GPU_NOTES_S)
+        gpus = self._monitor.wait_gpus(self.nodes[first:], GPU_NOTES_S)
         pids = {node - first: self._pids_beside(node) for node in gpus}
         return full_gpus({node - first: its for node, its in gpus.items()}, self.infos, pids)
 
@@ -437,7 +423,7 @@ class LocalLauncher(Launcher):
         )
         port = 0
         self._monitor.expect_store()
-        for node in self._nodes:
+        for node in self.nodes:
             here = self._ranks_on(node)
             wanted = tuple(rank for rank in ranks if rank in here)
             if node and not wanted:
@@ -488,7 +474,7 @@ class LocalLauncher(Launcher):
     def _write_state(self) -> None:
         if not self._options.keep or self._plan is None:
             return
-        agents = [self._agents.pid(node) for node in self._nodes if self.is_here(node)]
+        agents = [self._agents.pid(node) for node in self.nodes if self.is_here(node)]
         board = f"/proc/{agents[0]}/fd/{self._board_in_agent}"
         state = LauncherState(
             self._options, self._plan, self.infos, board, self._started, self._far_hosts()
@@ -676,19 +662,19 @@ class LocalLauncher(Launcher):
         return self.folder
 
     def log_path(self, rank: int, stream: str) -> Path | None:
-        node = self._node_of(rank)
+        node = self.node_of(rank)
         return Path(self._path_of_log(rank, stream)) if self.is_here(node) else None
 
     def log_place(self, rank: int, stream: str) -> str:
-        path, node = self._path_of_log(rank, stream), self._node_of(rank)
+        path, node = self._path_of_log(rank, stream), self.node_of(rank)
         return path if self.is_here(node) else f"{self.processes.host(node)}:{path}"
 
     def _path_of_log(self, rank: int, stream: str) -> str:
-        folder = self.folder_on(self._node_of(rank))
+        folder = self.folder_on(self.node_of(rank))
         return log_path(folder, rank, self.forked_in[rank], stream.removeprefix("std"))
 
     def read_log(self, rank: int, stream: str, begin: int, count: int) -> LogPiece | None:
-        node, generation = self._node_of(rank), self.forked_in[rank]
+        node, generation = self.node_of(rank), self.forked_in[rank]
         name = stream.removeprefix("std")
         with self._reading_log:
             # A stopped agent must not be sent questions until there is no room for them.
@@ -718,8 +704,7 @@ class LocalLauncher(Launcher):
             self._group_problems(),
             self._monitor.store_ended or self._monitor.tcp_store_ended,
             CONTROLLER_GONE if self._registration.has_died else "",
-            *self._stopped_agents(),
-            *self._stopped_relays(),
+            *self._health.stopped(),
         ]
         return " ".join(filter(None, parts))
 
@@ -743,47 +728,6 @@ class LocalLauncher(Launcher):
             "makes another group, session.reconnect() or %session reconnect brings back the first."
         )
 
-    def _stopped_agents(self) -> Iterator[str]:
-        for node in range(0 if self._plan is None else self._nodes.stop):
-            if not self._agents.runs(node):
-                continue
-            pid, letter = self.processes.agent(node, self._agents.pid(node))
-            if letter in STOPPED:
-                who = agent_text(node, self._agents.name(node))
-                where = self.processes.on_host(node)
-                yield (
-                    f"{who[0].upper()}{who[1:]} (pid {pid}) is stopped by SIGSTOP or a debugger: "
-                    "no rank can be replaced, and none that ends is reported. "
-                    f"`kill -CONT {pid}`{where} lets it go on."
-                )
-
-    def _stopped_relays(self) -> Iterator[str]:
-        for node, pid in self.channel.payloads.relays.pids().items():
-            who = f"The relay of {self._node_text(node)} (pid {pid})"
-            where = self.processes.on_host(node)
-            if self.is_here(node):
-                if process_state(pid) in STOPPED:
-                    yield (
-                        f"{who} is stopped by SIGSTOP or a debugger: none of the node's ranks is "
-                        f"reached. `kill -CONT {pid}` lets it go on."
-                    )
-            elif (seconds := self.channel.links.silent_s(node)) > SILENT_RELAY_S:
-                yield (
-                    f"Nothing has come from {who[0].lower()}{who[1:]}{where} for {seconds:.0f} s: "
-                    "none of the node's ranks is reached. If it is stopped by SIGSTOP, "
-                    f"`kill -CONT {pid}`{where} lets it go on."
-                )
-
-    def _what_is_stopped(self) -> str:
-        """What to say of an agent or a relay that is stopped; of another host's, not at once."""
-        is_far = not all(map(self.is_here, self._nodes))
-        deadline = time.monotonic() + (FAR_WORDS_S if is_far else 0.0)
-        while stopped := [*self._stopped_agents(), *self._stopped_relays()]:
-            if time.monotonic() >= deadline:
-                return stopped[0]
-            time.sleep(0.02)
-        return ""
-
     def _is_gone(self, rank: int) -> bool:
         """Whether the process of a rank that was ready is gone, told or not."""
         info = self._monitor.ready.get(rank)
@@ -804,34 +748,10 @@ class LocalLauncher(Launcher):
         return self.processes.processor_time(rank)
 
     def unreported(self, rank: int) -> str:
-        node = self._node_of(rank)
-        pid, letter = self.processes.agent(node, self._agents.pid(node))
-        who = f"{agent_text(node, self._agents.name(node))} (pid {pid})"
-        where = self.processes.on_host(node)
-        if letter in STOPPED:
-            return (
-                f"{who} cannot say how, since it is stopped: `kill -CONT {pid}`{where} lets it "
-                "go on"
-            )
-        return f"{who} has not said how"
+        return self._health.unreported(rank)
 
     def note_unreported(self) -> None:
-        now = time.monotonic()
-        if now - self._looked_at < LOOK_FOR_ENDS_S:
-            return
-        self._looked_at = now
-        for info in self.infos:
-            rank = info.rank
-            is_late = rank not in self._monitor.dead and self.processes.has_ended(rank)
-            process = rank, info.pid
-            if not is_late or self._closed:
-                self._unreported.pop(process, None)
-                continue
-            since = self._unreported.setdefault(process, now)
-            node = self._node_of(rank)
-            is_stopped = self.processes.agent(node, self._agents.pid(node))[1] in STOPPED
-            if now - since > (STOPPED_AGENT_S if is_stopped else SILENT_AGENT_S):
-                self._monitor.handle(RankUnreported(rank, info.pid, self.unreported(rank)))
+        self._health.note_unreported()
 
     def request_stacks(self, ranks: Sequence[int], timeout: float) -> dict[int, StackReply]:
         return self.channel.request_stacks(ranks, timeout)
@@ -846,7 +766,7 @@ class LocalLauncher(Launcher):
     def usage(self, timeout: float) -> UsageReply | None:
         assert self._plan is not None
         gpus = {info.rank: info.device.uuid for info in self.infos if info.device.uuid}
-        nodes = [node for node in self._nodes[self.first_node :] if self._agents.runs(node)]
+        nodes = [node for node in self.nodes[self.first_node :] if self._agents.runs(node)]
         for node in nodes:
             last = self._gauges_asked.get(node, 0)
             # A stopped agent must not be sent questions until there is no room for them.
@@ -894,14 +814,14 @@ class LocalLauncher(Launcher):
                 AbortReason.REPLACED, f"{ranks_text(wanted)} {be} being replaced by a fresh process"
             )
             self._wait_idle(others)
-        if stopped := self._what_is_stopped():
+        if stopped := self._health.await_stopped():
             raise SessionStateError(stopped)
         engine_ids = self._registration.engine_ids(wanted)
         self._monitor.forget(self._monitor.cut_off)
         living = [rank for rank in wanted if rank not in self._monitor.dead]
         gone = [
             node
-            for node in self._nodes
+            for node in self.nodes
             # The link of an agent that ends closes some time before its process is gone.
             if node in self._monitor.lost_nodes or not self._agents.runs(node)
         ]
@@ -952,11 +872,11 @@ class LocalLauncher(Launcher):
 
     @property
     def _preload(self) -> Preload:
-        return Preload(self._agents, self._monitor, self._nodes[self.first_node :])
+        return Preload(self._agents, self._monitor, self.nodes[self.first_node :])
 
     def _stop_ranks(self, ranks: Sequence[int]) -> None:
         assert self._plan is not None
-        for node in self._nodes:
+        for node in self.nodes:
             if here := tuple(rank for rank in ranks if rank in self._ranks_on(node)):
                 self._agents.send(node, StopRanks(here))
 

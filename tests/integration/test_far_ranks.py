@@ -216,7 +216,7 @@ def test_what_was_said_of_a_replaced_rank_is_not_taken_for_the_fresh_one(session
 def test_a_relay_that_says_nothing_is_named(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distsession.cluster.local.SILENT_RELAY_S", 2.0)
+    monkeypatch.setattr("distsession.cluster.health.SILENT_RELAY_S", 2.0)
     pid = processes(session)["relay"].pid
     said = f"Nothing has come from the relay of node 1 (pid {pid}) on {session.infos[FAR].host}"
     with stopped(pid):
