@@ -17,8 +17,9 @@ import distsession
 from distsession import Session
 from distsession.cluster.agents import Agents
 from distsession.cluster.local import LocalLauncher
-from distsession.options import RankPlan, SessionOptions, resolve_options
+from distsession.options import SessionOptions, resolve_options
 from distsession.protocol.board import Board, file_size
+from distsession.rank_plan import RankPlan
 from distsession.ranks import DeviceInfo, RankInfo
 from tests.until import until
 

@@ -20,9 +20,10 @@ from distsession.cluster.pending import PendingRequest
 from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import SessionStateError
 from distsession.host_plan import HostPlan
-from distsession.options import RankPlan, SessionOptions
+from distsession.options import SessionOptions
 from distsession.protocol.attach import Attached, AttachRefused, AttachRequest, attach_path
 from distsession.protocol.messages import Addressed, RankAttached, Request
+from distsession.rank_plan import RankPlan
 from distsession.ranks import RankInfo
 
 __all__ = [

@@ -49,7 +49,7 @@ from distsession.errors import (
     RunInterrupt,
     SessionStateError,
 )
-from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.options import SessionOptions
 from distsession.protocol.agent_messages import (
     GpuRequest,
     LogPiece,
@@ -76,6 +76,7 @@ from distsession.protocol.messages import (
     TimedOut,
 )
 from distsession.protocol.rank_state import AbortReason
+from distsession.rank_plan import RankPlan, plan_ranks
 from distsession.ranks import HostInfo, RankInfo, ranks_text
 
 __all__ = ["LocalLauncher"]

@@ -14,8 +14,9 @@ import pytest
 from distsession import LaunchError, OptionsError, Session
 from distsession.cluster import local
 from distsession.cluster.local import LocalLauncher
-from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.options import SessionOptions
 from distsession.protocol.agent_messages import GpuRequest
+from distsession.rank_plan import RankPlan, plan_ranks
 from distsession.ranks import HostInfo
 
 TOY = {"backend": "toyccl", "preload": ["tests.toy_accelerator"]}

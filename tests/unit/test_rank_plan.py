@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from distsession.errors import OptionsError
-from distsession.options import RankPlan, SessionOptions, plan_ranks
+from distsession.options import SessionOptions
+from distsession.rank_plan import RankPlan, plan_ranks
 from distsession.ranks import GpuSlice, HostInfo
 
 BACKENDS = (("gloo", ("cpu", "cuda")), ("mpi", ("cpu", "cuda")), ("nccl", ("cuda",)))
