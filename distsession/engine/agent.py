@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, Pipe, wait
@@ -419,18 +419,19 @@ class Agent:
         if not self._has_ranks:
             self._tell(AgentReady(self._host_info(), self._node))
             return True
-        from distsession.engine import host_info
+        with _without_collections():
+            from distsession.engine import host_info
 
-        problem = host_info.torch_problem()
-        if problem:
-            self._tell(AgentFailed(reason=problem))
-            return False
-        from distsession.engine import ipython, rank  # noqa: F401
-        from distsession.engine.collectives import torch_private
+            problem = host_info.torch_problem()
+            if problem:
+                self._tell(AgentFailed(reason=problem))
+                return False
+            from distsession.engine import ipython, rank  # noqa: F401
+            from distsession.engine.collectives import torch_private
 
-        torch_private.hide_from_compiler()
-        if "numpy" in sys.modules:  # torch has imported it, and each rank will seed it
-            _import_quietly("numpy.random")
+            torch_private.hide_from_compiler()
+            if "numpy" in sys.modules:  # torch has imported it, and each rank will seed it
+                _import_quietly("numpy.random")
         problem = import_modules(message.preload)
         if not problem and (why := host_info.fork_problem()):
             problem = (
@@ -897,6 +898,22 @@ def _import_quietly(name: str) -> None:
         importlib.import_module(name)
     except Exception:
         log.exception("could not preload %s", name)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Import torch: a sixth of that is looking through its objects for some that nobody needs.
+
+    Nor are they looked through later, for they stay as long as the agent.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -835,6 +835,27 @@ def _runs(pid: int) -> bool:
 # --- the kernel, as far as signals tell -----------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_nothing_is_collected_while_torch_is_imported_and_nothing_of_it_later(
+    is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    # All of what the tests have would stay.
+    monkeypatch.setattr(gc, "freeze", lambda: seen.append(f"frozen {gc.isenabled()}"))
+    gc.callbacks.append(lambda phase, _: seen.append(phase))
+    if not is_on:
+        gc.disable()
+    try:
+        with module._without_collections():
+            made = [[number] for number in range(3 * gc.get_threshold()[0])]
+        assert seen[:1] == ["frozen False"]
+        assert made
+        assert gc.isenabled() is is_on
+    finally:
+        gc.callbacks.pop()
+        gc.enable()
+
+
 @pytest.fixture
 def kernel(signals: None, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     asked: list[int] = []
