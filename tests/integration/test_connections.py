@@ -249,6 +249,30 @@ def test_ranks_that_take_no_part_are_in_the_next_generation_too(bed: Bed) -> Non
         bed.check_kept()
 
 
+WARNED_OF = """
+import warnings
+warnings.simplefilter("always")
+torch.set_warn_always(True)
+for _ in range(20):
+    step()
+messages = [dist.isend(torch.ones(2), (rank + 1) % 3), dist.irecv(torch.ones(2), (rank - 1) % 3)]
+for handle in messages + [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(4)]:
+    handle.wait()
+torch.set_warn_always(False)
+"""
+
+
+def test_nobody_is_warned_of_what_is_asked_for_the_account_of_them() -> None:
+    """In a backward torch tells its warnings as those of the user's code."""
+    output = Recorder()
+    with Session(RANKS, threads=1, output=output) as session:
+        bed = Bed(session)
+        session.execute(WARNED_OF)
+        assert not [text for r in range(RANKS) if "Warning" in (text := output.text(r, "stderr"))]
+        bed.stop(HANG)
+        bed.check_kept()
+
+
 # --- they are made anew ---------------------------------------------------------------------------
 
 HALF_WAY = {

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.connections import MOST_UNSETTLED, Connections
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, file_size, make_file
@@ -27,8 +29,27 @@ class Handle:
     def is_completed(self) -> bool:
         return self.is_over
 
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return future_of(self)
+
+
+class Message(Handle):
+    """Of a message; torch's have no future."""
+
     def is_success(self) -> bool:
         return self.is_well
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        raise RuntimeError("Work::getFuture not implemented.")
+
+
+def future_of(handle: Handle) -> torch.futures.Future[list[torch.Tensor]]:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    if handle.is_over and handle.is_well:
+        future.set_result([torch.ones(1)])
+    elif handle.is_over:
+        future.set_exception(RuntimeError("Connection closed by peer"))
+    return future
 
 
 @pytest.fixture
@@ -268,3 +289,14 @@ def test_not_where_something_was_issued_that_has_not_ended(all_whole: Board) -> 
 
 def test_not_before_anybody_has_connected(board: Board) -> None:
     assert begun_where_whole(board.regions) == ()
+
+
+@pytest.mark.parametrize("kind", [Handle, Message])
+@pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.parametrize("is_well", [True, False])
+def test_an_operation_has_succeeded_when_it_is_over_and_came_to_no_error(
+    kind: type[Handle], is_over: bool, is_well: bool
+) -> None:
+    handle = kind()
+    handle.is_over, handle.is_well = is_over, is_well
+    assert torch_private.has_succeeded(handle) is (is_over and is_well)

@@ -39,8 +39,10 @@ class Done:
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return future
 
 
 class Given(Done):

@@ -42,8 +42,13 @@ class Inner:
     def is_completed(self) -> bool:
         return self.is_over
 
-    def is_success(self) -> bool:
-        return self.problem is None
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        if self.is_over and self.problem is None:
+            future.set_result([])
+        elif self.is_over:
+            future.set_exception(self.problem)
+        return future
 
 
 @pytest.fixture

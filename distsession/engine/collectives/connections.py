@@ -14,6 +14,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from distsession.engine.collectives import torch_private
 from distsession.protocol.board import Region
 
 __all__ = ["Connections"]
@@ -119,7 +120,7 @@ class Connections:
                 work = unsettled.get(number)
                 if work is None or not work.is_completed():
                     continue
-                if not work.is_success():
+                if not torch_private.has_succeeded(work):
                     self.lose()
                     return
                 unsettled.pop(number, None)

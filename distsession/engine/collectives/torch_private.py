@@ -37,6 +37,7 @@ __all__ = [
     "backend_classes",
     "current_stream",
     "graph_classes",
+    "has_succeeded",
     "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
@@ -536,6 +537,26 @@ def uses_torchcomms() -> bool:
     """Whether torch's groups are made by torchcomms."""
     is_enabled = getattr(c10d, "_use_torchcomms_enabled", None)
     return is_enabled is not None and bool(is_enabled())
+
+
+def has_succeeded(work: Any) -> bool:
+    """Whether an operation is over and has come to a good end.
+
+    ``Work.is_success`` says so as well, and has torch (2.13) warn of it, once in each process: in a
+    backward of the user's that looks like a warning of his code. So it is asked only where a handle
+    has no future, such as that of a message.
+    """
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        return bool(work.is_completed() and work.is_success())
+    if not future.done():
+        return False
+    try:
+        future.value()
+    except Exception:  # what the operation came to
+        return False
+    return True
 
 
 def is_accelerator_used() -> bool:

@@ -64,7 +64,7 @@ class IssuedWork(dist.Work):
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         recorder, entry = self._stream.recorder, self._entry
-        if recorder.epoch != self._epoch and not self._has_succeeded():
+        if recorder.epoch != self._epoch and not torch_private.has_succeeded(self._inner):
             raise CollectiveError(  # what gloo would say is that a connection was closed
                 f"{describe(self._key)} was issued before the process group was connected anew, "
                 "and is gone: issue it again."
@@ -89,9 +89,6 @@ class IssuedWork(dist.Work):
             recorder.block(0)
             self._stream.end_posted(at, self._posted)
             self._end()
-
-    def _has_succeeded(self) -> bool:
-        return bool(self._inner.is_completed() and self._inner.is_success())
 
     def _end(self) -> None:
         self._stream.end_posted(self._at, self._posted)
