@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from distsession.engine import frames
 from distsession.engine.failure import is_own_file, is_user_code, line_name
@@ -173,13 +173,15 @@ def catch_faults(path: str) -> Callable[[], None]:
     Returns:
         What a forked process calls, which crashes on its stderr.
     """
-    file: Any = 2
+    file = None
     with contextlib.suppress(OSError):
         file = open(path, "wb", buffering=0)
-    faulthandler.enable(file)
+    faulthandler.enable(2 if file is None else file)
 
     def crash_on_stderr() -> None:
         faulthandler.enable(2)
+        if file is not None:  # or Python, with all its warnings, would say that it was left open
+            file.close()
 
     return crash_on_stderr
 

@@ -308,6 +308,22 @@ def test_what_a_fork_writes_and_shows_is_output_of_the_cell(
     assert not output.displays(1)
 
 
+def test_python_has_nothing_to_say_of_what_a_fork_has_of_its_rank(
+    session: Session, output: Recorder
+) -> None:
+    session.execute(
+        "import os, multiprocessing, warnings\n"
+        "def work():\n"
+        "    print('worked')\n"
+        "with warnings.catch_warnings():\n"
+        "    warnings.simplefilter('always')\n"
+        "    process = multiprocessing.get_context('fork').Process(target=work)\n"
+        "    process.start(); process.join()"
+    )
+    assert output.text(1) == "worked\n"
+    assert "ResourceWarning" not in output.text(1, "stderr")
+
+
 def test_a_fork_writes_while_another_thread_holds_the_streams_lock(session: Session) -> None:
     session.execute(
         "import os, threading, time\n"
