@@ -31,9 +31,12 @@ CALL_TIMEOUT_S = 10.0
 """Seconds that a host has to bring a stream that it was asked for."""
 LOST_LOOK_S = 0.25
 """Seconds between two looks for hosts that are silent."""
-KNOCK_AFTER_S = 0.75
-"""Seconds of silence after which a host is asked by a new connection at each look. Those that there
-are wait ever longer before they try again, also when the network has come back."""
+KNOCK_AFTER_S = 0.55
+"""Seconds of silence after which a host is asked by a new connection at each look; a little more
+than between two pings. Those that there are wait ever longer before they try again, also when the
+network has come back."""
+KNOCK_LOOK_S = 0.1
+"""Seconds between two looks while some host is asked so."""
 KNOCKS = 8
 """How many of these connections wait for an answer at most."""
 
@@ -73,6 +76,7 @@ class HostStreams:
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
         self._knocks: dict[bytes, list[socket.socket]] = {}
+        self._knocking_since: dict[bytes, float] = {}
         self._answered: dict[bytes, float] = {}
         self._listener = StreamListener(bytes.fromhex(links.keys.stream_key), self._carry)
         links.on_open = self._go_to
@@ -113,6 +117,11 @@ class HostStreams:
             known.append(time.monotonic() - answered)
         return min(known, default=None)
 
+    def asked_s(self, link: LinkedHost) -> float:
+        """For how many seconds a host that is silent has been asked by new connections."""
+        since = self._knocking_since.get(link.identity)
+        return 0.0 if since is None else time.monotonic() - since
+
     def cut(self, link: LinkedHost) -> None:
         """Close all that a host has brought."""
         with self._lock:
@@ -129,7 +138,7 @@ class HostStreams:
 
     def _watch(self) -> None:
         """Close what comes from hosts that are silent, by which all that waits for them ends."""
-        while not self._is_closed.wait(LOST_LOOK_S):
+        while not self._is_closed.wait(KNOCK_LOOK_S if self._knocks else LOST_LOOK_S):
             for link in list(self._links.hosts.values()):
                 if self._is_lost(link) and self._streams.get(link.identity):
                     self._close_knocks(link)
@@ -148,6 +157,7 @@ class HostStreams:
     def _knock(self, link: LinkedHost) -> None:
         """See whether the system of a host answers, be it that nobody listens there."""
         knocks = self._knocks.setdefault(link.identity, [])
+        self._knocking_since.setdefault(link.identity, time.monotonic())
         for each in knocks[:]:
             poll = select.poll()
             poll.register(each, select.POLLOUT)
@@ -169,6 +179,7 @@ class HostStreams:
             made.close()
 
     def _close_knocks(self, link: LinkedHost) -> None:
+        self._knocking_since.pop(link.identity, None)
         for each in self._knocks.pop(link.identity, ()):
             each.close()
 

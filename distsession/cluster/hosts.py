@@ -49,6 +49,9 @@ FACTS_TIMEOUT_S = 120.0
 """Seconds that a host has to import torch, perhaps from a network's disk that is cold."""
 SILENT_S = 1.7
 """Seconds without a word after which a host is said not to answer. It may only be busy."""
+ANSWER_S = 0.85
+"""Seconds that a silent host's system has to answer a new connection, which may be a far one on a
+slow network, or asked late by a busy machine. They fit between its first and ``SILENT_S``."""
 LOST_S = 5.0
 """Seconds without a word from a host after which it counts as gone."""
 SLOW_LOST_S = 10.0
@@ -152,8 +155,9 @@ class Hosts:
 
     def _does_system_answer(self, link: LinkedHost) -> bool | None:
         """Whether a host's system does; None where nobody knows, as where ssh carries all."""
-        unheard_s = None if self._streams is None else self._streams.unheard_s(link)
-        return None if unheard_s is None else unheard_s <= SILENT_S
+        if self._streams is None or (unheard_s := self._streams.unheard_s(link)) is None:
+            return None
+        return unheard_s <= SILENT_S or self._streams.asked_s(link) < ANSWER_S
 
     def lost_for_good(self, suspects: Sequence[LinkedHost]) -> list[LinkedHost]:
         """Those of some hosts that are gone and cannot be started without all others.

@@ -41,6 +41,10 @@ class PlayedLinks:
         self.keys = SimpleNamespace(stream_key=SECRET.hex())
         self.said: queue.SimpleQueue[tuple[str, dict[str, str]]] = queue.SimpleQueue()
         self.on_open: Any = None
+        self.silent_for = 0.0
+
+    def silent_s(self, _: LinkedHost) -> float:
+        return self.silent_for
 
     def send(self, _: LinkedHost, kind: str, body: dict[str, str]) -> None:
         self.said.put((kind, body))
@@ -215,3 +219,36 @@ def test_of_a_job_with_much_time_left_nothing_is_said() -> None:
     job = PlayedJob(7200, 7100)
     HostsLauncher._watch_job(job)  # type: ignore[arg-type]
     assert HostsLauncher._job_problem(job) == ""  # type: ignore[arg-type]
+
+
+def test_it_is_known_since_when_a_silent_host_has_been_asked(streams: Streams) -> None:
+    assert streams.asked_s(streams.link) == 0
+    streams.played.silent_for = 60.0
+    until(lambda: streams.asked_s(streams.link) > 0.3)
+    streams.played.silent_for = 0.0
+    until(lambda: streams.asked_s(streams.link) == 0)
+
+
+@pytest.mark.parametrize(
+    ("unheard_s", "asked_s", "is_cut_off"),
+    [
+        (None, 60.0, False),
+        (1.0, 60.0, False),
+        (3.0, 0.0, False),
+        (3.0, 0.5, False),
+        (3.0, 1.0, True),
+    ],
+)
+def test_a_silent_host_is_cut_off_when_its_system_had_the_time_to_answer_and_has_not(
+    unheard_s: float | None, asked_s: float, is_cut_off: bool
+) -> None:
+    hosts = Hosts.__new__(Hosts)
+    played: Any = PlayedLinks("gpu1")
+    played.silent_for = 3.0
+    hosts._links = played
+    known: Any = SimpleNamespace(unheard_s=lambda _: unheard_s, asked_s=lambda _: asked_s)
+    hosts._streams = known
+    (link,) = played.hosts.values()
+    assert hosts.is_cut_off(link) is is_cut_off
+    played.silent_for = 1.0
+    assert not hosts.is_cut_off(link)
