@@ -236,7 +236,7 @@ class KeptHosts:
                     self._take_in(message)
                 elif isinstance(message, Result):
                     self._settle(message)
-        except (EOFError, OSError):
+        except (EOFError, OSError, TypeError):  # the last: closed here in the midst of a message
             pass
         finally:
             with self._lock:

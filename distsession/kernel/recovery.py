@@ -364,7 +364,8 @@ class Recovery:
 
     def _cut_off(self, ranks: Iterable[int]) -> dict[int, SilentHost]:
         hosts = [host for host in self.launcher.silent_hosts() if host.is_cut_off]
-        wanted = set(ranks) if hosts else set()
+        # One that counts as gone by now is told as dead, with what to do then.
+        wanted = set(ranks) - self.launcher.dead_ranks().keys() if hosts else set()
         return {rank: host for host in hosts for rank in host.ranks if rank in wanted}
 
     def leave_behind(self, hosts: Sequence[SilentHost], pending: PendingRequest) -> None:

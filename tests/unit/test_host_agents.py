@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from distsession.cluster import host_streams
+from distsession.cluster.deaths import SilentHost
 from distsession.cluster.host_links import LinkedHost
 from distsession.cluster.host_streams import HostStreams
 from distsession.cluster.hosts import Hosts
 from distsession.cluster.hosts_launcher import HostsLauncher
+from distsession.errors import EngineDiedError
 from distsession.host_plan import HostPlan
+from distsession.kernel.recovery import Recovery
 from distsession.protocol.host_link import ATTACH, STORE
 from distsession.protocol.message_listener import MessageListener
 from distsession.protocol.message_stream import MessageStream, packed
@@ -252,3 +255,20 @@ def test_a_silent_host_is_cut_off_when_its_system_had_the_time_to_answer_and_has
     assert hosts.is_cut_off(link) is is_cut_off
     played.silent_for = 1.0
     assert not hosts.is_cut_off(link)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_who_is_cut_off_is_asked_nothing_and_who_is_dead_by_now_is_told_as_dead(
+    is_dead: bool,
+) -> None:
+    played: Any = SimpleNamespace(
+        silent_hosts=lambda: (SilentHost("gpu2", (1,), 3.0, True, 5.0),),
+        dead_ranks=lambda: {1: "has died"} if is_dead else {},
+        infos=[SimpleNamespace(rank=rank, pid=rank) for rank in range(2)],
+    )
+    recovery = Recovery.__new__(Recovery)
+    recovery._launcher = lambda: played
+    recovery.check_reach([0])
+    cut_off = pytest.raises(EngineDiedError, match="gpu2 has not answered for 3 s")
+    with contextlib.nullcontext() if is_dead else cut_off:
+        recovery.check_reach([0, 1])
