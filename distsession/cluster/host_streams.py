@@ -37,8 +37,9 @@ than between two pings. Those that there are wait ever longer before they try ag
 network has come back."""
 KNOCK_LOOK_S = 0.1
 """Seconds between two looks while some host is asked so."""
-KNOCKS = 8
-"""How many of these connections wait for an answer at most."""
+KNOCKS = 20
+"""How many of these connections wait for an answer at most, the youngest: there is always one that
+has just been tried, and an answer may take two seconds."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,10 @@ class HostStreams:
                 each.close()
         with self._lock:
             peers = [each.peer for each in self._streams.get(link.identity, ())]
-        if not (known := [peer for peer in peers if peer]) or len(knocks) >= KNOCKS:
+        if not (known := [peer for peer in peers if peer]):
             return
+        while len(knocks) >= KNOCKS:
+            knocks.pop(0).close()
         made = socket.socket(socket.AF_INET6 if ":" in known[0][0] else socket.AF_INET)
         made.setblocking(False)
         if made.connect_ex(known[0]) == errno.EINPROGRESS:

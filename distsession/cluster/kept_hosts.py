@@ -231,12 +231,15 @@ class KeptHosts:
     def _receive(self, connection: Connection) -> None:
         try:
             while True:
-                message = connection.recv()
+                try:
+                    message = connection.recv()
+                except TypeError:  # it was closed here, in the midst of a message
+                    break
                 if isinstance(message, HostsState):
                     self._take_in(message)
                 elif isinstance(message, Result):
                     self._settle(message)
-        except (EOFError, OSError, TypeError):  # the last: closed here in the midst of a message
+        except (EOFError, OSError):
             pass
         finally:
             with self._lock:
