@@ -38,7 +38,7 @@ from distsession.engine.process import (
     signal_when_parent_ends,
     started_at,
 )
-from distsession.engine.process_state import delay_s
+from distsession.engine.process_state import RUNS, process_state, scheduled
 from distsession.engine.process_watch import ProcessWatch
 from distsession.protocol import attach, board_mirror, folder_lock
 from distsession.protocol.agent_messages import (
@@ -718,20 +718,19 @@ class Agent:
 
     def _stop(self, pids: set[int]) -> None:
         """End some ranks: first by SIGTERM, then by SIGKILL to all that they started."""
-        began, delays = time.monotonic(), {}
+        began, graces = time.monotonic(), {}
         for pid in pids & self._ranks.keys():
             self._ranks[pid].stopping = True
-            delays[pid] = delay_s(pid)
+            graces[pid] = _Grace(pid)
             _signal(pid, signal.SIGTERM)
-        look_at = began + EXIT_GRACE_S
-        while leaving := self._ranks.keys() & delays.keys():
+        looked_at = began
+        while leaving := self._ranks.keys() & graces.keys():
             now = time.monotonic()
-            if now > look_at:
-                look_at = now + EXIT_LOOK_S
+            if now - looked_at > EXIT_LOOK_S:
+                looked_at = now
                 for pid in leaving:
-                    grace = EXIT_GRACE_S + delay_s(pid) - delays[pid]
-                    if now - began > min(grace, EXIT_LIMIT_S):
-                        del delays[pid]
+                    if graces[pid].used_s(now) > EXIT_GRACE_S or now - began > EXIT_LIMIT_S:
+                        del graces[pid]
                         _signal_group(pid, signal.SIGKILL)
                         _signal(pid, signal.SIGKILL)
             self._reap()
@@ -873,6 +872,31 @@ def _read_end(rank: _Rank, stream: str) -> str:
         f.seek(max(0, f.tell() - LOG_TAIL_BYTES))
         return f.read().decode("utf-8", "replace")
     return ""
+
+
+class _Grace:
+    """The time that a rank has had to leave.
+
+    What it waits for a processor is not of it, nor is a rest of this process or of the machine,
+    which shows as a look that comes late.
+    """
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self._looked_at = time.monotonic()
+        self._ran_s, self._waited_s = scheduled(pid)
+        self._used_s = 0.0
+
+    def used_s(self, now: float) -> float:
+        """Seconds of it; to be asked about every `EXIT_LOOK_S`."""
+        (ran_s, waited_s), runs = scheduled(self._pid), process_state(self._pid) == RUNS
+        passed_s = min(now - self._looked_at, 2 * EXIT_LOOK_S)
+        if runs and ran_s:  # or only could: a wait that lasts is not counted as one yet
+            self._used_s += min(passed_s, ran_s - self._ran_s)
+        else:
+            self._used_s += max(0.0, passed_s - (waited_s - self._waited_s))
+        self._looked_at, self._ran_s, self._waited_s = now, ran_s, waited_s
+        return self._used_s
 
 
 def _signal(pid: int, number: int) -> None:

@@ -14,12 +14,12 @@ __all__ = [
     "STOPPED",
     "ZOMBIE",
     "MainThread",
-    "delay_s",
     "has_ended",
     "main_thread",
     "process_facts",
     "process_state",
     "processor_time",
+    "scheduled",
 ]
 
 
@@ -88,14 +88,15 @@ def processor_time(pid: int) -> int:
     return 0 if thread is None else thread.ticks
 
 
-def delay_s(pid: int) -> float:
-    """Seconds for which the main thread was ready to run and others had the processors.
+def scheduled(pid: int) -> tuple[float, float]:
+    """Seconds that the main thread ran, and that it was ready to run and others had the processors.
 
-    0 where the system does not say so.
+    A wait that has not ended yet is not counted. Both are 0 where the system does not say so.
     """
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/schedstat") as f:
-        return int(f.read().split()[1]) / 1e9
-    return 0.0
+        ran, waited = f.read().split()[:2]
+        return int(ran) / 1e9, int(waited) / 1e9
+    return 0.0, 0.0
 
 
 def _stat(path: str) -> list[str]:

@@ -329,6 +329,50 @@ def test_ranks_that_share_a_processor_have_time_to_leave(
     assert [ended.returncode for ended in host.received()] == [7] * 12
 
 
+def test_a_rank_that_gets_no_processor_has_time_to_leave(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXIT_LIMIT_S", 60.0)
+    mine = os.sched_getaffinity(0)
+    cpu = min(mine)
+    if len(mine) == 1:
+        pytest.skip("the agent needs a processor as well")
+
+    def leave(memory: Any) -> None:
+        os.sched_setaffinity(0, {cpu})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        memory[:2] = b"b\0"
+        signal.sigwait({signal.SIGTERM})
+        os._exit(7)
+
+    def take_the_processor(memory: Any) -> None:
+        os.sched_setaffinity(0, {cpu})
+        try:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        except PermissionError:
+            memory[:2] = b"p\0"
+            signal.pause()
+        memory[:2] = b"b\0"
+        until_used = time.process_time() + 0.7  # less than the system lets it go on for
+        while time.process_time() < until_used:
+            pass
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        signal.pause()
+
+    os.sched_setaffinity(0, mine - {cpu})
+    try:
+        host.start(leave, take_the_processor)
+        memories = {rank.rank: rank.memory for rank in host.agent._ranks.values()}
+        until(lambda: all(memory[:1] in (b"b", b"p") for memory in memories.values()))
+        if memories[1][:1] == b"p":
+            pytest.skip("needs the right to take a processor for itself")
+        host.agent._handle(StopRanks((0,)))
+    finally:
+        os.sched_setaffinity(0, mine)
+    [ended] = host.received()
+    assert ended.returncode == 7
+
+
 def test_what_a_rank_has_started_ends_with_it(host: Host) -> None:
     reader, writer = os.pipe()
 
