@@ -14,6 +14,7 @@ import faulthandler
 import mmap
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +28,15 @@ from distsession.engine.listeners import RequestListener, name_of
 from distsession.protocol.board import Region
 from distsession.protocol.messages import Request
 
-__all__ = ["DeathRecord", "LastLine", "catch_faults", "make_memory", "read_fault", "read_memory"]
+__all__ = [
+    "DeathRecord",
+    "LastLine",
+    "catch_faults",
+    "fault_signal",
+    "make_memory",
+    "read_fault",
+    "read_memory",
+]
 
 MEMORY_BYTES = 512
 _LONGEST_STACK = 12
@@ -187,7 +196,10 @@ def catch_faults(path: str) -> Callable[[], None]:
 
 
 def read_fault(text: str) -> DeathRecord | None:
-    """By the agent: what ``faulthandler`` wrote last; None if it wrote nothing."""
+    """By the agent: what ``faulthandler`` wrote last; None if that is nothing of use.
+
+    It can crash itself, at a thread that runs on meanwhile, and has then written its first line.
+    """
     _, found, text = text.rpartition("Fatal Python error: ")
     if not found:
         return None
@@ -200,12 +212,34 @@ def read_fault(text: str) -> DeathRecord | None:
                 current = threads[-1]
         elif threads and (match := _FRAME.fullmatch(line)):
             threads[-1].append((match[1], int(match[2]), match[3]))
+    if not any(threads):
+        return None
     # The last one is the oldest: the main thread, which may have called what crashed elsewhere.
     for lines in (current, *threads[-1:]):
         place = next((line_name(f, n) for f, n, _ in lines if is_user_code(f)), "")
         if place:
             return DeathRecord(place=place, is_certain=True, stack=_shown(lines))
     return DeathRecord(is_certain=True, stack=_shown(current))
+
+
+_FAULTS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Aborted": signal.SIGABRT,
+    "Floating-point exception": signal.SIGFPE,
+    "Floating point exception": signal.SIGFPE,  # up to Python 3.13
+    "Illegal instruction": signal.SIGILL,
+}
+"""What ``faulthandler`` calls the signals that it catches."""
+
+
+def fault_signal(text: str) -> int:
+    """By the agent: the signal that ``faulthandler`` wrote of last; 0 if it wrote of none.
+
+    The system may name another, that of a crash of ``faulthandler`` itself.
+    """
+    _, found, text = text.rpartition("Fatal Python error: ")
+    return _FAULTS.get(text.partition("\n")[0].strip(), 0) if found else 0
 
 
 def _shown(frames: list[tuple[str, int, str]]) -> tuple[str, ...]:

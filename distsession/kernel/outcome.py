@@ -56,6 +56,7 @@ __all__ = [
     "reconnected_text",
     "run_error",
     "with_mismatch",
+    "with_parties",
 ]
 
 error_colors: Callable[[], Colors] | None = None
@@ -200,6 +201,26 @@ def with_mismatch(failed: Failures, mismatch: Mismatch) -> Failures:
     if not told:
         told = {rank: Failure(error, info, mismatch) for rank in living if rank not in failed}
     return {**failed, **told}
+
+
+def with_parties(failed: Failures) -> Failures:
+    """What failed, where whoever was freed from what did not match has part in that.
+
+    A rank can be freed for another's sake before it has seen itself what the others called.
+    """
+    seen: dict[tuple[str, int], list[Mismatch]] = {}
+    for failure in failed.values():
+        if isinstance(reason := failure.reason, Mismatch):
+            seen.setdefault((reason.group, reason.sequence), []).append(reason)
+    found = dict(failed)
+    for rank, failure in failed.items():
+        operation = failure.reason.operation if isinstance(failure.reason, Aborted) else None
+        if operation is None or (operation.group, operation.sequence) not in seen:
+            continue
+        mismatch = merged(seen[operation.group, operation.sequence])
+        if any(call.rank == rank for call in mismatch.calls):
+            found[rank] = replace(failure, reason=mismatch)
+    return found
 
 
 def _error_of(failed: Failures, rank: int) -> BaseException | None:

@@ -72,12 +72,13 @@ def whole(session: Session) -> Iterator[Session]:
 HEAD = "import ctypes, os, signal, sys, time\nif rank == 1:\n    "
 TAIL = "\ndist.barrier()"
 
+# signal.raise_signal lets other threads run, at which faulthandler may crash.
 CRASHES = {
     "SIGSEGV": "ctypes.string_at(0)",
     "SIGABRT": "os.abort()",
-    "SIGBUS": "signal.raise_signal(signal.SIGBUS)",
-    "SIGFPE": "signal.raise_signal(signal.SIGFPE)",
-    "SIGILL": "signal.raise_signal(signal.SIGILL)",
+    "SIGBUS": "ctypes.PyDLL(None)['raise'](signal.SIGBUS)",
+    "SIGFPE": "ctypes.PyDLL(None)['raise'](signal.SIGFPE)",
+    "SIGILL": "ctypes.PyDLL(None)['raise'](signal.SIGILL)",
 }
 
 

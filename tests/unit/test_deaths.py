@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +48,30 @@ def test_a_crash_is_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_crash_is_read_from_other_text() -> None:
     assert deaths.read_fault("") is None
     assert deaths.read_fault("some words\n") is None
+
+
+@pytest.mark.parametrize("name", sorted(deaths._FAULTS))
+def test_a_crash_while_a_crash_is_written_leaves_the_first_ones_name(name: str) -> None:
+    text = f"Fatal Python error: {name}\n\n"
+    assert deaths.read_fault(text) is None
+    assert deaths.read_fault(f"{text}Thread 0x00007f (most recent call first):\n") is None
+    assert deaths.fault_signal(f"{HEAD}{text}") == deaths._FAULTS[name]
+
+
+def test_no_signal_is_read_from_other_text() -> None:
+    assert deaths.fault_signal("") == deaths.fault_signal("Bus error\n") == 0
+
+
+def test_the_signals_have_the_names_that_python_gives_them() -> None:
+    for number in set(deaths._FAULTS.values()):
+        code = (
+            "import ctypes, faulthandler, resource\n"
+            "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+            f"faulthandler.enable(); ctypes.PyDLL(None)['raise']({int(number)})"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == -number
+        assert deaths.fault_signal(done.stderr) == number
 
 
 def test_a_place_is_written_and_read() -> None:

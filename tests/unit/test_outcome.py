@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from distsession.display.colors import Colors
 from distsession.errors import CollectiveError, EngineDiedError
 from distsession.kernel import outcome
-from distsession.kernel.outcome import Failure, Failures, own_causes, reconnected_text, run_error
+from distsession.kernel.outcome import (
+    Failure,
+    Failures,
+    own_causes,
+    reconnected_text,
+    run_error,
+    with_parties,
+)
 from distsession.protocol.messages import (
     Aborted,
     Called,
@@ -144,6 +151,28 @@ def test_a_mismatch_is_told_once_with_what_each_rank_has_seen() -> None:
     assert lines[0] == f"{line}."
     assert lines[1].endswith("Make the calls agree.")
     assert "seen" not in "\n".join(lines)
+
+
+def test_who_was_freed_before_it_saw_a_mismatch_has_part_in_it() -> None:
+    calls = tuple(
+        Called(r, "all_reduce" if r == 0 else "barrier", "", "In[7] line 3") for r in range(3)
+    )
+    mismatch = because(Mismatch("world", 1, calls), "CollectiveMismatchError")
+    failed = {0: mismatch, 1: mismatch, 2: suffered(), 3: suffered()}
+    told = with_parties(failed)
+    assert told[2].reason == mismatch.reason
+    assert told[3] is failed[3]  # nobody has seen what it called
+    assert str(run_error(told, NONE, [])) == (
+        "CollectiveMismatchError: rank 0 called all_reduce, ranks 1-2 called barrier, at In[7] "
+        "line 3. Rank 3 waited in barrier #1 at In[7] line 5 and was freed."
+    )
+
+
+def test_who_was_freed_from_another_operation_has_no_part_in_a_mismatch() -> None:
+    calls = (Called(0, "all_reduce", ""), Called(2, "barrier", ""))
+    for other in (Mismatch("world", 2, calls), Mismatch("pair", 1, calls)):
+        failed = {0: because(other, "CollectiveMismatchError"), 2: suffered(), 3: own()}
+        assert with_parties(failed) == failed
 
 
 def test_a_time_limit_says_who_was_late_and_where() -> None:
