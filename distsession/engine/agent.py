@@ -19,22 +19,22 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, Pipe, wait
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from distsession.engine import store_server
-from distsession.engine.large_pages import use_large_pages
 from distsession.engine.log_file import log_path, read_parts, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
+from distsession.engine.pages import Ranges, copied_pages, use_large_pages
 from distsession.engine.preload import DDP_IMPORTS, import_modules
 from distsession.engine.process import (
     KeptBackFinalizers,
     die_with_parent,
+    exit_after,
     signal_when_parent_ends,
     started_at,
 )
@@ -66,6 +66,9 @@ from distsession.protocol.shared_memory import LinkListener
 from distsession.protocol.wire import make_node_folder, memory_path, socket_path
 from distsession.ranks import HostInfo
 
+if TYPE_CHECKING:
+    from distsession.engine.spares import Spare  # torch
+
 log = logging.getLogger(__name__)
 
 PARENT_POLL_S = 0.5
@@ -73,6 +76,13 @@ PARENT_POLL_S = 0.5
 
 PRELOAD_IDLE_S = 0.3
 """Seconds without a message before the next of ``DDP_IMPORTS`` is imported."""
+
+SPARES_AFTER_S = 1.0
+"""Seconds after a start of ranks before others are forked for the next one."""
+MAX_SPARES = 16
+"""The most of these. A restart of more ranks than that takes long for other reasons."""
+MAX_COPIED_PAGES = 8192
+"""What each of them has for itself, at the most."""
 
 LARGE_PAGES_RANKS = 4
 """With so many ranks, large pages save at a restart what they take. Until then the ranks that are
@@ -173,6 +183,12 @@ class Agent:
         self._usage_pid = 0
         self._relay_pid = 0
         self._trial: _Trial | None = None
+        self._later: list[Callable[[], None]] = []
+        """To be done one by one while there is nothing else to do and there are ranks."""
+        self._spares: list[Spare] = []
+        self._pages: Ranges = ()
+        """Where a rank writes to as it begins."""
+        self._forked_at = 0.0
         self._oom_kills = OomKills()
         self._finalizers = KeptBackFinalizers()
         self._wake, wake_writer = os.pipe()
@@ -185,11 +201,14 @@ class Agent:
 
     def serve(self) -> None:
         """Handle what the kernel sends until the link closes."""
-        later: list[Callable[[], None]] = [partial(_import_quietly, name) for name in DDP_IMPORTS]
-        later += [self._prepare_for_ranks, self._use_large_pages]
+        self._later[:0] = [
+            *(partial(_import_quietly, name) for name in DDP_IMPORTS),
+            self._prepare_for_ranks,
+            self._use_large_pages,
+        ]
         try:
             while not self._kernel.is_leaving and not self._is_over():  # an import may swallow it
-                idle = PRELOAD_IDLE_S if later and self._ranks else PARENT_POLL_S
+                idle = PRELOAD_IDLE_S if self._later and self._ranks else PARENT_POLL_S
                 links = [link for link in (self._link, self._usage_link) if link is not None]
                 door = [] if self._owners is None else [self._owners.fileno()]
                 ready = wait([*links, *door, self._wake], timeout=idle)
@@ -203,8 +222,8 @@ class Agent:
                 if self._usage_link in ready:
                     self._forward_usage()
                 self._reap()
-                if not ready and later and self._ranks:
-                    later.pop(0)()
+                if not ready and self._later and self._ranks:
+                    self._later.pop(0)()
         except (EOFError, OSError):
             log.info("the kernel has closed the link")
         finally:
@@ -461,15 +480,17 @@ class Agent:
         known = tuple(name for name in message.modules if name in sys.modules)
         if not message.is_trial:
             _find_modules_as(message.sys_path)
+            self._end_spares()
             problem = import_modules(message.modules)
             self._prepare_for_ranks()
+            self._later.append(self._make_spares)
             self._tell(PreloadReply(message.number, self._node, problem, known))
             return
         mine, its = Pipe(duplex=False)
         agent = os.getpid()
         pid = self._fork_child()
         if pid == 0:
-            with _exit_after():
+            with exit_after():
                 os.setsid()  # what it starts ends with it
                 die_with_parent(agent)
                 _find_modules_as(message.sys_path)
@@ -502,7 +523,7 @@ class Agent:
         agent = os.getpid()
         self._store_pid = self._fork_child()
         if self._store_pid == 0:
-            with _exit_after():
+            with exit_after():
                 store_server.serve(listener, agent)
         listener.close()
 
@@ -517,7 +538,7 @@ class Agent:
         agent = os.getpid()
         self._tcp_store_pid = self._fork_child()
         if self._tcp_store_pid == 0:
-            with _exit_after():
+            with exit_after():
                 from distsession.engine import store
 
                 store.serve_tcp(listener, agent)
@@ -593,7 +614,7 @@ class Agent:
         self._usage_pid = self._fork_child()
         if self._usage_pid == 0:
             mine.close()
-            with _exit_after():
+            with exit_after():
                 from distsession.engine import usage
 
                 usage.serve(its, agent)
@@ -637,7 +658,7 @@ class Agent:
         agent = os.getpid()
         self._relay_pid = self._fork_child()
         if self._relay_pid == 0:
-            with _exit_after():
+            with exit_after():
                 from distsession.engine import relay
 
                 board = None
@@ -657,37 +678,59 @@ class Agent:
             log.debug("%d large pages", use_large_pages())
 
     def _fork_all(self, message: StartRanks) -> None:
+        self._prepare_fork()
+        self._oom_kills.look_up(os.getpid())
+        for rank in message.ranks:
+            self._fork(message, rank)
+        self._forked_at = time.monotonic()
+        steps = [step for step in self._later if step not in (self._note_pages, self._make_spares)]
+        self._later = [self._note_pages, *steps, self._make_spares]
+
+    def _prepare_fork(self) -> None:
         self._finalizers.keep_back()
         # A collection in a rank then does not copy the pages of what all share; nor does a rank
         # look through these objects for modules that hold a group.
         gc.freeze()
-        self._oom_kills.look_up(os.getpid())
-        for rank in message.ranks:
-            self._fork(message, rank)
 
     def _fork(self, message: StartRanks, rank_number: int) -> None:
-        from distsession.engine import deaths, rank
-
-        agent, memory = os.getpid(), deaths.make_memory()
-        its, mine = Pipe(duplex=False) if self._owners is not None else (None, None)
-        pid = self._fork_child()
-        if pid == 0:
-            if mine is not None:
-                mine.close()
-            with _exit_after():
-                rank.main(
-                    message,
-                    rank_number,
-                    agent=agent,
-                    store_port=self._store_port,
-                    memory=memory,
-                    owners=its,
-                )
-        if its is not None:
-            its.close()
+        spare = self._spares.pop() if self._spares else self._fork_spare()
+        while not spare.become(message, rank_number, self._store_port):
+            spare = self._fork_spare()  # that one has been killed
         self._ends.pop(rank_number, None)
-        self._ranks[pid] = _Rank(rank_number, message.generation, message.folder, memory, mine)
-        self._oom_kills.watch(pid)
+        self._ranks[spare.pid] = _Rank(
+            rank_number, message.generation, message.folder, spare.memory, spare.owners
+        )
+        self._oom_kills.watch(spare.pid)
+
+    def _fork_spare(self) -> Spare:
+        from distsession.engine import spares
+
+        kept = self._owners is not None
+        return spares.fork_spare(self._fork_child, self._pages, is_kept=kept)
+
+    def _note_pages(self) -> None:
+        """A rank has just begun, and hardly more."""
+        self._pages = copied_pages(next(iter(self._ranks)), MAX_COPIED_PAGES)
+
+    def _make_spares(self) -> None:
+        """For the next restart, or for a rank that dies."""
+        if time.monotonic() - self._forked_at < SPARES_AFTER_S:
+            self._later.append(self._make_spares)  # the last there is
+            return
+        self._prepare_fork()
+        with contextlib.suppress(OSError):  # too many processes, or too little memory
+            while len(self._spares) < min(len(self._here), MAX_SPARES):
+                self._spares.append(self._fork_spare())
+
+    def _end_spares(self) -> None:
+        """They have not what this process has now, or are not needed any more."""
+        for spare in self._spares:
+            spare.close()
+            _signal(spare.pid, signal.SIGKILL)
+        for spare in self._spares:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(spare.pid, 0)
+        self._spares.clear()
 
     def _fork_child(self) -> int:
         """The pid of a child; 0 in the child, which has nothing of this process any more."""
@@ -710,6 +753,8 @@ class Agent:
             if rank.owners is not None:
                 rank.owners.close()
         trial = None if self._trial is None else self._trial.link
+        for spare in self._spares:
+            spare.link.close()
         for link in (self._link, self._usage_link, self._owners, trial):
             if link is not None:
                 link.close()
@@ -782,6 +827,8 @@ class Agent:
         fault = _read_end(rank, "fault")
         if not fault and -returncode in CRASHES:  # the user's code has faulthandler write to stderr
             fault = _read_end(rank, "err")
+        if returncode == -signal.SIGSEGV:  # as faulthandler itself may have ended, too
+            returncode = -deaths.fault_signal(fault) or returncode
         remains = deaths.read_fault(fault) or deaths.read_memory(rank.memory)
         rank.memory.close()
         if rank.owners is not None:
@@ -812,6 +859,7 @@ class Agent:
         self._is_ending = True
         self._finalizers.give_back()
         self._end_trial()
+        self._end_spares()
         self._stop(set(self._ranks))
         for pid in (self._store_pid, self._tcp_store_pid, self._usage_pid, self._relay_pid):
             if pid > 0:
@@ -938,24 +986,6 @@ def _without_collections() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _exit_after() -> Any:
-    """End a forked child here: it must never return into the agent's own stack."""
-    code = 1
-    try:
-        yield
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def main() -> NoReturn:

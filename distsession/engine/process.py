@@ -10,14 +10,16 @@ import os
 import signal
 import sys
 import time
+import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 __all__ = [
     "KeptBackFinalizers",
     "agent_environment",
     "die_with_parent",
+    "exit_after",
     "forget_inherited_finalizers",
     "forget_kept_back_finalizers",
     "interrupt_children",
@@ -69,6 +71,24 @@ def die_with_parent(parent: int | None = None) -> None:
     signal_when_parent_ends(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def exit_after() -> Iterator[None]:
+    """End a forked child here: it must never return into its parent's stack."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def signal_when_parent_ends(number: int) -> None:

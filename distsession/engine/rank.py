@@ -56,8 +56,6 @@ from distsession.engine.listeners import is_run, told
 from distsession.engine.log_file import log_path
 from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
-    die_with_parent,
-    forget_kept_back_finalizers,
     interrupt_children,
     redirect_standard_streams,
     started_at,
@@ -135,7 +133,6 @@ def main(
     start: StartRanks,
     rank: int,
     *,
-    agent: int,
     store_port: int,
     memory: mmap.mmap,
     owners: Connection | None = None,
@@ -145,14 +142,10 @@ def main(
     Args:
         start: What the kernel wants.
         rank: Which.
-        agent: Its pid.
         store_port: Of the rendezvous store.
         memory: Shared with the agent, for the line that this rank is at.
         owners: Tells whose sockets to connect to, where the session is kept.
     """
-    os.setsid()
-    die_with_parent(agent)
-    forget_kept_back_finalizers()
     out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
     redirect_standard_streams(out, err)
     end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))

@@ -16,6 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from distsession.engine.agent import (
 from distsession.engine.collectives import torch_private
 from distsession.engine.log_file import log_path
 from distsession.engine.process import die_with_parent
+from distsession.engine.process_state import GONE, process_state
 from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
@@ -165,8 +167,6 @@ class Host:
         return self.agent
 
     def _rank(self, message: StartRanks, rank: int, *, memory: Any, **_: Any) -> None:
-        die_with_parent()
-        os.setsid()
         signal.alarm(60)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()
@@ -371,6 +371,18 @@ def test_a_rank_that_gets_no_processor_has_time_to_leave(
         os.sched_setaffinity(0, mine)
     [ended] = host.received()
     assert ended.returncode == 7
+
+
+def test_a_rank_whose_crash_could_not_be_written_says_which_and_what_it_ran(host: Host) -> None:
+    def program(memory: Any) -> None:
+        deaths.LastLine(memory).begin_request(CellRequest(1, "", "In[9]"))
+        Path(host.path("fault")).write_text("Fatal Python error: Bus error\n\n")
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGSEGV)  # of faulthandler itself
+
+    host.start(program)
+    [ended] = host.reap(1)
+    assert (ended.returncode, ended.runs) == (-signal.SIGBUS, "In[9]")
 
 
 def test_what_a_rank_has_started_ends_with_it(host: Host) -> None:
@@ -777,6 +789,101 @@ def test_an_agent_without_ranks_does_nothing_for_them(
     host.agent._handle(PrepareAgent((), (), has_ranks=False))
     host.agent._handle(PreloadRequest(8, ("json",), ()))
     assert not done
+
+
+@pytest.fixture
+def spares(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Has an idle agent make its spares; gives the pids of those that there are."""
+    monkeypatch.setattr(module, "SPARES_AFTER_S", 0.0)
+
+    def make() -> list[int]:
+        while host.agent._later:
+            host.agent._later.pop(0)()
+        return [spare.pid for spare in host.agent._spares]
+
+    return make
+
+
+def become(host: Host, *ranks: int) -> list[int]:
+    """Start these ranks again; gives their pids."""
+    host.agent._handle(StopRanks(ranks))
+    host.agent._handle(replace(host.message(generation=1), ranks=ranks))
+    found = {rank.rank: pid for pid, rank in host.agent._ranks.items()}
+    return [found[rank] for rank in ranks]
+
+
+def test_an_idle_agent_forks_ahead_what_the_next_ranks_will_be(
+    host: Host, spares: Callable[[], list[int]]
+) -> None:
+    started = []
+
+    def program(memory: Any) -> None:
+        started.append(os.getpid())
+        memory[:2] = b"b\0"
+        pause()
+
+    host.start(pause, program)
+    ahead = spares()
+    assert len(ahead) == 4  # the message says that four ranks are here
+    host.programs[1] = program
+    [pid] = become(host, 1)
+    assert pid in ahead
+    until(lambda: host.agent._ranks[pid].memory[:1] == b"b", "the rank to run its program")
+    assert spares() == [each for each in ahead if each != pid] + [host.children.pids[-1]]
+
+
+def test_a_spare_that_was_killed_is_not_waited_for(
+    host: Host, spares: Callable[[], list[int]]
+) -> None:
+    host.start(pause)
+    ahead = spares()
+    for pid in ahead:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: (host.agent._reap(), not set(ahead) & set(host.children.pids))[1])
+    [pid] = become(host, 0)
+    assert pid not in ahead
+    assert host.agent._ranks[pid].rank == 0
+
+
+def test_spares_have_what_was_imported_last(
+    host: Host, spares: Callable[[], list[int]], torch_here: SimpleNamespace
+) -> None:
+    host.start(pause)
+    before = spares()
+    host.agent._handle(PreloadRequest(8, ("json",), ()))
+    after = spares()
+    assert len(after) == len(before)
+    assert not set(after) & set(before)
+    assert not [pid for pid in before if process_state(pid) not in GONE]
+
+
+def test_spares_end_with_their_agent(host: Host, spares: Callable[[], list[int]]) -> None:
+    host.start(pause)
+    ahead = spares()
+    host.agent._end()
+    assert not [pid for pid in ahead if process_state(pid) not in GONE]
+
+
+def test_a_host_of_many_ranks_has_few_spares(
+    host: Host, spares: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SPARES", 2)
+    host.start(pause, pause, pause)
+    assert len(spares()) == 2
+
+
+def test_an_agent_that_cannot_fork_ahead_goes_on(
+    host: Host, spares: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start(pause)
+
+    def fork() -> int:
+        raise BlockingIOError("too many processes")
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "fork", fork)
+        assert spares() == []
+    assert len(become(host, 0)) == 1
 
 
 @pytest.mark.parametrize(

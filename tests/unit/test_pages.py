@@ -9,7 +9,7 @@ from tests.large_pages import needs_large_pages
 
 PROGRAM = """
 import mmap, os
-from distsession.engine.large_pages import use_large_pages
+from distsession.engine.pages import use_large_pages
 
 memory = mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 for page in range(0, len(memory), 4096):

@@ -1,0 +1,111 @@
+"""Processes that are forked ahead of time, to become ranks at the next restart.
+
+To fork a process with torch, and to copy the pages that each rank writes to as it begins, is most
+of what a restart takes. An idle agent has that done before somebody waits for it. A spare runs no
+code of the user's and has nothing of a rank yet: it waits to be told which one it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+
+from distsession.engine import deaths
+from distsession.engine.pages import Ranges, copy_pages
+from distsession.engine.process import (
+    die_with_parent,
+    exit_after,
+    forget_kept_back_finalizers,
+)
+from distsession.protocol.agent_messages import StartRanks
+
+__all__ = ["Spare", "fork_spare"]
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A process that waits to become a rank.
+
+    Attributes:
+        pid: Its own.
+        link: Tells it which rank it is.
+        memory: Shared with it, for the line that it will be at.
+        owners: Tells it of another kernel, where the session is kept.
+    """
+
+    pid: int
+    link: Connection
+    memory: mmap.mmap
+    owners: Connection | None
+
+    def become(self, start: StartRanks, rank: int, store_port: int) -> bool:
+        """Have it be this rank from here on; False if it has ended.
+
+        Args:
+            start: What the kernel wants.
+            rank: Which.
+            store_port: Of the rendezvous store.
+        """
+        try:
+            self.link.send((start, rank, store_port))
+        except OSError:
+            self.close()
+            return False
+        self.link.close()
+        return True
+
+    def close(self) -> None:
+        """Give up what this process has of it."""
+        self.link.close()
+        self.memory.close()
+        if self.owners is not None:
+            self.owners.close()
+
+
+def fork_spare(fork: Callable[[], int], pages: Ranges, *, is_kept: bool) -> Spare:
+    """Fork this process; returns here alone, and never in the child.
+
+    Args:
+        fork: Does so, and gives what ``os.fork`` does.
+        pages: Where a rank writes to as it begins, so that the child takes its copies at once.
+        is_kept: The session is kept, so the rank may come to another kernel.
+    """
+    agent, memory = os.getpid(), deaths.make_memory()
+    its, link = Pipe(duplex=False)
+    its_owners, owners = Pipe(duplex=False) if is_kept else (None, None)
+    pid = fork()
+    if pid == 0:
+        with exit_after():
+            link.close()
+            if owners is not None:
+                owners.close()
+            _serve(its, agent, pages, memory, its_owners)
+    its.close()
+    if its_owners is not None:
+        its_owners.close()
+    return Spare(pid, link, memory, owners)
+
+
+def _serve(
+    link: Connection,
+    agent: int,
+    pages: Ranges,
+    memory: mmap.mmap,
+    owners: Connection | None,
+) -> None:
+    """Wait to be told which rank this is, and be that one until the end."""
+    os.setsid()
+    die_with_parent(agent)
+    forget_kept_back_finalizers()
+    copy_pages(pages)
+    try:
+        start, number, store_port = link.recv()
+    except EOFError:  # it is not needed any more
+        return
+    link.close()
+    from distsession.engine import rank  # it holds nearly all of the engine
+
+    rank.main(start, number, store_port=store_port, memory=memory, owners=owners)
