@@ -99,7 +99,10 @@ def settle(session: Session, *, is_registered: bool = True) -> None:
 
 
 def settle_agent(session: Session) -> None:
-    """Wait until the agent has imported what it imports when nothing else is to be done."""
+    """Wait until the agent has done what it does when there is nothing else to do.
+
+    It imports, and forks what the next restart takes, with no pause as long as the one between looks.
+    """
     agent = psutil.Process(psutil.Process(session.infos[0].pid).ppid())
     deadline = time.monotonic() + SETTLE_TIMEOUT
     used = -1.0

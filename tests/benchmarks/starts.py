@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from tests.benchmarks import peers
-from tests.benchmarks.bench import Bench
+from tests.benchmarks.bench import Bench, settle_agent
 from tests.benchmarks.figures import OURS, Arm, NotInstalled, Row, Target, take_turns
 from tests.benchmarks.processes import program, snapshot, time_program
 from tests.ports import held_port
@@ -111,6 +111,7 @@ def restart(bench: Bench) -> Iterator[Row]:
     with bench.session(4) as session:
 
         def measure() -> list[float]:
+            settle_agent(session)
             began = time.perf_counter()
             session.restart()
             return [time.perf_counter() - began]

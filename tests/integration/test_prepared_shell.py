@@ -14,7 +14,7 @@ import pytest
 
 from distsession import Session
 from distsession.engine.agent import LARGE_PAGES_RANKS
-from tests.large_pages import needs_large_pages
+from tests.memory_pages import needs_large_pages
 from tests.until import until
 
 USE = """

@@ -1,11 +1,11 @@
-"""Memory keeps what is in it when its pages become large."""
+"""Memory keeps what is in it when its pages become large, or are copied ahead."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from tests.large_pages import needs_large_pages
+from tests.memory_pages import needs_copied_pages, needs_large_pages
 
 PROGRAM = """
 import mmap, os
@@ -31,3 +31,61 @@ def test_memory_in_large_pages_holds_what_it_held_and_a_child_has_a_copy() -> No
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 7
+
+
+COPIES = """
+import mmap, os, resource, sys
+from distsession.engine.pages import copied_pages, copy_pages
+
+PAGE, COUNT = mmap.PAGESIZE, 2000
+memory = mmap.mmap(-1, COUNT * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for page in range(COUNT):
+    memory[page * PAGE] = page % 251
+written = range(0, COUNT, 4)
+
+
+def child(program):
+    mine, its = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(mine[1], str(program()).encode())
+        os.read(its[0], 1)
+        os._exit(0)
+    return pid, os.read(mine[0], 100).decode(), its[1]
+
+
+def write():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for page in written:
+        memory[page * PAGE + 1] = 7
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+pid, faults, end = child(write)
+assert int(faults) >= len(written), faults
+found = copied_pages(pid, 1 << 20)
+assert copied_pages(pid, 10) == ()  # it has more
+os.write(end, b"x")
+os.waitpid(pid, 0)
+assert copied_pages(pid, 1 << 20) == ()  # there is no such process
+
+
+def copy_and_write():
+    copy_pages([*found, (1 << 20, 2 << 20)])  # the last has nothing mapped
+    assert all(memory[page * PAGE] == page % 251 for page in range(COUNT))
+    return write()
+
+
+pid, faults, end = child(copy_and_write)
+assert int(faults) < len(written) // 10, faults
+os.write(end, b"x")
+os.waitpid(pid, 0)
+assert all(memory[page * PAGE + 1] == 0 for page in range(COUNT))
+print("done")
+"""
+
+
+@needs_copied_pages
+def test_a_child_takes_beforehand_the_copies_that_another_has_taken() -> None:
+    done = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
