@@ -101,7 +101,7 @@ def settle(session: Session, *, is_registered: bool = True) -> None:
 def settle_agent(session: Session) -> None:
     """Wait until the agent has done what it does when there is nothing else to do.
 
-    It imports, and forks what the next restart takes, with no pause as long as the one between looks.
+    It imports, and forks what the next restart takes; it never pauses as long as we do here.
     """
     agent = psutil.Process(psutil.Process(session.infos[0].pid).ppid())
     deadline = time.monotonic() + SETTLE_TIMEOUT
