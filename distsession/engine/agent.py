@@ -679,7 +679,6 @@ class Agent:
 
     def _fork_all(self, message: StartRanks) -> None:
         self._prepare_fork()
-        self._oom_kills.look_up(os.getpid())
         for rank in message.ranks:
             self._fork(message, rank)
         self._forked_at = time.monotonic()
@@ -691,6 +690,7 @@ class Agent:
         # A collection in a rank then does not copy the pages of what all share; nor does a rank
         # look through these objects for modules that hold a group.
         gc.freeze()
+        self._oom_kills.look_up(os.getpid())
 
     def _fork(self, message: StartRanks, rank_number: int) -> None:
         spare = self._spares.pop() if self._spares else self._fork_spare()
@@ -700,17 +700,18 @@ class Agent:
         self._ranks[spare.pid] = _Rank(
             rank_number, message.generation, message.folder, spare.memory, spare.owners
         )
-        self._oom_kills.watch(spare.pid)
 
     def _fork_spare(self) -> Spare:
         from distsession.engine import spares
 
         kept = self._owners is not None
-        return spares.fork_spare(self._fork_child, self._pages, is_kept=kept)
+        spare = spares.fork_spare(self._fork_child, self._pages, is_kept=kept)
+        self._oom_kills.watch(spare.pid)
+        return spare
 
     def _note_pages(self) -> None:
         """A rank has just begun, and hardly more."""
-        self._pages = copied_pages(next(iter(self._ranks)), MAX_COPIED_PAGES)
+        self._pages = copied_pages(next(iter(self._ranks)), MAX_COPIED_PAGES) or self._pages
 
     def _make_spares(self) -> None:
         """For the next restart, or for a rank that dies."""
@@ -725,12 +726,10 @@ class Agent:
     def _end_spares(self) -> None:
         """They have not what this process has now, or are not needed any more."""
         for spare in self._spares:
-            spare.close()
             _signal(spare.pid, signal.SIGKILL)
-        for spare in self._spares:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(spare.pid, 0)
-        self._spares.clear()
+        while self._spares:
+            self._reap()
+            time.sleep(0.002)
 
     def _fork_child(self) -> int:
         """The pid of a child; 0 in the child, which has nothing of this process any more."""
@@ -754,7 +753,7 @@ class Agent:
                 rank.owners.close()
         trial = None if self._trial is None else self._trial.link
         for spare in self._spares:
-            spare.link.close()
+            spare.close()
         for link in (self._link, self._usage_link, self._owners, trial):
             if link is not None:
                 link.close()
@@ -796,11 +795,15 @@ class Agent:
             if ended is None:
                 return
             pid = ended.si_pid
+            spare = next((spare for spare in self._spares if spare.pid == pid), None)
             oom = False, 0
             if pid in self._ranks or (self._trial is not None and pid == self._trial.pid):
                 _signal_group(pid, signal.SIGKILL)
-            if pid in self._ranks:
+            if pid in self._ranks or spare is not None:
                 oom = self._oom_kills.check(pid)
+            if spare is not None:
+                self._spares.remove(spare)
+                spare.close()
             _, status = os.waitpid(pid, 0)
             self._report(pid, os.waitstatus_to_exitcode(status), oom)
 
