@@ -59,9 +59,9 @@ def copied_pages(child: int, limit: int) -> Ranges:
     found: list[tuple[int, int]] = []
     count = 0
     try:
-        its = dict(_flags(str(child)))
+        copies = {page for page, flags in _flags(str(child)) if flags & _IS_EXCLUSIVE}
         for page, _ in _flags("self"):
-            if not its.get(page, 0) & _IS_EXCLUSIVE:
+            if page not in copies:
                 continue
             count += 1
             if found and found[-1][1] == page:
