@@ -56,7 +56,6 @@ __all__ = [
     "reconnected_text",
     "run_error",
     "with_mismatch",
-    "with_parties",
 ]
 
 error_colors: Callable[[], Colors] | None = None
@@ -184,10 +183,17 @@ def with_mismatch(failed: Failures, mismatch: Mismatch) -> Failures:
     """What failed, with what ranks of different nodes have called that did not match.
 
     All of it may have come to an end, or broken off in a way that does not say why: with the death
-    of a rank, or with a connection that was closed.
+    of a rank, or with a connection that was closed. Or some have raised it, and others were freed
+    before it was known what they had called.
     """
     if any(isinstance(failure.reason, Mismatch) for failure in failed.values()):
-        return failed
+        called = {call.rank for call in mismatch.calls}
+        return {
+            rank: replace(failure, reason=mismatch)
+            if rank in called and _was_freed_from(failure, mismatch)
+            else failure
+            for rank, failure in failed.items()
+        }
     text, remedy = sentence(mismatch_text(mismatch)), mismatch_remedy(mismatch)
     error = CollectiveMismatchError(text, remedy=remedy)
     info = ErrorInfo("CollectiveMismatchError", str(error))
@@ -203,28 +209,14 @@ def with_mismatch(failed: Failures, mismatch: Mismatch) -> Failures:
     return {**failed, **told}
 
 
-def with_parties(failed: Failures) -> Failures:
-    """What failed, where whoever was freed from what did not match has part in that.
-
-    A rank can be freed for another's sake before it has seen itself what the others called.
-    """
-    seen: dict[tuple[str, int], list[Mismatch]] = {}
-    for failure in failed.values():
-        if isinstance(reason := failure.reason, Mismatch):
-            seen.setdefault((reason.group, reason.sequence), []).append(reason)
-    found = dict(failed)
-    for rank, failure in failed.items():
-        operation = failure.reason.operation if isinstance(failure.reason, Aborted) else None
-        if operation is None or (operation.group, operation.sequence) not in seen:
-            continue
-        mismatch = merged(seen[operation.group, operation.sequence])
-        if any(call.rank == rank for call in mismatch.calls):
-            found[rank] = replace(failure, reason=mismatch)
-    return found
-
-
 def _error_of(failed: Failures, rank: int) -> BaseException | None:
     return failed[rank].error if rank in failed else None
+
+
+def _was_freed_from(failure: Failure, mismatch: Mismatch) -> bool:
+    operation = failure.reason.operation if isinstance(failure.reason, Aborted) else None
+    where = mismatch.group, mismatch.sequence
+    return operation is not None and (operation.group, operation.sequence) == where
 
 
 def _is_told(failure: Failure) -> bool:

@@ -27,7 +27,6 @@ from distsession.kernel.outcome import (
     reconnected_text,
     run_error,
     with_mismatch,
-    with_parties,
 )
 from distsession.kernel.output import Output
 from distsession.kernel.progress import ProgressNotice, TransferProgress
@@ -138,7 +137,6 @@ class Run:
                 time.sleep(BOARD_DELAY_S)  # what it posted last may still be on its way
             if mismatch := self._recovery.find_mismatch():
                 failed = with_mismatch(failed, mismatch)
-            failed = with_parties(failed)
             if shown:
                 bundles = render.with_notes(
                     {rank: (data, metadata) for rank, (data, metadata, _) in shown.items()},

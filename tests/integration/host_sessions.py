@@ -17,6 +17,7 @@ import psutil
 import distsession
 from distsession import Session
 from distsession.cluster.host_agents import FIRST
+from tests.integration.agent_children import relay_of
 from tests.integration.host_lab import HostLab
 from tests.until import until
 
@@ -59,10 +60,8 @@ def processes(session: Session, host: str) -> dict[str, psutil.Process]:
     node = next(each.node for each in session.hosts if each.name == host)
     launcher: Any = session._launcher
     agent = psutil.Process(launcher._agents.pid(FIRST + node))
-    ranks = {info.pid for info in session.infos}
-    (relay,) = [child for child in agent.children() if child.pid not in ranks]
     process = psutil.Process(launcher._hosts.links[node].pid)
-    return {"agent": agent, "relay": relay, "host": process}
+    return {"agent": agent, "relay": relay_of(agent), "host": process}
 
 
 def python(code: str, *before: str, **streams: Any) -> subprocess.Popen[str]:

@@ -32,6 +32,7 @@ from distsession.cluster.local import LocalLauncher
 from distsession.cluster.relay import Relay
 from distsession.protocol import shared_memory
 from tests.conftest import assert_nothing_left, traces
+from tests.integration.agent_children import relay_of
 
 LARGE = 300_000  # elements, well above what goes with a message
 
@@ -74,9 +75,7 @@ def crossed(session: Session) -> tuple[int, int]:
 def processes(session: Session) -> dict[str, psutil.Process]:
     """The agent and the relay of the second node."""
     agent = psutil.Process(session._launcher._agents.pid(1))
-    ranks = {info.pid for info in session.infos}
-    (found,) = [child for child in agent.children() if child.pid not in ranks]
-    return {"agent": agent, "relay": found}
+    return {"agent": agent, "relay": relay_of(agent)}
 
 
 def until(condition: Callable[[], Any], seconds: float = 10) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from distsession import RunError, Session
+from tests.integration.agent_children import spares_of, wait_for_spares
 from tests.until import until
 
 RANKS = 2
@@ -33,17 +34,6 @@ def agent(session: Session) -> psutil.Process:
     return psutil.Process(psutil.Process(session.infos[0].pid).ppid())
 
 
-def spares(session: Session) -> set[int]:
-    """What leads a group of its own, as ranks do, and is none."""
-    ranks = {info.pid for info in session.infos}
-    children = {child.pid for child in agent(session).children()}
-    return {pid for pid in children - ranks if os.getpgid(pid) == pid}
-
-
-def wait_for_spares(session: Session) -> None:
-    until(lambda: len(spares(session)) == RANKS, "spares")
-
-
 def pids(session: Session) -> set[int]:
     return {info.pid for info in session.infos}
 
@@ -54,16 +44,16 @@ def reduced(session: Session) -> set[float]:
 
 
 def test_a_restart_takes_what_is_there_and_others_are_made(session: Session) -> None:
-    ahead = spares(session)
+    ahead = spares_of(session)
     session.restart()
     assert pids(session) == ahead
     assert reduced(session) == {RANKS}
     wait_for_spares(session)
-    assert not spares(session) & ahead
+    assert not spares_of(session) & ahead
 
 
 def test_a_rank_that_dies_is_replaced_by_one_of_them(session: Session) -> None:
-    ahead = spares(session)
+    ahead = spares_of(session)
     session.execute("kept = 7")
     with pytest.raises(RunError, match=r"rank 1 .* was killed by SIGKILL"):
         session.execute(
@@ -78,7 +68,7 @@ def test_a_rank_that_dies_is_replaced_by_one_of_them(session: Session) -> None:
 def test_they_have_the_folder_the_environment_and_the_path_of_the_restart(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead = spares(session)
+    ahead = spares_of(session)
     (tmp_path / "made_after_the_spares.py").write_text("value = 5")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SET_AFTER_THE_SPARES", "yes")
@@ -97,10 +87,10 @@ def test_they_have_what_was_preloaded_since(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "preloaded_since.py").write_text("import os\npid = os.getpid()")
-    before = spares(session)
+    before = spares_of(session)
     session.preload("preloaded_since")
     wait_for_spares(session)
-    assert not spares(session) & before
+    assert not spares_of(session) & before
     session.restart()
     session.execute("import preloaded_since")
     assert set(session.evaluate("preloaded_since.pid").values()) == {agent(session).pid}
@@ -118,9 +108,9 @@ def test_their_random_numbers_differ(session: Session) -> None:
 
 
 def test_one_that_is_killed_before_is_not_missed(session: Session) -> None:
-    for pid in spares(session):
+    for pid in spares_of(session):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not spares(session), "the end of the spares")
+    until(lambda: not spares_of(session), "the end of the spares")
     session.restart()
     assert reduced(session) == {RANKS}
 
@@ -130,7 +120,7 @@ def test_they_end_with_the_session_and_with_its_agent() -> None:
         session = Session(RANKS, threads=1)
         try:
             wait_for_spares(session)
-            ahead = [psutil.Process(pid) for pid in spares(session)]
+            ahead = [psutil.Process(pid) for pid in spares_of(session)]
             if end == "kill":
                 agent(session).kill()
         finally:
@@ -143,13 +133,13 @@ def test_an_old_session_has_no_more_of_them(session: Session) -> None:
         session.restart()
         wait_for_spares(session)
     children = agent(session).children()
-    assert len(children) == len({*pids(session), *spares(session)}) + 2  # and the two stores
+    assert len(children) == len({*pids(session), *spares_of(session)}) + 2  # and the two stores
 
 
 def test_a_session_that_is_kept_takes_them_too(tmp_path: Path) -> None:
     with Session(RANKS, threads=1, keep="1h", name="with-spares") as session:
         wait_for_spares(session)
-        ahead = spares(session)
+        ahead = spares_of(session)
         session.restart()
         assert pids(session) == ahead
         session.execute("kept = rank")

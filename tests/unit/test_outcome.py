@@ -17,7 +17,7 @@ from distsession.kernel.outcome import (
     own_causes,
     reconnected_text,
     run_error,
-    with_parties,
+    with_mismatch,
 )
 from distsession.protocol.messages import (
     Aborted,
@@ -153,14 +153,15 @@ def test_a_mismatch_is_told_once_with_what_each_rank_has_seen() -> None:
     assert "seen" not in "\n".join(lines)
 
 
-def test_who_was_freed_before_it_saw_a_mismatch_has_part_in_it() -> None:
+def test_who_was_freed_before_it_was_known_what_it_called_has_part_in_a_mismatch() -> None:
     calls = tuple(
         Called(r, "all_reduce" if r == 0 else "barrier", "", "In[7] line 3") for r in range(3)
     )
-    mismatch = because(Mismatch("world", 1, calls), "CollectiveMismatchError")
-    failed = {0: mismatch, 1: mismatch, 2: suffered(), 3: suffered()}
-    told = with_parties(failed)
-    assert told[2].reason == mismatch.reason
+    raised = because(Mismatch("world", 1, calls[:2]), "CollectiveMismatchError")
+    failed = {0: raised, 1: raised, 2: suffered(), 3: suffered()}
+    told = with_mismatch(failed, Mismatch("world", 1, calls))
+    assert told[0] is raised
+    assert told[2].reason == Mismatch("world", 1, calls)
     assert told[3] is failed[3]  # nobody has seen what it called
     assert str(run_error(told, NONE, [])) == (
         "CollectiveMismatchError: rank 0 called all_reduce, ranks 1-2 called barrier, at In[7] "
@@ -172,7 +173,7 @@ def test_who_was_freed_from_another_operation_has_no_part_in_a_mismatch() -> Non
     calls = (Called(0, "all_reduce", ""), Called(2, "barrier", ""))
     for other in (Mismatch("world", 2, calls), Mismatch("pair", 1, calls)):
         failed = {0: because(other, "CollectiveMismatchError"), 2: suffered(), 3: own()}
-        assert with_parties(failed) == failed
+        assert with_mismatch(failed, other) == failed
 
 
 def test_a_time_limit_says_who_was_late_and_where() -> None:
