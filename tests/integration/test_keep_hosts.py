@@ -296,7 +296,7 @@ def test_nothing_is_left_when_the_lease_is_over(
 
 
 def test_ranks_that_work_are_not_idle(kernels: Kernels) -> None:
-    kernels.leave("session.submit(time.sleep, 5)", "busy", keep_idle=2)
+    kernels.leave("session.submit(time.sleep, 12)", "busy", keep_idle=2)
     until(lambda: "run" in doing_text(look_at(find_kept("busy"))), "what the ranks do to be known")
     session = kernels.attach("busy")
     (future,) = session.pending()
