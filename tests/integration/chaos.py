@@ -26,6 +26,7 @@ import psutil
 from distsession import RunError, RunInterrupt, errors
 from tests.backends import BACKENDS, GLOO, Backend
 from tests.conftest import held_by_others, shared_memory
+from tests.integration.agent_children import spares_of
 from tests.integration.conftest import Recorder
 
 RANKS = 4
@@ -283,7 +284,8 @@ class Chaos:
         kernel = psutil.Process()
         ranks = [psutil.Process(info.pid) for info in self.session.infos]
         return Held(
-            processes=len(kernel.children(recursive=True)),
+            # Spares come a while after each start of ranks.
+            processes=len(kernel.children(recursive=True)) - len(spares_of(self.session)),
             shared_memory=shared_memory(),
             kernel=(kernel.num_fds(), kernel.num_threads()),
             ranks=tuple((rank.num_fds(), rank.num_threads()) for rank in ranks),
