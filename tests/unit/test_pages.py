@@ -48,6 +48,7 @@ def child(program):
     mine, its = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
+        os.close(its[1])  # so that it ends with its parent
         os.write(mine[1], str(program()).encode())
         os.read(its[0], 1)
         os._exit(0)
