@@ -217,8 +217,8 @@ class Payloads:
         """The frames of a payload in memory of this host."""
         # Whoever sends has connected before; if it has been replaced since, nobody waits.
         link = self._links.link(shared.sender, patience=0.2)
-        with link.receive(shared) as descriptor:
-            return shared_memory.map_private(descriptor, shared.sizes)
+        with link.receive(shared) as handed:
+            return shared_memory.map_private(handed.descriptor, shared.sizes)
 
     def fetch(
         self,

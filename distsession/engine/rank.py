@@ -54,6 +54,7 @@ from distsession.engine.ipython import ShellFront, make_shell, new_namespace, re
 from distsession.engine.kernel_link import KernelLink, Received
 from distsession.engine.listeners import is_run, told
 from distsession.engine.log_file import log_path
+from distsession.engine.mappings import Mappings
 from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
     interrupt_children,
@@ -268,6 +269,7 @@ class Rank:
         serialize.use_reducer(tensors.Tensors)
         tensors.set_home(self._place.device)
         self._loans = device_ipc.Loans()
+        self._mappings = Mappings()
         self._handlers = UserHandlers(_Terminated, self._on_terminate, lambda: self._forks.is_child)
         self._forks = Forks(
             {
@@ -420,6 +422,7 @@ class Rank:
         look_ms = PUSHED_POLL_MS[0]
         while True:
             is_staged = self._dispatcher.transfers.commit_pushed()
+            self._mappings.tidy()
             self._comms.handle(self._callback)
             is_used = self._loop.is_used
             if not (self._link.has_request() if is_used else self._link.holds_request):
@@ -532,6 +535,7 @@ class Rank:
                 failure.forget_frames(error)  # what ends with them may take long, and is told
         for leave in self._on_end:
             leave(request)
+        self._mappings.tidy()  # so that the next payload finds this one's memory
         reply = Reply(
             request.id,
             self._rank,
@@ -580,8 +584,8 @@ class Rank:
         try:
             if isinstance(payload, Buffered):
                 return self._payload_link.copy(payload)
-            with self._payload_link.receive(payload) as descriptor:
-                return shared_memory.map_private(descriptor, payload.sizes)
+            with self._payload_link.receive(payload) as handed:
+                return self._mappings.map(handed, payload.sizes)
         except OSError as error:
             raise SessionStateError(
                 f"what was sent did not arrive on rank {self._rank}: {error}. Send it again."
@@ -591,8 +595,8 @@ class Rank:
         """Memory of all ranks of this host; None where the payload has come from another host."""
         if not isinstance(payload, Shared):
             return None
-        with self._payload_link.receive(payload) as descriptor:
-            (whole,) = shared_memory.map_shared(descriptor, payload.sizes)
+        with self._payload_link.receive(payload) as handed:
+            (whole,) = shared_memory.map_shared(handed.descriptor, payload.sizes)
         return whole
 
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Segment:
@@ -885,6 +889,7 @@ class Rank:
         last_line.update()
         self._imports.update()
         self._link.forget_acknowledged()
+        self._mappings.tidy()
         return self._recorder.note_wait(_innermost)
 
     # --- ipyparallel ------------------------------------------------------------------------------

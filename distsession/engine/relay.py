@@ -152,7 +152,7 @@ class Relay:
     def _open(self, message: Open) -> None:
         try:
             shared_memory.check_room(sum(message.sizes), where=f"the host of node {self._node}")
-            memory = self._pool.take(message.sizes) or Segment(message.sizes)
+            memory = self._pool.take(message.sizes)
         except SerializationError as error:
             self._wire.send(Stored(message.key, refusal=str(error)))
         except OSError as error:
@@ -215,7 +215,7 @@ class Relay:
         with contextlib.ExitStack() as stack:
             try:
                 link = self._links.link(message.sender, LINK_TIMEOUT_S)
-                descriptor = stack.enter_context(link.receive(shared))
+                descriptor = stack.enter_context(link.receive(shared)).descriptor
             except OSError as error:
                 problem = f"its rank has not handed it over: {error}"
             else:

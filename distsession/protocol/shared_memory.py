@@ -9,6 +9,10 @@ To have the system find new memory takes several times as long as to write to me
 there. So a sender keeps a segment for a second, and writes the next payload to it if nobody holds
 it any more. Whether somebody does, a forked child of a receiver perhaps, the system knows: it
 grants a lease for writing (fcntl(2), F_SETLEASE) only on what nobody else has opened or mapped.
+
+To map it anew takes a receiver longer than to read it, too. So a receiver may keep it mapped when
+it is done with it (``engine/mappings.py``). It says so in a page behind the payload, in which each
+receiver has a byte.
 """
 
 from __future__ import annotations
@@ -25,23 +29,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from distsession.errors import DOCTOR_REMEDY, SerializationError
 from distsession.protocol.messages import Buffered, Shared
 from distsession.protocol.tensor_memory import RemoteBytes, size_of
 
 __all__ = [
+    "KEEP",
+    "KEPT",
     "THRESHOLD",
+    "Handed",
     "Link",
     "LinkListener",
     "Pool",
+    "Returns",
     "Segment",
     "aligned",
     "check_room",
     "length_of",
     "map_private",
     "map_shared",
+    "mapping",
     "nbytes",
     "offer",
     "offsets",
@@ -56,7 +65,12 @@ THRESHOLD = 64 << 10
 ranks is faster than what a segment costs by itself, about 0.1 ms (``make bench``, row moving)."""
 
 CHUNK = 16 << 20
-"""Bytes that are written between two looks at whether to stop."""
+"""Bytes that are written between two looks at whether to stop, where the system has to find memory
+for them."""
+
+COPIED = 256 << 20
+"""The same where the memory is there. From about 100 MB in one piece on, the C library passes the
+caches by, and takes little more than half of the time."""
 
 SHARED_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 """Where the system says whether shared memory may lie in large pages."""
@@ -78,8 +92,13 @@ KEEP, KEPT = 1.0, 4
 PATIENCE = 5.0
 """Seconds that the other end of a link may take to do its part."""
 
+RETURNED = 1 << 20, 512 << 20
+"""Bytes of a segment between which receivers may keep it mapped. More would be too much memory to
+hold for what may never come, and below that it is not mapped anew, but copied."""
+
 _ALIGN = 64
-_HEAD = struct.Struct("<q")
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, Linux 5.14
+_HEAD = struct.Struct("<qq")
 _has_warned = False
 
 Progress = Callable[[int, int], None]
@@ -109,20 +128,77 @@ def length_of(sizes: Sequence[int]) -> int:
     return max((end for _, end in offsets(sizes)), default=0)
 
 
+class Returns:
+    """The last page of a segment, in which receivers say that they have done with it.
+
+    Args:
+        descriptor: Of the segment.
+        size: Bytes of the whole segment.
+    """
+
+    _CLOSED, _IN_USE, _RETURNED = 1, 1, 2
+    PLACES = mmap.PAGESIZE - 1
+    """How many receivers can have a byte. The first byte of the page is the sender's."""
+
+    def __init__(self, descriptor: int, size: int):
+        self._page = memoryview(
+            mapping(
+                descriptor,
+                mmap.PAGESIZE,
+                mmap.MAP_SHARED,
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                size - mmap.PAGESIZE,
+            )
+        )
+
+    # --- the sender -------------------------------------------------------------------------------
+
+    def lend(self, place: int) -> None:
+        """The next receiver gets this place, the first has 1."""
+        self._page[place] = self._IN_USE
+
+    def are_all_back(self, count: int) -> bool:
+        """Whether as many receivers all have returned it."""
+        return bytes(self._page[1 : 1 + count]) == bytes([self._RETURNED]) * count
+
+    def close(self) -> None:
+        """Nothing is written to it any more."""
+        self._page[0] = self._CLOSED
+
+    # --- a receiver -------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there is no use in keeping it."""
+        return self._page[0] == self._CLOSED
+
+    def give_back(self, place: int) -> None:
+        """Nobody in this process reads it any more, and it has changed nothing in its own view."""
+        self._page[place] = self._RETURNED
+
+
 class Segment:
     """Memory that can be handed to other processes, as long as its descriptor is open.
 
     Args:
         sizes: Bytes of each of its frames.
         name: What ``/proc`` calls it.
+        may_return: Receivers may keep it mapped and return it, if its size allows for that.
     """
 
-    def __init__(self, sizes: Sequence[int], name: str = "distsession"):
+    def __init__(
+        self, sizes: Sequence[int], name: str = "distsession", *, may_return: bool = False
+    ):
         self.sizes = tuple(sizes)
-        self.capacity = length_of(sizes)
+        self.capacity = size = length_of(sizes)
+        may_return = may_return and RETURNED[0] <= self.capacity <= RETURNED[1]
+        if may_return:
+            size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
+        self._returns: Returns | None = None
+        self._lent = 0
         first = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(first, self.capacity)
+            os.ftruncate(first, size)
             # A receiver could otherwise be killed by SIGBUS where the memory has become shorter.
             fcntl.fcntl(first, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
             # A descriptor that was opened counts for leases; the one of memfd_create does not.
@@ -131,6 +207,12 @@ class Segment:
             os.close(first)
         self._is_written = False
         self._memory: memoryview | None = None
+        if may_return:
+            try:
+                self._returns = Returns(self.descriptor, size)
+            except BaseException:
+                self.close()
+                raise
         if self.capacity >= HUGE and _has_shared_huge():
             # Only who maps it can ask for large pages. Receivers find them in a fifth of the time.
             self._mapped(mmap.MADV_HUGEPAGE)
@@ -138,7 +220,13 @@ class Segment:
 
     @property
     def is_free(self) -> bool:
-        """Whether no process has it open or mapped but this one, through this descriptor."""
+        """Whether no receiver reads it any more.
+
+        Either all have said so, or no process has it open or mapped but this one, through this
+        descriptor.
+        """
+        if self._returns is not None and self._lent and self._returns.are_all_back(self._lent):
+            return True
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -146,24 +234,45 @@ class Segment:
             return False
         return True
 
+    def use_again(self, sizes: Sequence[int]) -> None:
+        """It is free, and is to have frames of other sizes now."""
+        self.sizes = tuple(sizes)
+        self._lent = 0
+
+    def lend(self) -> int:
+        """The place at which the next receiver may return it; 0 where that is not asked for."""
+        if self._returns is None:
+            return 0
+        self._lent += 1
+        if self._lent > Returns.PLACES:  # of which nobody could say whether they are done
+            self._returns = None
+            return 0
+        self._returns.lend(self._lent)
+        return self._lent
+
     def write(self, frames: Sequence[Any], progress: Progress | None = None) -> None:
         """Write all frames."""
         total, done = nbytes(frames), 0
         for frame, (at, _) in zip(frames, offsets(self.sizes), strict=True):
             for rest in _pieces(frame):
                 while rest:
-                    written = self._write(rest[:CHUNK], at)
+                    written = self._write(rest, at)
                     rest, at, done = rest[written:], at + written, done + written
                     if progress is not None:
                         progress(done, total)
         self._is_written = True
 
     def _write(self, data: memoryview, at: int) -> int:
-        """The system finds memory faster for a write; memory that is there is faster mapped."""
+        """Write the first bytes of some; how many these are.
+
+        The system finds memory faster for a write; memory that is there is faster mapped.
+        """
         if not self._is_written:
-            return os.pwrite(self.descriptor, data, at)
-        self._mapped()[at : at + len(data)] = data
-        return len(data)
+            return os.pwrite(self.descriptor, data[:CHUNK], at)
+        part = data[:COPIED]
+        # To find all of its pages in one go takes a third of what it takes one by one.
+        self._mapped(_MADV_POPULATE_WRITE)[at : at + len(part)] = part
+        return len(part)
 
     def put(self, frame: Any, at: int) -> None:
         """Write a frame to some place, for who uses this memory again and again."""
@@ -205,6 +314,9 @@ class Segment:
     def close(self) -> None:
         """Let go of it; who has mapped it keeps it."""
         self._memory = None
+        if self._returns is not None:
+            self._returns.close()
+            self._returns = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -232,17 +344,21 @@ class Pool:
         self._kept: list[tuple[float, Segment]] = []
         self._timer: threading.Timer | None = None
 
-    def take(self, sizes: Sequence[int]) -> Segment | None:
-        """A segment of about the right size that is free."""
+    def take(self, sizes: Sequence[int]) -> Segment:
+        """A segment of about the right size that is free, or a new one.
+
+        Raises:
+            OSError: There is no memory.
+        """
         length = length_of(sizes)
         with self._lock:
             for entry in self._kept:
                 segment = entry[1]
                 if length <= segment.capacity <= 2 * length and segment.is_free:
                     self._kept.remove(entry)
-                    segment.sizes = tuple(sizes)
+                    segment.use_again(sizes)
                     return segment
-        return None
+        return Segment(sizes, may_return=True)
 
     def keep(self, segment: Segment) -> None:
         """Take a segment over whose receivers have all mapped it, to be closed soon."""
@@ -297,7 +413,7 @@ def offer(
     sizes = [size_of(frame) for frame in frames]
     segment = None
     try:
-        segment = (pool and pool.take(sizes)) or Segment(sizes)
+        segment = Segment(sizes) if pool is None else pool.take(sizes)
         segment.write(frames, progress)
     except OSError as error:
         if segment is not None:
@@ -397,17 +513,22 @@ def _map(
     length = length_of(sizes)
     if not length:
         return split(memoryview(bytearray()), sizes)
-    mapped = _mapping(descriptor, length, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    mapped = mapping(descriptor, length, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     if advice is not None:
-        with contextlib.suppress(OSError):  # it is only faster
+        with contextlib.suppress(OSError):  # it is only faster, and an older Linux refuses it
             mapped.madvise(advice)
     return split(memoryview(mapped), sizes)
 
 
-def _mapping(descriptor: int, length: int, flags: int, access: int) -> mmap.mmap:
+def mapping(descriptor: int, length: int, flags: int, access: int, offset: int = 0) -> mmap.mmap:
+    """A part of a file as memory.
+
+    Raises:
+        OSError: The system refuses it.
+    """
     # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
     extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    return mmap.mmap(descriptor, length, flags=flags, prot=access, **extra)
+    return mmap.mmap(descriptor, length, flags=flags, prot=access, offset=offset, **extra)
 
 
 def own_memory(sizes: Sequence[int]) -> memoryview:
@@ -434,6 +555,18 @@ def split(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 def _copy(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
     # Memory of this size the process has at hand from the last time; none is filled with zeros.
     return split(memoryview(bytearray(memory[at : at + length_of(sizes)])), sizes)
+
+
+class Handed(NamedTuple):
+    """What a link has brought.
+
+    Attributes:
+        descriptor: Of a segment.
+        place: Where in its ``Returns`` a receiver may say that it has done with it; 0 for nowhere.
+    """
+
+    descriptor: int
+    place: int
 
 
 class Link:
@@ -482,42 +615,44 @@ class Link:
             OSError: The other end is gone, or does not read.
         """
         number = number or next(self._numbers)
-        socket.send_fds(self._socket, [_HEAD.pack(number)], [segment.descriptor])
+        head = _HEAD.pack(number, segment.lend())
+        socket.send_fds(self._socket, [head], [segment.descriptor])
         return Shared(self._sender, number, segment.sizes)
 
     @contextlib.contextmanager
-    def receive(self, shared: Shared) -> Iterator[int]:
-        """The descriptor of what a message refers to, while the context lasts.
+    def receive(self, shared: Shared) -> Iterator[Handed]:
+        """What a message refers to; its descriptor is there while the context lasts.
 
         Raises:
             OSError: It has not come.
         """
         while self._last < shared.number:
-            number, descriptor = self._take()
+            number, handed = self._take()
             try:
                 if number == shared.number:
-                    yield descriptor
+                    yield handed
                     return
             finally:
-                os.close(descriptor)
+                os.close(handed.descriptor)
         raise ConnectionError("the link for shared memory has nothing of that number")
 
-    def _take(self) -> tuple[int, int]:
-        """The number and the descriptor that have come next; a buffer is mapped as it comes."""
+    def _take(self) -> tuple[int, Handed]:
+        """The number, and what has come next; a buffer is mapped as it comes."""
         data, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
         if not data or not descriptors:
             raise ConnectionError("the link for shared memory was closed")
-        (number,) = _HEAD.unpack(data)
+        number, place = _HEAD.unpack(data)
+        handed = Handed(descriptors[0], place)
         if number > 0:
             self._last = number
-            return number, descriptors[0]
+            return number, handed
         try:
-            memory = _mapping(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)
+            memory = mapping(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)
             self._buffer = -number, memoryview(memory)
         except BaseException:
             os.close(descriptors[0])
             raise
-        return number, descriptors[0]
+        return number, handed
 
     def send_buffer(self, segment: Segment, number: int) -> None:
         """Hand the sender's buffer over, if that has not been done.
@@ -530,7 +665,7 @@ class Link:
             OSError: The other end is gone, or does not read.
         """
         if self._buffer_sent != number:
-            socket.send_fds(self._socket, [_HEAD.pack(-number)], [segment.descriptor])
+            socket.send_fds(self._socket, [_HEAD.pack(-number, 0)], [segment.descriptor])
             self._buffer_sent = number
 
     def copy(self, buffered: Buffered) -> list[memoryview]:
@@ -541,7 +676,7 @@ class Link:
         """
         # A descriptor that comes before it is one of a message that is not wanted any more.
         while self._buffer[0] < buffered.number:
-            os.close(self._take()[1])
+            os.close(self._take()[1].descriptor)
         number, memory = self._buffer
         if number != buffered.number:
             raise ConnectionError("the buffer for small payloads is another one by now")

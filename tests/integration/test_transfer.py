@@ -71,8 +71,13 @@ def four(place: Place) -> Iterator[Session]:
 
 
 def segments(pid: int | str = "self") -> int:
-    """Mappings of shared payloads in a process."""
-    return Path(f"/proc/{pid}/maps").read_text().count("memfd:distsession (")
+    """Mappings of shared payloads that a process has for itself."""
+    return sum(" rw-p " in line for line in mapped_segments(pid))
+
+
+def mapped_segments(pid: int | str) -> list[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line for line in lines if "memfd:distsession (" in line]
 
 
 def settled_segments() -> int:
@@ -130,6 +135,57 @@ def test_what_waits_to_be_taken_is_not_written_over_by_what_is_sent_meanwhile(
         session.push(x=torch.full((BUFFERED,), float(number)))
         assert set(session.run(total, torch.zeros(BUFFERED)).values()) == {0.0}
         assert set(session.evaluate("float(x.sum())").values()) == {float(BUFFERED * number)}
+
+
+def test_memory_that_ranks_have_done_with_is_written_to_again(
+    start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = start(2)
+    monkeypatch.setattr(shared_memory, "KEEP", 60.0)
+    session.execute("import distsession.engine.mappings; distsession.engine.mappings.KEEP = 60.0")
+    files = set()
+    for number in range(30):
+        session.push(x=torch.full((LARGE,), float(number)))
+        assert set(session.evaluate("float(x.sum())").values()) == {float(LARGE * number)}
+        files |= {line.split()[4] for line in mapped_segments(session.infos[0].pid)}
+    assert len(files) <= shared_memory.KEPT
+
+
+def test_what_ranks_hold_stays_as_it_was_whatever_is_sent_later(session: Session) -> None:
+    session.execute(
+        """
+        import os
+        held, children = [], []
+
+        def hold(x, number):
+            held.append((number, x if number % 3 else x.numpy()[:5] if number % 2 else x[7:9]))
+            if number % 4 == 1:  # what a child has it keeps, though it is gone here
+                ours, its = os.pipe(), os.pipe()
+                pid = os.fork()
+                if not pid:
+                    os.read(its[0], 1)
+                    os._exit(bool((x != number).any()))
+                os.close(its[0])
+                children.append((pid, its[1]))
+                held.pop()
+        """
+    )
+    for number in range(24):
+        value = torch.full((LARGE,), float(number))
+        session.push(x=value)
+        session.execute(f"hold(x, {number})")
+        session.push(x=value)
+        session.execute("x += 1")  # only its own
+    wrong = session.evaluate(
+        "[number for number, value in held if any(float(v) != number for v in value.flatten()[:5])]"
+    )
+    assert set(map(tuple, wrong.values())) == {()}
+    ended = session.evaluate(
+        "[(os.write(end, b'x'), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))[1] "
+        "for pid, end in children]"
+    )
+    assert set(map(tuple, ended.values())) == {(0,) * 6}
+    session.execute("del held, children, x")
 
 
 def test_names_are_set_by_keyword_and_by_dict_and_on_some_ranks(session: Session) -> None:
@@ -236,8 +292,7 @@ def test_memory_is_given_back_with_the_last_holder(session: Session) -> None:
     del back
     session.execute("del held")
     gc.collect()
-    assert held()[0] == before[0]
-    deadline = time.monotonic() + 5  # the sender keeps it for another payload, for a moment
+    deadline = time.monotonic() + 5  # all keep it for another payload, for a moment
     while held() != before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert held() == before
@@ -551,6 +606,7 @@ def test_a_long_transfer_shows_how_far_it_is(
     monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.0)
     monkeypatch.setattr(progress, "SHOW_TRANSFER_EVERY_S", 0.0)
     monkeypatch.setattr(shared_memory, "CHUNK", 1 << 20)
+    monkeypatch.setattr(shared_memory, "COPIED", 1 << 20)
     session.push(x=torch.ones(LARGE * 10))
     shown = [text for text in output.notices if text.startswith("sending")]
     assert len(shown) > 5

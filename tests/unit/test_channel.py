@@ -321,8 +321,8 @@ def test_large_payloads_go_through_memory_in_both_directions(kernel: Kernel) -> 
     pending = kernel.channel.submit([0], PushRequest, [LARGE])
     _, shared = rank.receive()
     assert isinstance(shared, Shared)
-    with rank.link.receive(shared) as descriptor:
-        assert map_private(descriptor, shared.sizes) == [LARGE]
+    with rank.link.receive(shared) as handed:
+        assert map_private(handed.descriptor, shared.sizes) == [LARGE]
     with Segment([len(LARGE)]) as made:
         made.write([LARGE[::-1]])
         rank.reply(pending.request, rank.link.send(made))

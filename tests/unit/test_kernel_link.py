@@ -69,8 +69,8 @@ class Kernel:
         """The next answer: to which request, and what."""
         reply, payload = self.received()
         if isinstance(payload, Shared):
-            with self.memory.link(payload.sender).receive(payload) as descriptor:
-                (frame,) = shared_memory.map_private(descriptor, payload.sizes)
+            with self.memory.link(payload.sender).receive(payload) as handed:
+                (frame,) = shared_memory.map_private(handed.descriptor, payload.sizes)
                 return reply.id, bytes(frame)
         return reply.id, b"".join(map(bytes, payload))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -76,8 +77,8 @@ class Roads:
         assert message == REQUEST
         if not isinstance(payload, Shared):
             return [bytes(frame) for frame in payload]
-        with self.ranks[rank].receive(payload) as descriptor:
-            return [bytes(view) for view in map_private(descriptor, payload.sizes)]
+        with self.ranks[rank].receive(payload) as handed:
+            return [bytes(view) for view in map_private(handed.descriptor, payload.sizes)]
 
     def frames(self, rank: int, part: Part) -> list[Any]:
         """The message of a request to a rank."""
@@ -183,7 +184,8 @@ def test_a_stop_before_the_request_is_sent_lets_the_memory_go(roads: Roads) -> N
     roads.add(0)
     before = descriptors()
     roads.prepare([0], [LARGE])
-    assert descriptors() == before + 1
+    # Before 3.13 Python holds one more for the page in which ranks return it.
+    assert descriptors() == before + 1 + (sys.version_info < (3, 13))
     roads.stack.close()
     assert descriptors() == before
 
@@ -201,8 +203,8 @@ def test_what_was_sent_is_held_until_the_request_is_over(roads: Roads) -> None:
     roads.payloads.forget(1, taken=False)
     assert part.descriptor == -1
     _, shared = decode(message)
-    with roads.ranks[0].receive(shared) as descriptor:  # it has been sent
-        assert map_private(descriptor, shared.sizes) == [LARGE]
+    with roads.ranks[0].receive(shared) as handed:  # it has been sent
+        assert map_private(handed.descriptor, shared.sizes) == [LARGE]
     assert descriptors() == before
 
 

@@ -113,8 +113,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def taken(link: Link, shared: Shared) -> list[bytes]:
-    with link.receive(shared) as descriptor:
-        return [bytes(view) for view in map_private(descriptor, shared.sizes)]
+    with link.receive(shared) as handed:
+        return [bytes(view) for view in map_private(handed.descriptor, shared.sizes)]
 
 
 def offered(link: Link, frames: list[bytes]) -> Shared:

@@ -127,8 +127,8 @@ def test_it_comes_between_the_segments_of_other_messages(ends: Ends) -> None:
         place.hand(sender)
         shared = sender.send(made)
     assert bytes(receiver.copy(place.buffered)[0][:1]) == b"1"
-    with receiver.receive(shared) as descriptor:
-        assert os.pread(descriptor, 1, 0) == b"s"
+    with receiver.receive(shared) as handed:
+        assert os.pread(handed.descriptor, 1, 0) == b"s"
     with pytest.raises(OSError, match="nothing of that number"), receiver.receive(skipped):
         pass
 

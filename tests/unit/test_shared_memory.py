@@ -255,8 +255,8 @@ def test_a_segment_is_handed_over_in_both_directions(ends: Any) -> None:
         with written([b"hello"]) as made:
             shared = sender.send(made)
         assert shared == Shared("0.3", 1, (5,))
-        with receiver.receive(shared) as descriptor:
-            (view,) = map_private(descriptor, shared.sizes)
+        with receiver.receive(shared) as handed:
+            (view,) = map_private(handed.descriptor, shared.sizes)
         assert bytes(view) == b"hello"
 
 
@@ -266,8 +266,8 @@ def test_what_nobody_asked_for_is_let_go(ends: Any) -> None:
     with written([b"first"]) as first, written([b"second"]) as second:
         theirs.send(first)
         shared = theirs.send(second)
-    with ours.receive(shared) as descriptor:
-        (view,) = map_private(descriptor, shared.sizes)
+    with ours.receive(shared) as handed:
+        (view,) = map_private(handed.descriptor, shared.sizes)
     assert bytes(view) == b"second"
     del view
     assert descriptors() == before
@@ -278,8 +278,8 @@ def test_what_a_sender_left_behind_can_still_be_taken(ends: Any) -> None:
     with written([b"last words"]) as made:
         shared = theirs.send(made)
     theirs.close()
-    with ours.receive(shared) as descriptor:
-        (view,) = map_private(descriptor, shared.sizes)
+    with ours.receive(shared) as handed:
+        (view,) = map_private(handed.descriptor, shared.sizes)
     assert bytes(view) == b"last words"
     with pytest.raises(ConnectionError), ours.receive(Shared("0.3", 2, (1,))):
         pass
