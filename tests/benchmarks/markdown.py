@@ -62,6 +62,8 @@ LINES = (
          "restart([1]) of a killed rank to a collective that works, N=4", is_main=True),
     Line("256 MB to each of 4 ranks, and read there", "send 256 MB of torch, N=4",
          is_main=True),
+    Line("the same, the first for seconds", "send 256 MB of torch, N=4",
+         ours=f"{OURS}, the first"),
     Line("256 MB from each of 4 ranks, and read here", "bring 4 x 256 MB of torch"),
     Line("256 MB to each of 4 ranks, in turns with Ray", "send 256 MB, N=4, beside ray",
          ours=f"{OURS}, torch"),
