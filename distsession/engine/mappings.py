@@ -77,18 +77,18 @@ class _Mapping:
         finally:
             os.close(own)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._without_users = self._count()
+        self._unused = object()
+        """Has one reference, as the memory has where nobody uses it."""
         self._place = 0
         self._forks = _forks
         self.since = 0.0
         """When it became idle."""
 
-    def _count(self) -> int:
-        return sys.getrefcount(self._memory)
-
     @property
     def is_in_use(self) -> bool:
-        return self._count() > self._without_users
+        """Whether a buffer of it is left, in this process."""
+        # How much the question itself adds depends on Python's version, but is the same for both.
+        return sys.getrefcount(self._memory) != sys.getrefcount(self._unused)
 
     @property
     def was_forked(self) -> bool:
