@@ -29,6 +29,7 @@ class Line:
         ours: The row of ours, or how it begins.
         shown: ``figure`` or ``ratio``: what of the row is shown.
         is_main: The README shows it, too.
+        has_peers: Those of the benchmark are shown; else the line before has them.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Line:
     ours: str = OURS
     shown: str = "figure"
     is_main: bool = False
+    has_peers: bool = True
 
 
 LINES = (
@@ -60,10 +62,10 @@ LINES = (
          "SIGKILL of a rank, others in a collective, to ended cell, N=4"),
     Line("replacing a killed rank, until a collective works",
          "restart([1]) of a killed rank to a collective that works, N=4", is_main=True),
-    Line("256 MB to each of 4 ranks, and read there", "send 256 MB of torch, N=4",
+    Line("256 MB to each of 4 ranks, seven times, and read there", "send 256 MB of torch, N=4",
          is_main=True),
-    Line("the same, the first for seconds", "send 256 MB of torch, N=4",
-         ours=f"{OURS}, the first"),
+    Line("the first for seconds", "send 256 MB of torch, N=4", ours=f"{OURS}, the first",
+         has_peers=False),
     Line("256 MB from each of 4 ranks, and read here", "bring 4 x 256 MB of torch"),
     Line("256 MB to each of 4 ranks, in turns with Ray", "send 256 MB, N=4, beside ray",
          ours=f"{OURS}, torch"),
@@ -115,7 +117,8 @@ def markdown(facts: dict[str, Any], *, main_only: bool = False) -> str:
         shown = _figure(ours)
         if line.shown == "ratio":
             shown, unit = _ratio(ours, unit), ""
-        beside = [_beside(row, line) for row in theirs if not row["subject"].startswith(OURS)]
+        peers = theirs if line.has_peers else []
+        beside = [_beside(row, line) for row in peers if not row["subject"].startswith(OURS)]
         cells = (line.title, shown, ", ".join(filter(None, beside)))
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
     lines += [*([] if main_only else _left_behind(rows)), "", _origin(facts), END]
