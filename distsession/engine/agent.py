@@ -804,10 +804,13 @@ class Agent:
             if spare is not None:
                 self._spares.remove(spare)
                 spare.close()
+            # Before it is reaped: a signal may end this process in between, and then waits for all
+            # ranks that it still has.
+            rank = self._ranks.pop(pid, None)
             _, status = os.waitpid(pid, 0)
-            self._report(pid, os.waitstatus_to_exitcode(status), oom)
+            self._report(pid, rank, os.waitstatus_to_exitcode(status), oom)
 
-    def _report(self, pid: int, returncode: int, oom: tuple[bool, int]) -> None:
+    def _report(self, pid: int, rank: _Rank | None, returncode: int, oom: tuple[bool, int]) -> None:
         if pid in (self._store_pid, self._tcp_store_pid):
             self._replace_store(pid, returncode)
             return
@@ -822,7 +825,6 @@ class Agent:
         if self._trial is not None and pid == self._trial.pid:
             self._report_trial(self._trial, returncode)
             return
-        rank = self._ranks.pop(pid, None)
         if rank is None:
             return
         from distsession.engine import deaths

@@ -270,8 +270,7 @@ class Segment:
         if not self._is_written:
             return os.pwrite(self.descriptor, data[:CHUNK], at)
         part = data[:COPIED]
-        # To find all of its pages in one go takes a third of what it takes one by one.
-        self._mapped(_MADV_POPULATE_WRITE)[at : at + len(part)] = part
+        self._mapped()[at : at + len(part)] = part
         return len(part)
 
     def put(self, frame: Any, at: int) -> None:
@@ -285,6 +284,9 @@ class Segment:
 
     def _mapped(self, advice: int | None = None) -> memoryview:
         if self._memory is None:
+            if self._is_written:
+                # To find all pages in one go takes a third of what it takes one by one.
+                advice = _MADV_POPULATE_WRITE
             (self._memory,) = _map(self.descriptor, [self.capacity], mmap.MAP_SHARED, advice)
         return self._memory
 

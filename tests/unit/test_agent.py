@@ -462,6 +462,23 @@ def test_only_a_kill_that_nobody_asked_for_is_one_for_want_of_memory(
     assert (ended.oom, ended.oom_limit) == (is_oom, 1 << 30)
 
 
+def test_an_agent_that_a_signal_ends_as_it_reaps_a_rank_waits_for_it_no_more(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reap = os.waitpid
+
+    def reap_and_end(pid: int, options: int) -> None:
+        reap(pid, options)
+        raise SystemExit(0)
+
+    host.start(lambda _: os._exit(0))
+    with monkeypatch.context() as context:
+        context.setattr(os, "waitpid", reap_and_end)
+        with pytest.raises(SystemExit):
+            host.reap(1)
+    host.agent._end()
+
+
 def test_a_process_that_is_nobodys_is_reaped_in_silence(host: Host) -> None:
     [pid] = host.start(pause)
     if (other := os.fork()) == 0:
