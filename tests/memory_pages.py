@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["needs_copied_pages", "needs_large_pages"]
+__all__ = ["needs_copied_pages", "needs_large_pages", "needs_pagemap"]
 
 
 def _is_linux(*least: int) -> bool:
@@ -24,4 +24,8 @@ needs_large_pages = pytest.mark.skipif(
 needs_copied_pages = pytest.mark.skipif(
     not Path("/proc/self/pagemap").exists() or not _is_linux(5, 14),
     reason="this system does not say which pages were copied, or copies none ahead (Linux 5.14)",
+)
+needs_pagemap = pytest.mark.skipif(
+    not Path("/proc/self/pagemap").exists(),
+    reason="this system does not say which pages a process has changed",
 )

@@ -32,6 +32,7 @@ from distsession.kernel import progress
 from distsession.protocol import shared_memory
 from tests.backends import BACKENDS, Place, only
 from tests.integration.conftest import Recorder
+from tests.memory_pages import needs_pagemap
 from tests.unit.test_tensors import nested, same
 from tests.until import Press
 
@@ -137,6 +138,7 @@ def test_what_waits_to_be_taken_is_not_written_over_by_what_is_sent_meanwhile(
         assert set(session.evaluate("float(x.sum())").values()) == {float(BUFFERED * number)}
 
 
+@needs_pagemap
 def test_memory_that_ranks_have_done_with_is_written_to_again(
     start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:

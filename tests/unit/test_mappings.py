@@ -19,6 +19,9 @@ from distsession.engine import mappings as module
 from distsession.engine.mappings import FOLLOWED, Mappings
 from distsession.protocol import shared_memory
 from distsession.protocol.shared_memory import Handed, Pool, Segment
+from tests.memory_pages import needs_pagemap
+
+pytestmark = needs_pagemap
 
 SIZE = 1 << 20
 
