@@ -77,6 +77,7 @@ def segments(pid: int | str = "self") -> int:
 
 
 def mapped_segments(pid: int | str) -> list[str]:
+    """What /proc says of each, of those that others see as well."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line for line in lines if "memfd:distsession (" in line]
 
@@ -281,9 +282,11 @@ def test_numpy_arrays_and_tables_travel_too(session: Session) -> None:
 
 
 def test_memory_is_given_back_with_the_last_holder(session: Session) -> None:
-    def held() -> tuple[list[int], int, int]:
+    def held() -> tuple[list[int], int, int, list[int]]:
         opened = len(os.listdir("/proc/self/fd"))
-        return [segments(info.pid) for info in session.infos], segments(), opened
+        pids = [info.pid for info in session.infos]
+        every = [len(mapped_segments(pid)) for pid in ("self", *pids)]  # shared ones, too
+        return [segments(pid) for pid in pids], segments(), opened, every
 
     session.execute("import gc; gc.collect()")
     settled_segments()
@@ -566,9 +569,12 @@ def test_without_shared_memory_everything_works_all_the_same(
     )
     try:
         x = torch.arange(LARGE)
+        assert settled_segments() == 0
+        before = mapped_segments("self")
         session.push(x=x)
         back = session.pull("x")[1]
         assert segments() == 0
+        assert set(mapped_segments("self")) <= set(before)  # nor was anything sent through one
         assert torch.equal(back, x)
         back += 1
     finally:

@@ -219,9 +219,7 @@ def test_a_child_does_not_get_what_is_kept_for_later(sender: Sender, mappings: M
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_a_fork_that_other_threads_ran_beside_counts_for_what_they_mapped(
-    sender: Sender, mappings: Mappings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_counts_before_and_after_it_for_what_other_threads_map_meanwhile() -> None:
     before = module._forks
     os.waitpid(os.fork() or os._exit(0), 0)
     assert module._forks == before + 2  # one before it, and one after
