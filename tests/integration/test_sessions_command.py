@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distsession import OptionsError, RunError, Session, SessionStateError
-from tests.until import until
+from tests.until import Press, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,11 +36,13 @@ def reduced(session: Session) -> list[float]:
 
 
 def end_host(session: Session) -> None:
-    """End the process of the second host, and see that its rank is said to be gone."""
-    os.kill(host_pid(session, 1), signal.SIGKILL)
-    with pytest.raises(RunError, match=r"rank 1 \(pid \d+\) is gone: the agent on gpu2 "):
-        # Its rank ends a moment after it.
-        session.execute("import time\ntime.sleep(1)\ndist.barrier()")
+    """End the process of the second host amid a cell, and see its rank said to be gone."""
+    pid = host_pid(session, 1)
+    with (
+        Press(session, lambda: os.kill(pid, signal.SIGKILL)),
+        pytest.raises(RunError, match=r"rank 1 \(pid \d+\) is gone: the agent on gpu2 "),
+    ):
+        session.execute("dist.barrier() if rank == 0 else __import__('time').sleep(60)")
 
 
 def test_a_host_that_a_command_starts_is_replaced(folder: Path) -> None:

@@ -49,9 +49,12 @@ def test_each_task_of_an_array_job_has_the_ranks_of_its_host(lab: GridEngineLab)
         ):
             session.execute("dist.barrier() if rank else __import__('time').sleep(600)")
         assert reduced(session) == {2.0}
-        os.kill(session.infos[1].pid, signal.SIGKILL)
-        with pytest.raises(RunError, match=r"rank 1 .* was killed by SIGKILL"):
-            session.execute("dist.barrier()")
+        killed = session.infos[1].pid
+        with (
+            Press(session, lambda: os.kill(killed, signal.SIGKILL)),
+            pytest.raises(RunError, match=r"rank 1 .* was killed by SIGKILL"),
+        ):
+            session.execute("dist.barrier() if rank == 0 else __import__('time').sleep(60)")
         session.restart([1], restore="kept")
         assert dict(session.pull("kept")) == {0: 1, 1: 1}
 

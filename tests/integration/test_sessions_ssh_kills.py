@@ -204,7 +204,7 @@ def test_a_host_that_is_stopped_for_three_seconds_is_named_and_costs_nothing(
             began = time.monotonic()
             until(lambda: "gpu2 has not answered for" in six.status(), "its name")
             time.sleep(max(0.0, began + 3 - time.monotonic()))
-            assert not future.done()
+            assert not future.done(), future.exception()
         assert list(future.result(60).values()) == [10 * 6.0] * 6
         until(lambda: "gpu2" not in six.status(), "gpu2 to answer again")
     assert reduced(six) == {6.0}
