@@ -166,7 +166,7 @@ def call(bench: Bench) -> Iterator[Row]:
         theirs = Arm("ipyparallel", lambda: time_calls(apply, each // 5))
         take_turns([raw, ours, theirs], rounds)
         yield raw.row(name, "ms")
-        yield ours.row(name, "ms", raw, target=Target(1.6))
+        yield ours.row(name, "ms", raw, target=Target(1.5))
         yield theirs.row(name, "ms", ours, target=Target(5, at_least=True))
 
         paused = f"call {1e3 * PAUSE:g} ms after the last, N={RANKS}"

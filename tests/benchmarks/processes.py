@@ -54,15 +54,21 @@ def own_world() -> Iterator[Path]:
 
 
 def _descendants(keep: Collection[int]) -> list[psutil.Process]:
-    """Those that still run; the dead ones of which we are the parent are reaped."""
-    living = []
-    for process in psutil.Process().children(recursive=True):
+    """Those that still run; the dead ones of which we are the parent are reaped.
+
+    What one that is kept has started belongs to it, whenever that was.
+    """
+    living, kept = [], set(keep)
+    for process in psutil.Process().children(recursive=True):  # each behind its parent
         with contextlib.suppress(psutil.Error):
+            parent = process.ppid()
             if process.status() == psutil.STATUS_ZOMBIE:
-                if process.ppid() == os.getpid():
+                if parent == os.getpid():
                     process.wait(0)
+            elif process.pid in kept or parent in kept:
+                kept.add(process.pid)
             # Python's own helper for shared memory ends with the process that it belongs to.
-            elif process.pid not in keep and "resource_tracker" not in " ".join(process.cmdline()):
+            elif "resource_tracker" not in " ".join(process.cmdline()):
                 living.append(process)
     return living
 

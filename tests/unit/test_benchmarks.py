@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from distsession.kernel.output import Notice
 from distsession.protocol.messages import Text
 from distsession.view import Output
 from tests.benchmarks import bench as bench_module
-from tests.benchmarks import many, recovery, starts
+from tests.benchmarks import many, processes, recovery, starts
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.calls import rows_beside_raw
@@ -24,6 +26,7 @@ from tests.benchmarks.figures import Arm, NotInstalled, take_turns
 from tests.benchmarks.markdown import BEGIN, END, LINES, markdown
 from tests.benchmarks.output import Counter
 from tests.benchmarks.processes import Snapshot, program, run_program
+from tests.until import until
 
 
 @pytest.fixture
@@ -43,6 +46,24 @@ def test_a_peer_that_is_not_installed_has_no_end(bench: Bench) -> None:
     take_turns([arm], 2)
     assert (arm.note, arm.failed) == ("not installed", False)
     assert (bench.ends, bench.left_behind()) == ({}, [])
+
+
+def test_what_one_that_stays_starts_later_is_not_left_behind() -> None:
+    later = "import subprocess; input(); subprocess.run(['sleep', '60'])"
+    with subprocess.Popen([sys.executable, "-c", later], stdin=subprocess.PIPE) as stays:
+        before = processes.snapshot()
+        with subprocess.Popen(["sleep", "61"]) as left:
+            assert stays.stdin is not None
+            stays.stdin.write(b"\n")
+            stays.stdin.flush()
+            until(psutil.Process(stays.pid).children)
+            of_it = psutil.Process(stays.pid).children()
+            assert [" ".join(process.cmdline()) for process in of_it] == ["sleep 60"]
+            assert processes.end_leftovers(0.0, keep=before.pids) == ["sleep 61"]
+            assert not psutil.pid_exists(left.pid)
+        assert of_it[0].is_running()
+        found = processes.end_leftovers(0.0, keep=before.pids - {stays.pid})
+        assert sorted(found) == [" ".join([sys.executable, "-c", later]), "sleep 60"]
 
 
 def test_every_start_has_an_end_also_one_that_failed(bench: Bench) -> None:
