@@ -259,7 +259,8 @@ class LocalLauncher(Launcher):
         self.board = self.channel.board = Board(self._board_file, world)
         self._ask_gpus()
         with InterruptHold() as interrupts:
-            infos = self._launch(range(world), deadline, interrupts)
+            ranks = range(world)
+            infos = self._launch(ranks, self._start_message(ranks), deadline, interrupts)
         self._write_state()
         self.notes = (*self._plan.notes, *self._full_gpus())
         return infos
@@ -344,19 +345,20 @@ class LocalLauncher(Launcher):
         return tails
 
     def _launch(
-        self, ranks: Sequence[int], deadline: float, interrupts: InterruptHold
+        self, ranks: Sequence[int], start: StartRanks, deadline: float, interrupts: InterruptHold
     ) -> tuple[RankInfo, ...]:
         """Fork these ranks into the present generation and wait for the whole world.
 
         Args:
             ranks: Which.
+            start: What all agents are told.
             deadline: By ``time.monotonic()``.
             interrupts: Released while something is waited for.
         """
         plan = self._plan
         assert plan is not None
         world = range(plan.world_size)
-        self._fork(ranks, deadline, interrupts)
+        self._fork(ranks, start, deadline, interrupts)
         halted = Halted(self.processes)
         rejoining = [rank for rank in world if rank not in ranks]
         pending = None
@@ -391,11 +393,11 @@ class LocalLauncher(Launcher):
         self.is_broken = False
         return self.infos
 
-    def _fork(self, ranks: Sequence[int], deadline: float, interrupts: InterruptHold) -> None:
-        """Have the agents fork these ranks; that of the first node, which has the store, first."""
+    def _start_message(self, ranks: Sequence[int]) -> StartRanks:
+        """What all agents are told that are to start these ranks, now and from here."""
         plan = self._plan
         assert plan is not None
-        start = StartRanks(
+        return StartRanks(
             ranks=(),
             world_size=plan.world_size,
             generation=self._generation,
@@ -422,6 +424,13 @@ class LocalLauncher(Launcher):
             version=__version__,
             is_shared=plan.is_shared,
         )
+
+    def _fork(
+        self, ranks: Sequence[int], start: StartRanks, deadline: float, interrupts: InterruptHold
+    ) -> None:
+        """Have the agents fork these ranks; that of the first node, which has the store, first."""
+        plan = self._plan
+        assert plan is not None
         port = 0
         self._monitor.expect_store()
         for node in self.nodes:
@@ -836,10 +845,11 @@ class LocalLauncher(Launcher):
                     with interrupts.released():
                         self._start_agents(gone, deadline)
                 self._stop_ranks(living)
+                start = self._start_message(wanted)
                 if living:
                     with interrupts.released():
                         self._monitor.wait_exited(living, self._options.start_timeout)
-                infos = self._launch(wanted, deadline, interrupts)
+                infos = self._launch(wanted, start, deadline, interrupts)
             except BaseException as error:
                 late = self._abandon_launch(wanted, gone, error)
                 if isinstance(error, KeyboardInterrupt):

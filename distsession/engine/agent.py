@@ -29,7 +29,7 @@ from distsession.engine import store_server
 from distsession.engine.log_file import log_path, read_parts, read_piece
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
-from distsession.engine.pages import Ranges, copied_pages, use_large_pages
+from distsession.engine.pages import Pages, use_large_pages
 from distsession.engine.preload import DDP_IMPORTS, import_modules
 from distsession.engine.process import (
     KeptBackFinalizers,
@@ -67,7 +67,8 @@ from distsession.protocol.wire import make_node_folder, memory_path, socket_path
 from distsession.ranks import HostInfo
 
 if TYPE_CHECKING:
-    from distsession.engine.spares import Spare  # torch
+    from distsession.engine.rehearsal import Rehearsal
+    from distsession.engine.spares import Spare, Start
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +187,13 @@ class Agent:
         self._later: list[Callable[[], None]] = []
         """To be done one by one while there is nothing else to do and there are ranks."""
         self._spares: list[Spare] = []
-        self._pages: Ranges = ()
-        """Where a rank writes to as it begins."""
+        self._stopped: list[_Rank] = []
+        """Those whose log files still have room that was reserved."""
+        self._started: StartRanks | None = None
+        """How the last ranks were."""
+        self._rehearsal: Rehearsal | None = None
+        self._pages = Pages()
+        """What a rank copies and maps as it begins."""
         self._forked_at = 0.0
         self._oom_kills = OomKills()
         self._finalizers = KeptBackFinalizers()
@@ -209,7 +215,9 @@ class Agent:
         try:
             while not self._kernel.is_leaving and not self._is_over():  # an import may swallow it
                 idle = PRELOAD_IDLE_S if self._later and self._ranks else PARENT_POLL_S
-                links = [link for link in (self._link, self._usage_link) if link is not None]
+                rehearsal = None if self._rehearsal is None else self._rehearsal.link
+                all_links = (self._link, self._usage_link, rehearsal)
+                links = [link for link in all_links if link is not None]
                 door = [] if self._owners is None else [self._owners.fileno()]
                 ready = wait([*links, *door, self._wake], timeout=idle)
                 if door and door[0] in ready and self._accept():
@@ -217,11 +225,12 @@ class Agent:
                 if self._link is not None and self._link in ready and not self._receive():
                     return
                 if self._wake in ready:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake, 4096)
+                    self._empty_wake()
                 if self._usage_link in ready:
                     self._forward_usage()
                 self._reap()
+                if self._rehearsal is not None and self._rehearsal.is_over:
+                    self._on_rehearsal(self._rehearsal)
                 if not ready and self._later and self._ranks:
                     self._later.pop(0)()
         except (EOFError, OSError):
@@ -483,7 +492,7 @@ class Agent:
             self._end_spares()
             problem = import_modules(message.modules)
             self._prepare_for_ranks()
-            self._later.append(self._make_spares)
+            self._renew_spares()
             self._tell(PreloadReply(message.number, self._node, problem, known))
             return
         mine, its = Pipe(duplex=False)
@@ -678,27 +687,28 @@ class Agent:
             log.debug("%d large pages", use_large_pages())
 
     def _fork_all(self, message: StartRanks) -> None:
-        self._prepare_fork()
+        self._renew_spares()
+        if len(self._spares) < len(message.ranks):
+            self._prepare_fork()
+        from distsession.engine.spares import Start
+
+        start = Start(message, self._store_port)
         for rank in message.ranks:
-            self._fork(message, rank)
-        self._forked_at = time.monotonic()
-        steps = [step for step in self._later if step not in (self._note_pages, self._make_spares)]
-        self._later = [self._note_pages, *steps, self._make_spares]
+            self._fork(start, rank)
+        self._forked_at, self._started = time.monotonic(), message
 
     def _prepare_fork(self) -> None:
         self._finalizers.keep_back()
-        # A collection in a rank then does not copy the pages of what all share; nor does a rank
-        # look through these objects for modules that hold a group.
-        gc.freeze()
         self._oom_kills.look_up(os.getpid())
 
-    def _fork(self, message: StartRanks, rank_number: int) -> None:
+    def _fork(self, start: Start, rank_number: int) -> None:
         spare = self._spares.pop() if self._spares else self._fork_spare()
-        while not spare.become(message, rank_number, self._store_port):
+        while not spare.become(start, rank_number):
             spare = self._fork_spare()  # that one has been killed
         self._ends.pop(rank_number, None)
+        ranks = start.ranks
         self._ranks[spare.pid] = _Rank(
-            rank_number, message.generation, message.folder, spare.memory, spare.owners
+            rank_number, ranks.generation, ranks.folder, spare.memory, spare.owners
         )
 
     def _fork_spare(self) -> Spare:
@@ -709,15 +719,41 @@ class Agent:
         self._oom_kills.watch(spare.pid)
         return spare
 
-    def _note_pages(self) -> None:
-        """A rank has just begun, and hardly more."""
-        self._pages = copied_pages(next(iter(self._ranks)), MAX_COPIED_PAGES) or self._pages
+    def _renew_spares(self) -> None:
+        """Have spares made of this process as it is now, when there is nothing else to do."""
+        self._end_rehearsal()
+        steps = [step for step in self._later if step not in (self._rehearse, self._make_spares)]
+        self._later = [*steps, self._rehearse]
+
+    def _rehearse(self) -> None:
+        """See what a rank that is forked now copies and maps as it begins; then make spares."""
+        if time.monotonic() - self._forked_at < SPARES_AFTER_S or self._started is None:
+            self._later.append(self._rehearse)  # the last there is
+            return
+        self._prepare_fork()
+        from distsession.engine.rehearsal import begin_rehearsal
+
+        try:
+            self._rehearsal = begin_rehearsal(self._fork_child, self._started)
+        except OSError:  # too many processes, or no room
+            self._later.append(self._make_spares)
+
+    def _on_rehearsal(self, rehearsal: Rehearsal) -> None:
+        pages = rehearsal.result(MAX_COPIED_PAGES)
+        if pages is None:
+            log.debug("a rank could not be rehearsed")
+        else:
+            self._pages = pages
+        self._end_rehearsal()
+        self._later.append(self._make_spares)
+
+    def _end_rehearsal(self) -> None:
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is not None:
+            rehearsal.end()
 
     def _make_spares(self) -> None:
         """For the next restart, or for a rank that dies."""
-        if time.monotonic() - self._forked_at < SPARES_AFTER_S:
-            self._later.append(self._make_spares)  # the last there is
-            return
         self._prepare_fork()
         with contextlib.suppress(OSError):  # too many processes, or too little memory
             while len(self._spares) < min(len(self._here), MAX_SPARES):
@@ -728,14 +764,16 @@ class Agent:
         for spare in self._spares:
             _signal(spare.pid, signal.SIGKILL)
         while self._spares:
-            self._reap()
-            time.sleep(0.002)
+            self._await_child()
 
     def _fork_child(self) -> int:
         """The pid of a child; 0 in the child, which has nothing of this process any more."""
         # A child that is told to end must not run the agent's handlers, which would end all that
         # the agent has started.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        # A collection in a child then does not copy the pages of what all share; nor does a rank
+        # look through these objects for modules that hold a group.
+        gc.freeze()
         try:
             pid = os.fork()
             if pid == 0:
@@ -752,9 +790,10 @@ class Agent:
             if rank.owners is not None:
                 rank.owners.close()
         trial = None if self._trial is None else self._trial.link
+        rehearsal = None if self._rehearsal is None else self._rehearsal.link
         for spare in self._spares:
             spare.close()
-        for link in (self._link, self._usage_link, self._owners, trial):
+        for link in (self._link, self._usage_link, self._owners, trial, rehearsal):
             if link is not None:
                 link.close()
         os.close(self._wake)
@@ -765,8 +804,9 @@ class Agent:
         began, graces = time.monotonic(), {}
         for pid in pids & self._ranks.keys():
             self._ranks[pid].stopping = True
-            graces[pid] = _Grace(pid)
             _signal(pid, signal.SIGTERM)
+        for pid in pids & self._ranks.keys():
+            graces[pid] = _Grace(pid)
         looked_at = began
         while leaving := self._ranks.keys() & graces.keys():
             now = time.monotonic()
@@ -777,11 +817,19 @@ class Agent:
                         del graces[pid]
                         _signal_group(pid, signal.SIGKILL)
                         _signal(pid, signal.SIGKILL)
-            self._reap()
-            time.sleep(0.002)
+            self._await_child()
         while pids & self._ranks.keys():
-            self._reap()
-            time.sleep(0.002)
+            self._await_child()
+
+    def _await_child(self) -> None:
+        """Wait a moment for the end of a child."""
+        wait([self._wake], timeout=EXIT_LOOK_S)
+        self._empty_wake()
+        self._reap()
+
+    def _empty_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
 
     def _reap(self) -> None:
         """Take note of every child that ended, and end what it left behind."""
@@ -825,6 +873,11 @@ class Agent:
         if self._trial is not None and pid == self._trial.pid:
             self._report_trial(self._trial, returncode)
             return
+        if self._rehearsal is not None and pid == self._rehearsal.pid:
+            self._rehearsal.close()
+            self._rehearsal = None
+            self._later.append(self._make_spares)
+            return
         if rank is None:
             return
         from distsession.engine import deaths
@@ -835,6 +888,12 @@ class Agent:
         if returncode == -signal.SIGSEGV:  # as faulthandler itself may have ended, too
             returncode = -deaths.fault_signal(fault) or returncode
         remains = deaths.read_fault(fault) or deaths.read_memory(rank.memory)
+        if not rank.stopping:
+            _give_back_reserved(rank)
+        elif not self._is_ending:  # somebody waits for this end, to have fresh ranks
+            self._stopped.append(rank)
+            if self._give_back not in self._later:
+                self._later.append(self._give_back)
         rank.memory.close()
         if rank.owners is not None:
             rank.owners.close()
@@ -859,11 +918,16 @@ class Agent:
         with contextlib.suppress(OSError):  # the kernel may be gone already
             self._tell(message)
 
+    def _give_back(self) -> None:
+        while self._stopped:
+            _give_back_reserved(self._stopped.pop())
+
     def _end(self) -> None:
         self._kernel.is_leaving = True
         self._is_ending = True
         self._finalizers.give_back()
         self._end_trial()
+        self._end_rehearsal()
         self._end_spares()
         self._stop(set(self._ranks))
         for pid in (self._store_pid, self._tcp_store_pid, self._usage_pid, self._relay_pid):
@@ -920,11 +984,18 @@ class Kernel:
 def _read_end(rank: _Rank, stream: str) -> str:
     """The last lines of a file that a rank wrote; empty where there is none."""
     path = log_path(rank.folder, rank.rank, rank.generation, stream)
-    with contextlib.suppress(OSError), open(path, "r+b") as f:
-        f.truncate(f.seek(0, os.SEEK_END))  # gives back what was reserved behind the end
-        f.seek(max(0, f.tell() - LOG_TAIL_BYTES))
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        f.seek(max(0, f.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         return f.read().decode("utf-8", "replace")
     return ""
+
+
+def _give_back_reserved(rank: _Rank) -> None:
+    """What the files of a rank that has ended have reserved behind their ends."""
+    for stream in ("out", "err"):
+        path = log_path(rank.folder, rank.rank, rank.generation, stream)
+        with contextlib.suppress(OSError):
+            os.truncate(path, os.path.getsize(path))
 
 
 class _Grace:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import re
 import sys
@@ -231,6 +232,7 @@ class LogFile:
         return not problem
 
 
+@functools.cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
     """The system's function of this name, which Python lacks; it gives an error number, or 0."""
     try:

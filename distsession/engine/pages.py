@@ -13,13 +13,37 @@ import mmap
 import re
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-__all__ = ["Ranges", "changed_pages", "copied_pages", "copy_pages", "use_large_pages"]
+__all__ = [
+    "Pages",
+    "Ranges",
+    "changed_pages",
+    "copied_pages",
+    "mapped_pages",
+    "take_pages",
+    "use_large_pages",
+]
 
 Ranges = Sequence[tuple[int, int]]
 """Where pieces of memory begin and end."""
 
+
+@dataclass(frozen=True)
+class Pages:
+    """What a process that was forked does with its memory as it begins.
+
+    Attributes:
+        copied: Where it writes to what it has from its parent.
+        mapped: What it reads of libraries.
+    """
+
+    copied: Ranges = ()
+    mapped: Ranges = ()
+
+
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _LARGE = 2 << 20
@@ -63,21 +87,14 @@ def copied_pages(child: int, limit: int) -> Ranges:
     Returns:
         Where they are; nothing where the system does not say so.
     """
-    found: list[tuple[int, int]] = []
-    count = 0
     try:
-        copies = {page for page, flags in _flags(str(child)) if flags & _IS_EXCLUSIVE}
-        for page, _ in _flags("self"):
-            if page not in copies:
-                continue
-            count += 1
-            if found and found[-1][1] == page:
-                found[-1] = found[-1][0], page + mmap.PAGESIZE
-            else:
-                found.append((page, page + mmap.PAGESIZE))
+        there = _flags(str(child), _memory(str(child), of_files=True))
+        copies = {page for page, flags in there if flags & _IS_EXCLUSIVE}
+        mine = _flags("self", _memory("self", of_files=True))
+        pages = [page for page, _ in mine if page in copies]
     except (OSError, ValueError):
         return ()
-    return found if count <= limit else ()
+    return _joined(pages) if len(pages) <= limit else ()
 
 
 def changed_pages(address: int, length: int) -> Ranges:
@@ -104,19 +121,48 @@ def changed_pages(address: int, length: int) -> Ranges:
     ]
 
 
-def copy_pages(ranges: Ranges) -> None:
-    """In a forked process: take the copies that it would take when it first writes there."""
+def mapped_pages(process: int) -> Ranges:
+    """Which pages of libraries, which cannot be written to, a process has mapped.
+
+    Returns:
+        Where they are; nothing where the system does not say so.
+    """
+    try:
+        return _joined(page for page, _ in _flags(str(process), _code(str(process))))
+    except (OSError, ValueError):
+        return ()
+
+
+def take_pages(pages: Pages) -> None:
+    """In a forked process: copy and map at once what it would when it first writes or reads there.
+
+    What has gone since is refused, and all by an older Linux.
+    """
     if sys.platform != "linux":
         return
     madvise = ctypes.CDLL(None, use_errno=True).madvise
-    for begin, end in ranges:  # what has gone since, or an older Linux, is refused
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)
+    for ranges, advice in (
+        (pages.copied, _MADV_POPULATE_WRITE),
+        (pages.mapped, _MADV_POPULATE_READ),
+    ):
+        for begin, end in ranges:
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
-def _flags(process: str) -> Iterator[tuple[int, int]]:
-    """The pages of a process that are in memory and that it can write to, with flags of each."""
+def _joined(pages: Iterable[int]) -> Ranges:
+    found: list[tuple[int, int]] = []
+    for page in pages:
+        if found and found[-1][1] == page:
+            found[-1] = found[-1][0], page + mmap.PAGESIZE
+        else:
+            found.append((page, page + mmap.PAGESIZE))
+    return found
+
+
+def _flags(process: str, memory: Ranges) -> Iterator[tuple[int, int]]:
+    """The pages of a process within such ranges that are in memory, with flags of each."""
     with open(f"/proc/{process}/pagemap", "rb", buffering=0) as pagemap:
-        for begin, end in _memory(process, of_files=True):
+        for begin, end in memory:
             pagemap.seek(begin // mmap.PAGESIZE * 8)
             entries = array("Q", pagemap.read((end - begin) // mmap.PAGESIZE * 8))
             for number, flags in enumerate(entries):
@@ -124,16 +170,28 @@ def _flags(process: str) -> Iterator[tuple[int, int]]:
                     yield begin + number * mmap.PAGESIZE, flags
 
 
-def _memory(process: str, *, of_files: bool) -> list[tuple[int, int]]:
+def _memory(process: str, *, of_files: bool) -> Ranges:
     """The ranges of memory that can be written to, and that others do not see."""
-    found = []
+    return [
+        where
+        for where, access, path in _maps(process)
+        if access == "rw-p" and (of_files or path in ("", "[heap]"))
+    ]
+
+
+def _code(process: str) -> Ranges:
+    """Those of files that can only be read."""
+    readable = ("r--p", "r-xp")
+    return [w for w, access, path in _maps(process) if access in readable and path[:1] == "/"]
+
+
+def _maps(process: str) -> Iterator[tuple[tuple[int, int], str, str]]:
+    """Where each mapping of a process is, what is allowed there, and of which file it is."""
     try:
         with open(f"/proc/{process}/maps") as maps:
             for line in maps:
                 where, access, _, _, _, *path = line.split(maxsplit=5)
-                if access == "rw-p" and (of_files or not path or path[0].strip() == "[heap]"):
-                    begin, end = (int(part, 16) for part in where.split("-"))
-                    found.append((begin, end))
+                begin, end = (int(part, 16) for part in where.split("-"))
+                yield (begin, end), access, path[0].strip() if path else ""
     except OSError:
-        pass
-    return found
+        return

@@ -173,12 +173,30 @@ class KeptBackFinalizers:
 def forget_kept_back_finalizers() -> None:
     """In a process that was forked after :meth:`~KeptBackFinalizers.keep_back`, as it begins.
 
-    Else Python would look at each of them at its end. The first finalizer that this process makes
-    has Python do so again.
+    Else Python would look at each of them at its end.
     """
+    global _last_inherited
+    _last_inherited = next(reversed(_finalizers()), None)
+    _run_no_finalizers()
+
+
+def pass_over_inherited_finalizers() -> None:
+    """At the end of that process: its own first finalizer has had Python look at all once more."""
+    for finalizer in reversed(_finalizers()):
+        if finalizer is _last_inherited:
+            break
+        if finalizer.atexit:
+            return
+    _run_no_finalizers()
+
+
+def _run_no_finalizers() -> None:
     if getattr(weakref.finalize, "_registered_with_atexit", False):
         atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
         weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
+_last_inherited: weakref.finalize[..., Any] | None = None
 
 
 def _finalizers() -> dict[weakref.finalize[..., Any], Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,8 +23,22 @@ from distsession.errors import CollectiveError
 from distsession.protocol.agent_messages import StartRanks
 from distsession.ranks import RankInfo
 
-__all__ = ["Place", "can_keep", "is_gloo", "join", "keep", "leave", "prepare", "rank_info"]
+__all__ = [
+    "Place",
+    "can_keep",
+    "forget_earlier",
+    "inherited_environment",
+    "is_gloo",
+    "join",
+    "keep",
+    "leave",
+    "prepare",
+    "rank_info",
+]
 
+
+NO_END_BY_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Both would end the process when a communicator is aborted, which is how a wait is ended."""
 
 ABANDONED = "given up"
 """Key in a generation's part of the store: somebody waited for all others, and does no longer."""
@@ -69,7 +85,15 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
         host=start.host,
         session=os.path.basename(start.folder),
     )
+    inherited = inherited_environment()
+    # Where all ranks are on this machine: without these, gloo and NCCL open ports on its network.
+    interface = start.interface or _loopback()
     environ = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        **NO_END_BY_NCCL,
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if start.is_shared else {}),
         **start.environ,
         **rank_environment(
             rank=rank,
@@ -84,26 +108,15 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
             run_id=place.session,
         ),
     }
-    # Most of it is there, inherited: to set it again would copy all the memory that it is in.
-    for name in list(os.environ):
-        if name not in environ:
-            del os.environ[name]
-    for name, value in environ.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-    # Where all ranks are on this machine: without these, gloo and NCCL open ports on its network.
-    interface = start.interface or _loopback()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # Both would end the process when a communicator is aborted, which is how a wait is ended.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     if start.visible and start.visible[local_rank]:
-        os.environ["CUDA_VISIBLE_DEVICES"] = start.visible[local_rank]
-    if start.is_shared:
-        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    os.environ.pop("JPY_SESSION_NAME", None)  # ipykernel would put it into the user's namespace
+        environ["CUDA_VISIBLE_DEVICES"] = start.visible[local_rank]
+    environ.pop("JPY_SESSION_NAME", None)  # ipykernel would put it into the user's namespace
+    # Most of it is there, inherited: to set it again would copy all the memory that it is in.
+    for name in inherited.keys() - environ.keys():
+        del os.environ[name]
+    for name, value in environ.items():
+        if inherited.get(name) != value:
+            os.environ[name] = value
     sys.path[:] = start.sys_path
     os.chdir(start.cwd)
 
@@ -117,6 +130,15 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     return place
+
+
+@functools.cache
+def inherited_environment() -> Mapping[str, str]:
+    """The environment that this process was forked with.
+
+    It is looked through once: for ``os.environ`` that takes three calls of Python for each name.
+    """
+    return dict(os.environ)
 
 
 def _loopback() -> str:
@@ -171,8 +193,6 @@ def join(
         )
     if groups is not None:
         groups.reconnect_others(meeting, alone=alone)
-        if place.rank == 0:  # all have come, so nobody needs what is left of earlier ones
-            client.delete_others("generation", f"{part}/")
 
 
 def can_keep(place: Place, groups: Groups | None, begun: int) -> bool:
@@ -198,8 +218,15 @@ def keep(place: Place, generation: int, groups: Groups) -> None:
     client = store.session_store(place.store_path)
     client.set_timeout(store.DEFAULT_TIMEOUT)
     groups.keep(store.StorePart(part, client), generation)
+
+
+def forget_earlier(place: Place, generation: int) -> None:
+    """Delete what earlier generations have left in the store; all ranks have come to this one."""
     if place.rank == 0:
-        client.delete_others("generation", f"{part}/")
+        # Of a store that ends nothing is left, and who needs it next finds out.
+        with contextlib.suppress(store.StoreEndedError, CollectiveError):
+            client = store.session_store(place.store_path)
+            client.delete_earlier("generation", generation)
 
 
 def is_gloo(backend: str) -> bool:

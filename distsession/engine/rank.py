@@ -58,6 +58,7 @@ from distsession.engine.mappings import Mappings
 from distsession.engine.namespace import rank_names
 from distsession.engine.process import (
     interrupt_children,
+    pass_over_inherited_finalizers,
     redirect_standard_streams,
     started_at,
 )
@@ -100,7 +101,7 @@ from distsession.protocol.shared_memory import Segment
 from distsession.protocol.tensor_memory import in_memory
 from distsession.ranks import RankInfo
 
-__all__ = ["main"]
+__all__ = ["begin", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -147,11 +148,26 @@ def main(
         memory: Shared with the agent, for the line that this rank is at.
         owners: Tells whose sockets to connect to, where the session is kept.
     """
+    _make(start, rank, store_port, memory, owners).serve()
+
+
+def begin(start: StartRanks, rank: int, *, memory: mmap.mmap) -> None:
+    """Do what this rank does until it has something to do, and then no more; see ``main``."""
+    _make(start, rank, 0, memory, None).begin()
+
+
+def _make(
+    start: StartRanks,
+    rank: int,
+    store_port: int,
+    memory: mmap.mmap,
+    owners: Connection | None,
+) -> Rank:
     out, err = (log_path(start.folder, rank, start.generation, s) for s in ("out", "err"))
     redirect_standard_streams(out, err)
     end_catching = catch_faults(log_path(start.folder, rank, start.generation, "fault"))
     last_line = LastLine(memory)
-    Rank(start, rank, store_port, (out, err), last_line, end_catching, owners).serve()
+    return Rank(start, rank, store_port, (out, err), last_line, end_catching, owners)
 
 
 class Rank:
@@ -286,12 +302,7 @@ class Rank:
         )
 
     def serve(self) -> None:
-        signal.signal(signal.SIGTERM, self._on_terminate)
-        self._handlers.install()
-        self._forks.install()
-        self._last_line.install()
-        sys.unraisablehook = self._on_unraisable
-        self._capture.start()
+        self._install()
         try:
             try:
                 self._join()
@@ -299,11 +310,7 @@ class Rank:
                 self._send(RankFailed(self._rank, self._generation, failure.describe(error)))
                 time.sleep(0.2)  # let the message out; the session ends us anyway
                 return
-            self._announce()
-            self._user_groups.begin_generation(self._generation)
-            self._user_groups.install()
-            self._make_namespace()
-            self._control.start()
+            self._get_ready()
             while True:
                 self._handle_request(self._next_request())
         except _Terminated as terminated:
@@ -311,6 +318,27 @@ class Rank:
             self._terminated = terminated
         finally:
             self._leave()
+
+    def begin(self) -> None:
+        """As ``serve``, without a request."""
+        self._install()
+        self._join()
+        self._get_ready()
+
+    def _install(self) -> None:
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        self._handlers.install()
+        self._forks.install()
+        self._last_line.install()
+        sys.unraisablehook = self._on_unraisable
+        self._capture.start()
+
+    def _get_ready(self) -> None:
+        self._announce()
+        self._user_groups.begin_generation(self._generation)
+        self._user_groups.install()
+        self._make_namespace()
+        self._control.start()
 
     def _join(self) -> None:
         try:
@@ -349,6 +377,8 @@ class Rank:
             os._exit(1)
         self._link.is_leaving = True
         with contextlib.suppress(Exception):
+            pass_over_inherited_finalizers()
+        with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
         with contextlib.suppress(Exception):
             self._capture.flush()
@@ -365,6 +395,8 @@ class Rank:
     def _announce(self) -> None:
         self._info = process_group.rank_info(self._place, self._generation)
         self._send(RankReady(self._rank, self._info))
+        if self._groups is not None:  # after that, for which somebody waits
+            process_group.forget_earlier(self._place, self._generation)
 
     def _make_namespace(self) -> None:
         place = self._place

@@ -7,14 +7,16 @@ code of the user's and has nothing of a rank yet: it waits to be told which one 
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 
 from distsession.engine import deaths
-from distsession.engine.pages import Ranges, copy_pages
+from distsession.engine.pages import Pages, take_pages
 from distsession.engine.process import (
     die_with_parent,
     exit_after,
@@ -22,7 +24,24 @@ from distsession.engine.process import (
 )
 from distsession.protocol.agent_messages import StartRanks
 
-__all__ = ["Spare", "fork_spare"]
+__all__ = ["Spare", "Start", "fork_spare"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What some ranks are started with; it is packed once for all of them.
+
+    Attributes:
+        ranks: What the kernel wants.
+        store_port: Of the rendezvous store.
+    """
+
+    ranks: StartRanks
+    store_port: int
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        return pickle.dumps((self.ranks, self.store_port), protocol=5)
 
 
 @dataclass(frozen=True)
@@ -41,16 +60,10 @@ class Spare:
     memory: mmap.mmap
     owners: Connection | None
 
-    def become(self, start: StartRanks, rank: int, store_port: int) -> bool:
-        """Have it be this rank from here on; False if it has ended.
-
-        Args:
-            start: What the kernel wants.
-            rank: Which.
-            store_port: Of the rendezvous store.
-        """
+    def become(self, start: Start, rank: int) -> bool:
+        """Have it be this rank from here on; False if it has ended."""
         try:
-            self.link.send((start, rank, store_port))
+            self.link.send((rank, start.packed))
         except OSError:
             self.close()
             return False
@@ -65,12 +78,12 @@ class Spare:
             self.owners.close()
 
 
-def fork_spare(fork: Callable[[], int], pages: Ranges, *, is_kept: bool) -> Spare:
+def fork_spare(fork: Callable[[], int], pages: Pages, *, is_kept: bool) -> Spare:
     """Fork this process; returns here alone, and never in the child.
 
     Args:
         fork: Does so, and gives what ``os.fork`` does.
-        pages: Where a rank writes to as it begins, so that the child takes its copies at once.
+        pages: What a rank copies and maps as it begins, which the child does at once.
         is_kept: The session is kept, so the rank may come to another kernel.
     """
     agent, memory = os.getpid(), deaths.make_memory()
@@ -92,7 +105,7 @@ def fork_spare(fork: Callable[[], int], pages: Ranges, *, is_kept: bool) -> Spar
 def _serve(
     link: Connection,
     agent: int,
-    pages: Ranges,
+    pages: Pages,
     memory: mmap.mmap,
     owners: Connection | None,
 ) -> None:
@@ -100,12 +113,14 @@ def _serve(
     os.setsid()
     die_with_parent(agent)
     forget_kept_back_finalizers()
-    copy_pages(pages)
+    take_pages(pages)
+    from distsession.engine import process_group, rank  # they hold nearly all of the engine
+
+    process_group.inherited_environment()
     try:
-        start, number, store_port = link.recv()
+        number, packed = link.recv()
     except EOFError:  # it is not needed any more
         return
     link.close()
-    from distsession.engine import rank  # it holds nearly all of the engine
-
+    start, store_port = pickle.loads(packed)
     rank.main(start, number, store_port=store_port, memory=memory, owners=owners)

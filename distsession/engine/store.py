@@ -167,9 +167,9 @@ class Store(dist.Store):
             addresses.known.update(zip(keys, values, strict=True))
         return True
 
-    def delete_others(self, start: str, present: str) -> None:
-        """Delete all keys that begin in one way but not in the other."""
-        self._request(Op.DELETE_OTHERS, [start.encode(), present.encode()])
+    def delete_earlier(self, start: str, present: int) -> None:
+        """Delete all keys that begin like this, with a lower number behind it."""
+        self._request(Op.DELETE_EARLIER, [start.encode(), b"%d" % present])
 
     @property
     def _limit(self) -> timedelta:
@@ -284,6 +284,8 @@ class Store(dist.Store):
         return self._request(Op.COMPARE_SET, parts)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
+        if all(key in self._addresses.known for key in keys):
+            return True
         return self._request(Op.CHECK, [_bytes(key) for key in keys])[0] == b"1"
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

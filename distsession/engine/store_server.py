@@ -33,7 +33,7 @@ class Op:
     """Operations, as the first byte of a request."""
 
     SET, GET, ADD, COMPARE_SET, CHECK, WAIT, DELETE, COUNT = range(1, 9)
-    APPEND, KEYS, DELETE_OTHERS, PUSH, POP, LENGTH, COMPARE = range(9, 16)
+    APPEND, KEYS, DELETE_EARLIER, PUSH, POP, LENGTH, COMPARE = range(9, 16)
 
 
 OK, EMPTY, UNLIKE = 0, 1, 2
@@ -231,8 +231,8 @@ class _Server:
                 self._set(parts[0], values.get(parts[0], b"") + parts[1])
             case Op.KEYS:
                 answer = list(values)
-            case Op.DELETE_OTHERS:
-                self._delete_others(*parts)
+            case Op.DELETE_EARLIER:
+                self._delete_earlier(*parts)
             case Op.PUSH:
                 self._queues.setdefault(parts[0], deque()).append(parts[1])
                 self._on_arrival(parts[0])
@@ -249,11 +249,16 @@ class _Server:
     def _is_here(self, key: bytes) -> bool:
         return key in self._values or bool(self._queues.get(key))
 
-    def _delete_others(self, start: bytes, present: bytes) -> None:
-        """Forget all keys that begin like the present ones, but are not of them."""
+    def _delete_earlier(self, start: bytes, present: bytes) -> None:
+        """Forget all keys that begin like this, with a lower number behind it.
+
+        Higher ones stay: who deletes may be late, and others have gone on.
+        """
         for table in (self._values, self._queues, self._comparisons):
-            for key in [k for k in table if k.startswith(start) and not k.startswith(present)]:
-                del table[key]
+            for key in [key for key in table if key.startswith(start)]:
+                number = key[len(start) :].partition(b"/")[0]
+                if number.isdigit() and int(number) < int(present):
+                    del table[key]
 
     # --- waiting ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import pytest
 
 from distsession import RunError, Session
 from tests.integration.agent_children import spares_of, wait_for_spares
+from tests.memory_pages import needs_copied_pages
 from tests.until import until
 
 RANKS = 2
@@ -19,8 +20,11 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def _shared() -> Iterator[Session]:
-    with Session(RANKS, threads=1) as session:
-        yield session
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SET_BEFORE_THE_START", "yes")
+        patch.setenv("CHANGED_AFTER_THE_SPARES", "before")
+        with Session(RANKS, threads=1) as session:
+            yield session
 
 
 @pytest.fixture
@@ -65,6 +69,21 @@ def test_a_rank_that_dies_is_replaced_by_one_of_them(session: Session) -> None:
     assert reduced(session) == {RANKS}
 
 
+@needs_copied_pages
+@pytest.mark.parametrize("kind", ["Private_Dirty", "Shared_Clean"])
+def test_they_have_copied_and_mapped_what_a_rank_does_as_it_begins(
+    session: Session, kind: str
+) -> None:
+    def least(found: set[int]) -> int:
+        lines = (line for pid in found for line in Path(f"/proc/{pid}/smaps_rollup").open())
+        return min(int(line.split()[1]) for line in lines if line.startswith(kind))
+
+    session.restart()
+    wait_for_spares(session)
+    begun = least(pids(session))
+    until(lambda: least(spares_of(session)) > 0.8 * begun, "what spares take beforehand")
+
+
 def test_they_have_the_folder_the_environment_and_the_path_of_the_restart(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +91,8 @@ def test_they_have_the_folder_the_environment_and_the_path_of_the_restart(
     (tmp_path / "made_after_the_spares.py").write_text("value = 5")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SET_AFTER_THE_SPARES", "yes")
+    monkeypatch.setenv("CHANGED_AFTER_THE_SPARES", "after")
+    monkeypatch.delenv("SET_BEFORE_THE_START")
     monkeypatch.syspath_prepend(str(tmp_path))
     session.restart()
     assert pids(session) == ahead
@@ -80,6 +101,10 @@ def test_they_have_the_folder_the_environment_and_the_path_of_the_restart(
         "(os.getcwd(), os.environ['SET_AFTER_THE_SPARES'], made_after_the_spares.value)"
     )
     assert set(found.values()) == {(str(tmp_path), "yes", 5)}
+    names = session.evaluate("[name for name in os.environ if name.startswith('SET_BEFORE')]")
+    assert list(names.values()) == [[]] * RANKS
+    changed = session.evaluate("os.environ['CHANGED_AFTER_THE_SPARES']")
+    assert set(changed.values()) == {"after"}
 
 
 def test_they_have_what_was_preloaded_since(

@@ -209,6 +209,41 @@ def test_a_forked_child_has_connections_of_its_own(ours: store.Store) -> None:
     assert not held.is_alive()
 
 
+def test_what_earlier_generations_have_left_is_deleted_and_what_later_ones_have_stays(
+    ours: store.Store,
+) -> None:
+    """Who deletes may be late: others may have come to the generation after that."""
+    kept = ["generation10/a", "generation9/b", "generation", "generationx/a", "other/generation1/a"]
+    for key in [*kept, "generation1/a", "generation8/x/y"]:
+        ours.set(key, "")
+        ours.queue_push(f"{key}/queue", "") if "/" in key else None
+    ours.delete_earlier("generation", 9)
+    assert sorted(ours.list_keys()) == sorted(kept)
+    assert ours.queue_len("generation10/a/queue") == 1
+    assert ours.queue_len("generation1/a/queue") == 0
+
+
+def test_while_a_group_connects_the_addresses_of_its_members_are_brought_once(
+    ours: store.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours.multi_set(["part/0/0", "part/0/1"], [b"here", b"there"])
+    with ours.addresses_together(2):
+        ours.wait(["part/0/1"])
+
+        def ask(*_: Any, **__: Any) -> list[bytes]:
+            raise AssertionError("the store is asked once more")
+
+        with monkeypatch.context() as asked:
+            asked.setattr(ours, "_request", ask)
+            asked.setattr(ours, "_await", ask)
+            assert ours.check(["part/0/0", "part/0/1"])
+            assert ours.get("part/0/0") == b"here"
+            with pytest.raises(AssertionError, match="once more"):
+                ours.check(["part/0/0", "part/0/2"])
+    ours.set("part/0/0", b"elsewhere")
+    assert ours.get("part/0/0") == b"elsewhere"
+
+
 def test_a_store_that_ended_is_never_taken_for_the_one_in_its_place(path: str) -> None:
     listener = store_server.bind(f"{path}.x")
     pid = os.fork()

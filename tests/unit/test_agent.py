@@ -26,8 +26,9 @@ import pytest
 
 from distsession import engine
 from distsession.engine import agent as module
-from distsession.engine import deaths, store_server, usage
+from distsession.engine import deaths, rehearsal, store_server, usage
 from distsession.engine import relay as engine_relay
+from distsession.engine import spares as spares_module
 from distsession.engine.agent import (
     HANDLED,
     LOG_TAIL_BYTES,
@@ -37,7 +38,8 @@ from distsession.engine.agent import (
     Kernel,
 )
 from distsession.engine.collectives import torch_private
-from distsession.engine.log_file import log_path
+from distsession.engine.log_file import LogFile, log_path
+from distsession.engine.pages import Pages
 from distsession.engine.process import die_with_parent
 from distsession.engine.process_state import GONE, process_state
 from distsession.protocol.agent_messages import (
@@ -123,7 +125,7 @@ def children(signals: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Childre
     children.end()
 
 
-def pause(*_: Any) -> None:
+def pause(*_: Any, **__: Any) -> None:
     die_with_parent()
     signal.alarm(60)
     signal.pause()
@@ -155,7 +157,12 @@ class Host:
         self._agents: list[Agent] = []
         self._board = os.memfd_create("board")
         os.mkdir(os.path.join(folder, "logs"))
-        monkeypatch.setattr(engine, "rank", SimpleNamespace(main=self._rank), raising=False)
+        self.begin: Callable[..., None] = lambda *_, **__: None
+        """What a rehearsal does."""
+        rank = SimpleNamespace(main=self._rank, begin=lambda *a, **k: self.begin(*a, **k))
+        monkeypatch.setattr(engine, "rank", rank, raising=False)
+        group = SimpleNamespace(inherited_environment=lambda: None)  # the real one needs torch
+        monkeypatch.setattr(engine, "process_group", group, raising=False)
         monkeypatch.setattr(engine, "store", SimpleNamespace(serve_tcp=pause), raising=False)
         self.agent = self.make()
 
@@ -814,8 +821,12 @@ def spares(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int
     monkeypatch.setattr(module, "SPARES_AFTER_S", 0.0)
 
     def make() -> list[int]:
-        while host.agent._later:
-            host.agent._later.pop(0)()
+        while host.agent._later or host.agent._rehearsal is not None:
+            if (rehearsal := host.agent._rehearsal) is not None:
+                until(lambda: rehearsal.is_over, "the rehearsal")
+                host.agent._on_rehearsal(rehearsal)
+            else:
+                host.agent._later.pop(0)()
         return [spare.pid for spare in host.agent._spares]
 
     return make
@@ -847,6 +858,151 @@ def test_an_idle_agent_forks_ahead_what_the_next_ranks_will_be(
     assert pid in ahead
     until(lambda: host.agent._ranks[pid].memory[:1] == b"b", "the rank to run its program")
     assert spares() == [each for each in ahead if each != pid] + [host.children.pids[-1]]
+
+
+def test_spares_do_at_once_what_a_rank_that_is_rehearsed_does_with_its_memory(
+    host: Host, spares: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Path(host.path("taken"))
+    seen = Pages([(1, 2)], [(3, 4)])
+    monkeypatch.setattr(rehearsal, "copied_pages", lambda pid, limit: seen.copied)
+    monkeypatch.setattr(rehearsal, "mapped_pages", lambda pid: seen.mapped)
+
+    def take(pages: Pages) -> None:
+        with taken.open("a") as file:
+            file.write(f"{pages == seen}\n")
+
+    monkeypatch.setattr(spares_module, "take_pages", take)
+    host.start(pause)
+    assert len(spares()) == 4
+    whole = "False\n" + 4 * "True\n"  # the first was forked before the rehearsal
+    until(lambda: taken.read_text() == whole, "what the spares take")
+
+
+def test_a_rehearsal_has_a_folder_a_board_and_sockets_of_its_own_and_leaves_none(
+    host: Host, spares: Callable[[], list[int]]
+) -> None:
+    written = Path(host.path("written"))
+
+    def begin(start: StartRanks, rank: int, *, memory: Any) -> None:
+        sockets = sorted(name for name in os.listdir(start.folder) if name.endswith(".sock"))
+        facts = (start.folder != host.folder, start.board != host._board, start.world_size, sockets)
+        written.write_text(repr(facts))
+
+    host.begin = begin
+    host.start(pause)
+    assert len(spares()) == 4
+    sockets = ["memory-1.sock", "requests-1.sock", "store.sock"]
+    assert written.read_text() == repr((True, True, 1, sockets))
+    assert os.listdir(host.folder) == ["logs"]
+
+
+def test_agents_of_one_folder_rehearse_apart(host: Host) -> None:
+    host.begin = pause
+    two = [rehearsal.begin_rehearsal(os.fork, host.message(0)) for _ in range(2)]
+    folders = [each.folder for each in two]
+    try:
+        sockets = [os.path.join(folder, "memory-1.sock") for folder in folders]
+        until(lambda: all(map(os.path.exists, sockets)), "both")
+        two[0].end()
+        assert list(map(os.path.exists, folders)) == [False, True]
+    finally:
+        two[1].end()
+    assert os.listdir(host.folder) == ["logs"]
+
+
+def test_preloading_ends_a_rehearsal_and_begins_with_another(
+    host: Host, spares: Callable[[], list[int]], torch_here: SimpleNamespace
+) -> None:
+    host.begin = pause
+    host.start(pause)
+    while host.agent._rehearsal is None:
+        host.agent._later.pop(0)()
+    pid = host.agent._rehearsal.pid
+    for _ in range(2):
+        host.agent._handle(PreloadRequest(8, ("json",), ()))
+    assert process_state(pid) in GONE
+    assert host.agent._rehearsal is None
+    host.begin = lambda *_, **__: None
+    assert len(spares()) == 4
+
+
+def reserved(path: str) -> int:
+    """Blocks of a file behind its end."""
+    facts = os.stat(path)
+    return facts.st_blocks - -(-facts.st_size // 512)
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["as it was told to", "by itself"])
+def test_room_that_a_rank_has_reserved_in_its_logs_is_given_back_when_it_has_ended(
+    host: Host, spares: Callable[[], list[int]], is_asked: bool
+) -> None:
+    paths = [host.path(stream) for stream in ("out", "err")]
+    for path in paths:
+        Path(path).write_text("what it wrote\n")
+        LogFile(path, 1 << 20).maintain(0)
+    assert all(reserved(path) > 100 for path in paths)
+    [pid] = host.start(pause)
+    if is_asked:
+        host.agent._handle(StopRanks((0,)))
+        assert all(reserved(path) > 100 for path in paths)  # somebody waits for that end
+        host.start(pause, generation=1)
+        spares()
+    else:
+        os.kill(pid, signal.SIGKILL)
+        [message] = host.reap(1)
+        assert message.log_tail == 2 * "what it wrote\n"
+    assert [reserved(path) < 10 for path in paths] == [True, True]
+    assert [Path(path).read_text() for path in paths] == 2 * ["what it wrote\n"]
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no rank can begin here")
+
+
+def end(*_: Any, **__: Any) -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("begin", [fail, end, pause], ids=["fails", "ends", "hangs"])
+def test_a_rehearsal_that_comes_to_nothing_keeps_no_spare_from_being_made(
+    host: Host,
+    spares: Callable[[], list[int]],
+    begin: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rehearsal, "TIMEOUT_S", 0.5)
+    host.begin = begin
+    host.agent._pages = before = Pages([(1, 2)])
+    monkeypatch.setattr(spares_module, "take_pages", lambda _: None)
+    host.start(pause)
+    assert len(spares()) == 4
+    assert host.agent._pages == before
+    assert os.listdir(host.folder) == ["logs"]
+
+
+@pytest.mark.parametrize("ends", ["by itself", "with the agent", "as ranks are started"])
+def test_a_rehearsal_that_is_under_way_is_not_left(
+    host: Host, spares: Callable[[], list[int]], ends: str
+) -> None:
+    host.begin = pause
+    host.start(pause)
+    while host.agent._rehearsal is None:
+        host.agent._later.pop(0)()
+    pid = host.agent._rehearsal.pid
+    match ends:
+        case "by itself":
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: (host.agent._reap(), host.agent._rehearsal is None)[1])
+            assert host.agent._later == [host.agent._make_spares]
+        case "with the agent":
+            host.agent._end()
+        case _:
+            become(host, 0)
+            assert host.agent._rehearse in host.agent._later  # once more
+    assert host.agent._rehearsal is None
+    assert process_state(pid) in GONE
+    assert os.listdir(host.folder) == ["logs"]
 
 
 def test_a_spare_that_was_killed_is_not_waited_for(
@@ -900,6 +1056,7 @@ def test_an_agent_that_cannot_fork_ahead_goes_on(
     with monkeypatch.context() as context:
         context.setattr(os, "fork", fork)
         assert spares() == []
+    assert os.listdir(host.folder) == ["logs"]
     assert len(become(host, 0)) == 1
 
 

@@ -7,7 +7,9 @@ import sys
 
 BEGIN = """
 import atexit, os, weakref
-from distsession.engine.process import KeptBackFinalizers, forget_kept_back_finalizers
+from distsession.engine.process import (
+    KeptBackFinalizers, forget_kept_back_finalizers, pass_over_inherited_finalizers,
+)
 
 class Thing:
     pass
@@ -64,6 +66,24 @@ if os.fork() == 0:
 os.wait()
 """
     assert lines_of(program) == []
+
+
+def test_its_own_first_finalizer_does_not_have_it_look_at_those_of_its_parent() -> None:
+    program = """
+if os.fork() == 0:
+    forget_kept_back_finalizers()
+    weakref.finalize(things[2], put, "only with its object").atexit = False
+    pass_over_inherited_finalizers()
+    put(f"looks: {weakref.finalize._registered_with_atexit}")
+    weakref.finalize(things[2], put, "its own")
+    weakref.finalize(things[2], put, "only with its object").atexit = False
+    pass_over_inherited_finalizers()
+    put(f"looks: {weakref.finalize._registered_with_atexit}")
+    atexit._run_exitfuncs()
+    os._exit(0)
+os.wait()
+"""
+    assert lines_of(program) == ["looks: False", "looks: True", "its own"]
 
 
 def test_in_a_forked_process_an_object_that_goes_away_is_finalized_all_the_same() -> None:

@@ -65,7 +65,7 @@ def close_gloo_listener(address: bytes) -> bool:
         return False
     for epoll, members in _gloo_sets():
         for descriptor in members:
-            if _is_tcp(descriptor) and _is_listening(descriptor) and _name(descriptor) in address:
+            if _is_listening(descriptor) and _is_tcp(descriptor) and _name(descriptor) in address:
                 os.dup2(stand_in.fileno(), descriptor, inheritable=False)
                 # The other end of a duplicate: closing it must not close gloo's.
                 with select.epoll.fromfd(os.dup(epoll)) as same:
@@ -113,7 +113,7 @@ def _gloo_sets() -> Iterator[tuple[int, list[int]]]:
 
 
 def _epoll_sets() -> Iterator[tuple[int, list[int]]]:
-    for descriptor in _descriptors():
+    for descriptor in sorted(_descriptors(), reverse=True):  # what is looked for has just been made
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
                 with open(f"/proc/self/fdinfo/{descriptor}") as info:
@@ -149,11 +149,18 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 def _is_listening(descriptor: int) -> bool:
+    # Asked of all sockets to the peers, as each rank begins: of which family it is, the system
+    # would have to be asked as well, and makes no difference here.
     try:
-        with _borrowed(descriptor) as s:
-            return bool(s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        borrowed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, descriptor)
+    except OSError:  # it is no socket
+        return False
+    try:
+        return bool(borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
         return False
+    finally:
+        borrowed.detach()
 
 
 def _name(descriptor: int) -> bytes:

@@ -408,8 +408,8 @@ class SwappableGroup(Collectives):
         old = [self.inner]
         self.inner = None
         self._unusable = "this process group is not connected."
-        # Its threads may need a moment to end, for which nobody has to wait.
-        threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
+        if old[0] is not None:  # its threads may need a moment to end, for which nobody has to wait
+            threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
         self.use(self._groups.make_native(self, store, is_again=is_again))
         self._unusable = ""
 

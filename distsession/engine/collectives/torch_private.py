@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType
@@ -101,7 +101,7 @@ class Recipe:
     @property
     def backends(self) -> dict[str, str]:
         """The backend of each device type."""
-        return dict(c10d.BackendConfig(dist.Backend(self.backend)).get_device_backend_map())
+        return dict(_backends(self.backend))
 
     @property
     def is_gloo(self) -> bool:
@@ -110,6 +110,16 @@ class Recipe:
 
 
 GLOO = Recipe("gloo")
+
+
+@functools.cache
+def _backends(name: str) -> Mapping[str, str]:
+    devices: Mapping[str, str] = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map()
+    return devices
+
+
+_signature = functools.cache(inspect.signature)
+"""Of a function of torch's. It takes as long as all else that a group does in Python."""
 
 
 def install_group_factory(
@@ -145,7 +155,7 @@ def install_group_factory(
         devices=["cpu", "cuda"],
     )
     native = c10d._new_process_group_helper
-    signature = inspect.signature(native)
+    signature = _signature(native)
 
     def helper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -174,7 +184,7 @@ def install_group_factory(
     _disable_dynamo(helper)
     c10d._new_process_group_helper = helper
     new_group = c10d._new_group_with_tag
-    group_signature = inspect.signature(new_group)
+    group_signature = _signature(new_group)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         asked = group_signature.bind(*args, **kwargs).arguments
@@ -294,6 +304,8 @@ def prepare_ranks() -> None:
     that it writes to it takes longer than this process does, as it gets a copy.
     """
     torch_changes.sentences()
+    for function in (c10d._new_process_group_helper, c10d._new_group_with_tag):
+        _signature(function)
     for module in (torch.cuda, getattr(torch, "accelerator", torch.cuda)):
         _graph_classes_of(module)  # not of the device: to ask for it can spoil a fork
     rules = sys.modules.get("torch._dynamo.trace_rules")
@@ -309,17 +321,23 @@ def _disable_dynamo(member: Any) -> None:
             _disable_dynamo(getattr(method, "fget", None) or getattr(method, "__func__", method))
     elif inspect.isfunction(member) and torch_changes.is_usable(Part.COMPILER):
         member._torchdynamo_disable = True  # type: ignore[attr-defined]  # who would inline it
-        _skip_frames(inspect.unwrap(member).__code__)
+        plain = inspect.unwrap(member) if hasattr(member, "__wrapped__") else member
+        _skip_frames(plain.__code__, *_skipping())
 
 
-def _skip_frames(code: CodeType) -> None:
+@functools.cache
+def _skipping() -> tuple[Callable[[CodeType, Any], None], Any]:
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    return eval_frame.set_code_exec_strategy, eval_frame._FrameExecStrategy(skip, skip)
+
+
+def _skip_frames(code: CodeType, follow: Callable[[CodeType, Any], None], how: Any) -> None:
+    follow(code, how)
     for part in code.co_consts:
         if isinstance(part, CodeType):  # a function within it
-            _skip_frames(part)
+            _skip_frames(part, follow, how)
 
 
 def install_rendezvous(meet: Callable[[int, int, int, timedelta], Any]) -> None:
@@ -634,10 +652,10 @@ def make_native_group(
     )
     with _without_lines_of_gloo(), together:
         backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
+        if not connects_later():
+            _close_listener(cpu, rank)  # here, where its address is known
     if limit != timeout:
         backend._set_default_timeout(timeout)
-    if not connects_later():
-        _close_listener(cpu, rank)
     backend._set_sequence_number_for_group()
     if detail:
         backend = c10d._create_process_group_wrapper(
