@@ -99,6 +99,16 @@ class Channel(ABC):
         """
         return False
 
+    def receive_for(self, pending: PendingRequest, until: float) -> None:  # noqa: B027
+        """Take in, on this thread, what comes until something of a request has to be seen.
+
+        It need not do so: what comes is taken in by another thread else.
+
+        Args:
+            pending: Was sent by this thread just now, which holds interrupts since.
+            until: When to stop at the latest, by ``time.monotonic()``.
+        """
+
     @abstractmethod
     def forget(self, pending: PendingRequest) -> None:
         """Nobody waits for this any more; what still comes of it is background output."""

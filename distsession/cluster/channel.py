@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,7 +30,8 @@ from distsession.cluster.monitor import NodeGone
 from distsession.cluster.node_links import NodeLinks
 from distsession.cluster.payloads import Part, Payloads
 from distsession.cluster.peer_words import PeerWords
-from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
+from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest, nobody_listens
+from distsession.cluster.receiving import Receiving
 from distsession.cluster.relay import Upload
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
 from distsession.protocol import board_mirror, node_link, serialize
@@ -109,6 +111,7 @@ class SocketChannel(Channel):
         self._background = background
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._rank_streams = MessageListener(socket_path(folder, "requests", epoch))
+        self._receiving = Receiving(self._rank_streams)
         self._output = self._bind(zmq.PULL, "output")
         self._control = self._bind(zmq.ROUTER, "control")
         self.links = NodeLinks(
@@ -214,7 +217,10 @@ class SocketChannel(Channel):
             # Written before the lock is taken: it may take long, and a stop must not wait for it.
             parts = self.payloads.prepare(ranks, payload, progress, stack)
             if interrupts is not None:
-                interrupts.hold()
+                interrupts.hold(self._receiving.wake)
+                # Of several hosts, answers come to the channel's thread in any case.
+                if not self.links.nodes and self._receiving.take():
+                    interrupts.then(self._receiving.give_back)
             pending = self._send(ranks, make, parts)
             if not isinstance(payload, Segment):  # which its owner keeps
                 self.payloads.keep(pending.request, parts, stack)
@@ -500,7 +506,7 @@ class SocketChannel(Channel):
 
     def _receive(self) -> None:
         poller, relays = self._poller, self.payloads.relays.listener.fileno()
-        ranks, links = self._rank_streams.descriptor, self.links.descriptor
+        ranks, links = self._receiving.descriptor, self.links.descriptor
         for source in (ranks, self._wake_reader, relays, links):
             poller.register(source, zmq.POLLIN)
         reading = False
@@ -516,8 +522,8 @@ class SocketChannel(Channel):
             is_told = bool(not self.shares_board and self._pending and self.links.nodes)
             ready = dict(poller.poll(SHARE_MS if is_told or not reading else None))
             if ranks in ready:
-                for _, frames in self._rank_streams.receive():
-                    self._take(frames)
+                for frames in self._receiving.receive():
+                    self._take(frames, self._dispatch)
             if self._output in ready:
                 self._drain_output()
             if self._wake_reader in ready:
@@ -526,7 +532,7 @@ class SocketChannel(Channel):
                     self._calls.popleft()()
             if links in ready:
                 for frames in self.links.receive():
-                    self._take(frames)
+                    self._take(frames, self._dispatch)
             if is_told:
                 self._share_peer_words()
             if relays in ready and not self._closed:
@@ -538,6 +544,7 @@ class SocketChannel(Channel):
         self._close_sockets()
 
     def _close_sockets(self) -> None:
+        self._receiving.close()
         for socket in (self._output, self._control):
             socket.close(self._linger_ms)
         for listener in (self._rank_streams, self.links):
@@ -549,9 +556,22 @@ class SocketChannel(Channel):
                 frames = receive(self._output)
             except zmq.Again:
                 return
-            self._take(frames)
+            self._take(frames, self._dispatch)
 
-    def _take(self, frames: Sequence[bytes | memoryview]) -> None:
+    def receive_for(self, pending: PendingRequest, until: float) -> None:
+        def is_over() -> bool:
+            return pending.has_event or self._closed
+
+        pending.on_event = self._receiving.wake
+        for frames in self._receiving.receive_until(is_over, until):
+            self._take(frames, self._dispatch_answer)
+        pending.on_event = nobody_listens
+
+    def _take(
+        self,
+        frames: Sequence[bytes | memoryview],
+        dispatch: Callable[[Any, Sequence[Any]], None],
+    ) -> None:
         """Take in what a rank has sent."""
         try:
             message, payload = decode(frames)
@@ -562,7 +582,7 @@ class SocketChannel(Channel):
                 payload = self.payloads.open(payload)
             elif isinstance(payload, Buffered):
                 raise MalformedMessage("what only this process may send")
-            self._dispatch(message, payload)
+            dispatch(message, payload)
         except MalformedMessage as error:
             self.malformed += 1
             log.warning("dropped a malformed message: %s", error)
@@ -593,6 +613,13 @@ class SocketChannel(Channel):
                 self._call_soon(lambda: self._dispatch(replace(reply, error=info), failed))
 
         self.payloads.fetch(shared, is_wanted, note, done)
+
+    def _dispatch_answer(self, message: Any, payload: Sequence[Any]) -> None:
+        """Not by the channel's thread, to which all else is left."""
+        if isinstance(message, Reply):
+            self._dispatch(message, payload)
+        else:
+            self._call_soon(partial(self._dispatch, message, payload))
 
     def _dispatch(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):

@@ -78,6 +78,7 @@ class InterruptHold:
 
     def __init__(self) -> None:
         self._held: interrupts_held | None = None
+        self._then: Callable[[], None] | None = None
 
     def __enter__(self) -> InterruptHold:
         return self
@@ -90,11 +91,19 @@ class InterruptHold:
     ) -> None:
         self.release()
 
-    def hold(self) -> None:
-        """A Ctrl-C waits from here on."""
+    def hold(self, hurry: Callable[[], object] | None = None) -> None:
+        """A Ctrl-C waits from here on.
+
+        Args:
+            hurry: Called for each Ctrl-C meanwhile.
+        """
         if self._held is None:
-            self._held = interrupts_held()
+            self._held = interrupts_held(hurry)
             self._held.__enter__()
+
+    def then(self, end: Callable[[], None]) -> None:
+        """Have this done when it lets go, before a Ctrl-C is raised."""
+        self._then = end
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -107,6 +116,9 @@ class InterruptHold:
 
     def release(self) -> None:
         """No longer; raises KeyboardInterrupt if one came meanwhile."""
+        end, self._then = self._then, None
+        if end is not None:
+            end()
         held, self._held = self._held, None
         if held is not None:
             held.__exit__()

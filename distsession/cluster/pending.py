@@ -26,7 +26,7 @@ from distsession.protocol.operation_names import CodeLine
 from distsession.protocol.serialize import Frames
 from distsession.ranks import ranks_text
 
-__all__ = ["NOBODY", "OutputBudget", "OutputMessage", "PendingRequest"]
+__all__ = ["NOBODY", "OutputBudget", "OutputMessage", "PendingRequest", "nobody_listens"]
 
 OutputMessage = Text | Display | ClearOutput | CommMessage
 
@@ -125,64 +125,81 @@ class PendingRequest:
         self._is_abandoned = False
         self._is_sole = False
         self._paused_s = 0.0
+        self._state = threading.Lock()
+        """Answers and deaths may come by different threads."""
+        self.on_event: Callable[[], None] = nobody_listens
+        """Called, by any thread, when there is something that its caller has to see."""
 
     # --- the channel's thread ---------------------------------------------------------------------
 
     def put_output(self, message: OutputMessage | OutputEnd | InputRequest) -> None:
         if isinstance(message, OutputEnd):
-            self._ended.add(message.rank)
-            self._check_done()
+            with self._state:
+                self._ended.add(message.rank)
+                self._check_done()
         elif isinstance(message, InputRequest):
-            self._events.put(message)
+            self._put(message)
         else:
             self._budget.add(_weight(message))
-            self._events.put(message)
+            self._put(message)
 
     def come_next(self) -> None:
         """A rank has answered all that it was asked before."""
         if self._is_queued:
             self._is_queued = False
-            self._events.put(_NEXT)
+            self._put(_NEXT)
 
     def put_progress(self, rank: int, done: int, total: int) -> None:
         """The answer of a rank of another node is on its way: bytes that are here, of how many."""
         self._arriving[rank] = done, total
 
     def put_reply(self, reply: Reply, payload: Sequence[Any]) -> None:
-        self._arriving.pop(reply.rank, None)
-        if reply.rank in self.deaths:  # it died while its answer was on its way
-            return
-        if reply.rank in self.replies:  # it was sent again, as this kernel has just attached
-            return
-        if reply.has_output:
-            self._open.add(reply.rank)
-        self.times[reply.rank] = time.monotonic()
-        self.replies[reply.rank] = (reply, list(payload))
-        self._check_done()
-        if reply.error is not None:
-            self._note_failure()
+        with self._state:
+            rank = reply.rank
+            self._arriving.pop(rank, None)
+            if rank in self.deaths:  # it died while its answer was on its way
+                return
+            if rank in self.replies:  # it was sent again, as this kernel has just attached
+                return
+            if reply.has_output:
+                self._open.add(rank)
+            self.times[rank] = time.monotonic()
+            self.replies[rank] = (reply, list(payload))
+            self._check_done()
+            if reply.error is not None:
+                self._note_failure()
 
     def put_death(self, error: EngineDiedError) -> None:
-        if error.rank in self.ranks and error.rank not in self.replies:
-            self.times[error.rank] = time.monotonic()
-            self.deaths[error.rank] = error
-        self._open.discard(error.rank)
-        self._check_done()
-        self._note_failure()
+        with self._state:
+            if error.rank in self.ranks and error.rank not in self.replies:
+                self.times[error.rank] = time.monotonic()
+                self.deaths[error.rank] = error
+            self._open.discard(error.rank)
+            self._check_done()
+            self._note_failure()
 
     def _note_failure(self) -> None:
         """Others may wait for that rank in vain: have a check now, for the first that fails."""
         if not (self._has_failed or self._is_done):
             self._has_failed = True
-            self._events.put(_FAILED)
+            self._put(_FAILED)
 
     def _check_done(self) -> None:
         answered = len(self.replies) + len(self.deaths) == len(self.ranks)
         if answered and self._open <= self._ended and not self._is_done:
             self._is_done = True
-            self._events.put(_DONE)
+            self._put(_DONE)
+
+    def _put(self, event: object) -> None:
+        self._events.put(event)
+        self.on_event()
 
     # --- how it is --------------------------------------------------------------------------------
+
+    @property
+    def has_event(self) -> bool:
+        """There is something that its caller has to see."""
+        return not self._events.empty()
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -262,6 +279,7 @@ class PendingRequest:
         timeout: float | None = None,
         check: Callable[[], float | None] | None = None,
         on_input_request: Callable[[InputRequest], None] | None = None,
+        begin: Callable[[float], None] | None = None,
     ) -> None:
         """Hand on output until every rank has answered or died.
 
@@ -273,6 +291,8 @@ class PendingRequest:
                 looks on. It may give the moment, by ``time.monotonic()``, at which it has to be
                 called again at the latest.
             on_input_request: Gets what ranks ask; without it, they are told that nobody answers.
+            begin: Called first, with a moment by ``time.monotonic()``: it may wait itself, for the
+                first event and no longer than that.
 
         Raises:
             RunTimeoutError: That took longer than ``timeout`` seconds.
@@ -282,6 +302,9 @@ class PendingRequest:
         began = time.monotonic()
         paused = self._paused_s
         next_check = None if check is None else began + self._check_interval_s(0.0)
+        if begin is not None:
+            limits = (next_check, None if timeout is None else began + timeout)
+            begin(min((limit for limit in limits if limit is not None), default=began))
         while True:
             now = time.monotonic()
             if check is not None and next_check is not None and now >= next_check:
@@ -323,6 +346,10 @@ class PendingRequest:
             return CHECK_QUEUED_EVERY_S
         least = next(every for until, every in CHECKS if seconds < until)
         return max(least, CHECK_RANK_S * len(self.ranks))
+
+
+def nobody_listens() -> None:
+    """Does nothing."""
 
 
 def _innermost_cell_line(error: ErrorInfo) -> str:

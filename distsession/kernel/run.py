@@ -209,8 +209,10 @@ class Run:
         pending = self._pending
         try:
             self._output.connect(pending.ranks, self._channel)
-            self._interrupts.release()
-            pending.wait(self._write, self._timeout, self._check, self._input_requests.add)
+            questions = self._input_requests
+            pending.wait(
+                self._write, self._timeout, self._check, questions.add, self._receive_first
+            )
         except _NotBack:
             stuck = self._recovery.explain_stuck(pending)
             raise in_lines(RunInterrupt, _lines(pending.stopped, stuck)) from None
@@ -228,6 +230,11 @@ class Run:
             text = _lines(str(error), f"{text[:1].upper()}{text[1:]}")
             raise in_lines(RunTimeoutError, text) from None
         return False
+
+    def _receive_first(self, until: float) -> None:
+        """A short call is over before another thread would have told of it."""
+        self._channel.receive_for(self._pending, until)
+        self._interrupts.release()
 
     def _check(self) -> float | None:
         """Called every few hundredths of a second while ranks work; gives when at the latest."""

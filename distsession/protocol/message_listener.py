@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ __all__ = ["MessageListener", "Peer"]
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
+_ONE = (1).to_bytes(8, sys.byteorder)
 
 
 @dataclass(eq=False)
@@ -66,6 +68,9 @@ class MessageListener:
         self._listener.setblocking(False)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
+        # As a file, since the number of one that is closed may be another's by the next write.
+        self._woken = open(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", buffering=0)
+        self._epoll.register(self._woken, select.EPOLLIN)
         self.descriptor = self._epoll.fileno()
         self._lock = threading.Lock()
         self._asking: dict[int, socket.socket] = {}
@@ -107,19 +112,30 @@ class MessageListener:
 
     # --- receiving: one thread --------------------------------------------------------------------
 
-    def receive(self) -> list[tuple[bytes, list[bytes]]]:
-        """What has come, and from whom; more may be there afterwards."""
+    def receive(self, timeout_s: float = 0.0) -> list[tuple[bytes, list[bytes]]]:
+        """What has come, and from whom; more may be there afterwards.
+
+        Args:
+            timeout_s: How long to wait for something, or for :meth:`wake`.
+        """
         found: list[tuple[bytes, list[bytes]]] = []
-        for descriptor, events in self._epoll.poll(0):
+        for descriptor, events in self._epoll.poll(timeout_s):
             if self._is_closed:
                 break
             if (peer := self._peers.get(descriptor)) is not None:
                 self._receive(peer, events, found)
+            elif descriptor == self._woken.fileno():
+                self._woken.read(8)
             elif descriptor in self._asking:
                 self._answer(self._asking.pop(descriptor), found)
             else:
                 self._accept()
         return found
+
+    def wake(self) -> None:
+        """From any thread: end a wait in :meth:`receive`, or the next one."""
+        with contextlib.suppress(ValueError):  # it was closed
+            self._woken.write(_ONE)
 
     def _receive(self, peer: Peer, events: int, found: list[tuple[bytes, list[bytes]]]) -> None:
         if events & select.EPOLLOUT:
@@ -192,6 +208,7 @@ class MessageListener:
                 connection.close()
             self._named.clear()
             self._epoll.close()
+            self._woken.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
 
