@@ -75,6 +75,11 @@ EXTENSIONS = (
 """What no test needs, of the server and of the page."""
 
 
+OF_A_CLOSED_NOTEBOOK = "Canceled future for create_subshell_request message"
+"""JupyterLab asks the kernel for a thread for its comms, and says this where the notebook is closed
+before the answer has come; the next one may be open by then."""
+
+
 class Lab:
     """A JupyterLab server with a home of its own.
 
@@ -402,7 +407,7 @@ class Tab:
         page = self._context.new_page()
         page.on("request", self._see_request)
         page.on("console", self._see_console)
-        page.on("pageerror", lambda error: self._trouble.append(f"page: {error}"))
+        page.on("pageerror", lambda error: self._see_error(str(error)))
         return page
 
     def _see_request(self, request: Request) -> None:
@@ -412,6 +417,10 @@ class Tab:
     def _see_console(self, said: ConsoleMessage) -> None:
         if said.type == "error":
             self._trouble.append(f"console: {said.text}")
+
+    def _see_error(self, text: str) -> None:
+        if OF_A_CLOSED_NOTEBOOK not in text:
+            self._trouble.append(f"page: {text}")
 
     def clear(self, notebook: Notebook) -> None:
         """Close what is open, without saving it."""
