@@ -55,13 +55,13 @@ class Bench:
 
     @contextlib.contextmanager
     def session(
-        self, ranks: int, *, is_registered: bool = True, **options: Any
+        self, ranks: int, *, is_registered: bool = False, **options: Any
     ) -> Iterator[Session]:
         """A session that is over with the start's work, and its end.
 
         Args:
             ranks: How many.
-            is_registered: With ipyparallel's controller, too, which takes long for many ranks.
+            is_registered: With ipyparallel's controller, too, as when its client was asked for.
             **options: Of the session.
         """
         before = snapshot()
@@ -92,7 +92,7 @@ class Bench:
         return rows
 
 
-def settle(session: Session, *, is_registered: bool = True) -> None:
+def settle(session: Session, *, is_registered: bool = False) -> None:
     """Wait until nothing of the start goes on behind: registration, the agent's later imports."""
     assert not is_registered or session.client is not None
     settle_agent(session)

@@ -158,16 +158,15 @@ def call(bench: Bench) -> Iterator[Row]:
     each = 100 if bench.quick else 200
     with bench.session(RANKS) as session, contextlib.closing(RawFloor(bench, RANKS)) as floor:
         run = partial(session.run, noop)
-        apply = partial(session.client[:].apply_sync, noop)
+        time_calls(run, 10)
 
-        rounds = max(bench.repeats, 3)
+        rounds = max(bench.repeats, 5)
         raw = Arm(RAW, lambda: time_calls(floor.call, each))
         ours = Arm(OURS, lambda: time_calls(run, each))
-        theirs = Arm("ipyparallel", lambda: time_calls(apply, each // 5))
-        take_turns([raw, ours, theirs], rounds)
+        take_turns([raw, ours], rounds)
         yield raw.row(name, "ms")
         yield ours.row(name, "ms", raw, target=Target(1.5))
-        yield theirs.row(name, "ms", ours, target=Target(5, at_least=True))
+        yield from _beside_ipyparallel(bench, name, each)
 
         paused = f"call {1e3 * PAUSE:g} ms after the last, N={RANKS}"
         raw = Arm(RAW, lambda: time_calls(floor.call, each // 10, PAUSE))
@@ -176,6 +175,17 @@ def call(bench: Bench) -> Iterator[Row]:
         yield raw.row(paused, "ms")
         yield ours.row(paused, "ms", raw)
         yield from _beside_ray(bench, name, run, each, rounds)
+
+
+def _beside_ipyparallel(bench: Bench, name: str, each: int) -> Iterator[Row]:
+    """Its client, and ours to the same ranks, which are its engines then."""
+    with bench.session(RANKS, is_registered=True) as session:
+        apply = partial(session.client[:].apply_sync, noop)
+        ours = Arm(OURS, lambda: time_calls(partial(session.run, noop), each))
+        theirs = Arm("ipyparallel", lambda: time_calls(apply, each // 5))
+        take_turns([ours, theirs], max(bench.repeats, 3))
+        beside = f"{OURS} to its engines"
+        yield theirs.row(name, "ms", ours, beside=beside, target=Target(5, at_least=True))
 
 
 def _beside_ray(
@@ -231,7 +241,7 @@ def many(bench: Bench) -> Iterator[Row]:
     each = 30 if bench.quick else 60
     for ranks in MANY:
         with (
-            bench.session(ranks, is_registered=False) as session,
+            bench.session(ranks) as session,
             contextlib.closing(RawFloor(bench, ranks)) as floor,
         ):
             run = partial(session.run, noop)

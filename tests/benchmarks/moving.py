@@ -57,13 +57,13 @@ touch = _by_value(f"def touch(): return float(x[::{PAGE}].sum())", "touch")
 def moving(bench: Bench) -> Iterator[Row]:
     """Sending to all ranks and bringing from all of them."""
     for ranks in WORLDS:
-        with bench.session(ranks) as session:
+        with bench.session(ranks) as session, bench.session(ranks, is_registered=True) as other:
             yield from _small(session, ranks, bench)
             for label, size in SIZES.items():
                 if bench.quick and size > SLOW:
                     continue
                 for kind in ("torch", "numpy"):
-                    yield from _rows(session, ranks, label, size, kind, bench)
+                    yield from _rows(session, other, ranks, label, size, kind, bench)
             yield from _memory(session, ranks)
         yield from _beside_ray(bench, ranks)
     yield from _between_nodes(bench)
@@ -148,14 +148,15 @@ def _bring(session: Any) -> Any:
 
 
 def _rows(
-    session: Any, ranks: int, label: str, size: int, kind: str, bench: Bench
+    session: Any, other: Any, ranks: int, label: str, size: int, kind: str, bench: Bench
 ) -> Iterator[Row]:
+    """Ours, and ipyparallel's way to its engines, which are the ranks of the other session."""
     value = _make(kind, size)
     is_judged = size == SIZES["256 MB"] and kind == "torch" and ranks == 4
     rounds = bench.repeats if size > 100 * MB else 3 * bench.repeats
     if is_judged:
         rounds = max(rounds, AGAIN)
-    peer = session.client[:]
+    peer = other.client[:]
 
     def push() -> None:
         peer.push({"x": value}, block=True)

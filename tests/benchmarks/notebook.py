@@ -29,7 +29,7 @@ shell = get_ipython()
 shell.run_line_magic("load_ext", "distsession")
 shell.register_magic_function(lambda line, cell: None, "cell", "nothing")
 session = Session({ranks}, **{options})
-settle(session)
+settle(session, is_registered={is_registered})
 """
 LOOK_ON = """
 from distsession import Session
@@ -89,7 +89,9 @@ def _execute(client: Any, code: str) -> str:
 
 
 @contextlib.contextmanager
-def _kernel(bench: Bench, ranks: int = RANKS, **options: Any) -> Iterator[Any]:
+def _kernel(
+    bench: Bench, ranks: int = RANKS, *, is_registered: bool = False, **options: Any
+) -> Iterator[Any]:
     """The client of a kernel with a session."""
     from jupyter_client.manager import start_new_kernel
 
@@ -98,7 +100,8 @@ def _kernel(bench: Bench, ranks: int = RANKS, **options: Any) -> Iterator[Any]:
         kernel_name="python3", cwd=str(ROOT), extra_arguments=["--log-level=ERROR"]
     )
     try:
-        _execute(client, PREPARE.format(ranks=ranks, options=options))
+        fields = {"ranks": ranks, "options": options, "is_registered": is_registered}
+        _execute(client, PREPARE.format(**fields))
         yield client
         _execute(client, "session.close()")
     finally:
@@ -127,7 +130,7 @@ def lines(bench: Bench) -> Iterator[Row]:
     """The same 100,000 lines: from four ranks, from ``%%px``'s engines, and from a local cell."""
     sizes: dict[str, int] = {}
 
-    with _kernel(bench) as client:
+    with _kernel(bench, is_registered=True) as client:
 
         def arm(subject: str, head: str, count: int) -> Arm:
             code = f"{head}for number in range({count}): print('line', number, 'of many')"
