@@ -130,19 +130,17 @@ class Session(RankView):
         transfer.prepare()
         self.history = History()
         self.recovery = Recovery(
-            lambda: self._launcher,
-            options.hang_grace,
-            lambda: self._waiting("connecting the process group anew"),
+            options.hang_grace, lambda: self._waiting("connecting the process group anew")
         )
 
     def _begin(self, make: Callable[[], Launcher], doing: str) -> None:
         """Start the ranks, or attach to them."""
-        self._launcher: Launcher = make()
+        self.recovery.launcher = make()
         try:
             with self._waiting(doing):
-                infos = self._launcher.start()
+                infos = self.launcher.start()
         except BaseException:
-            self._launcher.close()
+            self.launcher.close()
             raise
         requests = Requests(self.recovery, self.output, self.check_open)
         requests.leave = self._leave
@@ -150,10 +148,10 @@ class Session(RankView):
         super().__init__(self, requests, self.history, range(len(infos)))
         self._record = SessionRecord(requests, self.history)
         self._adopted = AdoptedRuns(requests, self.history)
-        if self.options.keep and self._launcher.epoch == 1:
-            self._record.begin(self._launcher.folder, 1)
+        if self.options.keep and self.launcher.epoch == 1:
+            self._record.begin(self.launcher.folder, 1)
         _open.append(self)
-        for sentence in (*infos[0].torch_changes, *self._launcher.notes):
+        for sentence in (*infos[0].torch_changes, *self.launcher.notes):
             warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
     # --- sessions that are kept -------------------------------------------------------------------
@@ -234,7 +232,7 @@ class Session(RankView):
         return Table(kept_text(states), kept_html(states))
 
     def _take_over(self) -> None:
-        launcher = self._launcher
+        launcher = self.launcher
         known = self._record.restore(launcher.folder, launcher.epoch)
         self._adopted.take(launcher.adopted, known)
         self._record.begin(launcher.folder, launcher.epoch)
@@ -298,7 +296,7 @@ class Session(RankView):
             f"this process has let go of {self.name}: Session.attach({self.name!r}) or "
             f"%session attach {self.name} takes it up again."
         )
-        self._launcher.detach()
+        self.launcher.detach()
 
     def _leave(self, output: Output) -> str:
         """At a Ctrl-C: let go of ranks that are kept if it only announces the end of the process.
@@ -434,7 +432,7 @@ class Session(RankView):
         """What it is called: a session that is kept by its name, or else by that of its folder."""
         if self.options.name or not self.options.keep:
             return self.options.name or f"session {self._number}"
-        return os.path.basename(self._launcher.folder)
+        return os.path.basename(self.launcher.folder)
 
     @property
     def world_size(self) -> int:
@@ -443,17 +441,17 @@ class Session(RankView):
     @property
     def infos(self) -> tuple[RankInfo, ...]:
         """The facts of each rank."""
-        return self._launcher.infos
+        return self.launcher.infos
 
     @property
     def hosts(self) -> tuple[Host, ...]:
         """The hosts that the ranks are on, in the order of their ranks."""
-        return hosts_of(self.infos, self._launcher.host_address)
+        return hosts_of(self.infos, self.launcher.host_address)
 
     @property
     def job(self) -> str:
         """The id of the scheduler's job that the ranks are in; empty where there is none."""
-        return self._launcher.job
+        return self.launcher.job
 
     @property
     def is_open(self) -> bool:
@@ -462,16 +460,16 @@ class Session(RankView):
     @property
     def refusal(self) -> str:
         """Why nothing can be asked of the ranks from here; empty where it can."""
-        return self._launcher.taken
+        return self.launcher.taken
 
     @property
     def launcher(self) -> Launcher:
         """What has started the ranks."""
-        return self._launcher
+        return self.recovery.launcher
 
     @property
     def channel(self) -> Channel:
-        return self._launcher.channel
+        return self.launcher.channel
 
     @property
     def last_run(self) -> LastRun | None:
@@ -483,7 +481,7 @@ class Session(RankView):
         """The connected ``ipyparallel.Client``; waits until every rank is registered with it."""
         self.check_open()
         with self._waiting("connecting ipyparallel's client"):
-            return self._launcher.client(CLIENT_TIMEOUT)
+            return self.launcher.client(CLIENT_TIMEOUT)
 
     def reconnect(self) -> None:
         """Connect the session's process group anew, on all ranks; their variables stay.
@@ -508,7 +506,7 @@ class Session(RankView):
                 f"still run{'s' if len(ranks) == 1 else ''} something: wait for it, or stop it "
                 "with session.interrupt()."
             )
-        self._launcher.abort(AbortReason.FAILED, "it is being connected anew")
+        self.launcher.abort(AbortReason.FAILED, "it is being connected anew")
         if problem := self.recovery.reconnect(may_keep=False):
             raise SessionStateError(f"the process group is not connected: {problem}.")
 
@@ -572,11 +570,11 @@ class Session(RankView):
         Returns:
             The path; None in an inline session, and of a rank on another host, where the file is.
         """
-        return self._launcher.log_path(rank, stream)
+        return self.launcher.log_path(rank, stream)
 
     def log_source(self, rank: int, stream: str) -> LogSource:
         """The same file, also of another host, to be looked through."""
-        launcher, name = self._launcher, self._launcher.log_place(rank, stream)
+        launcher, name = self.launcher, self.launcher.log_place(rank, stream)
         if launcher.log_path(rank, stream) is not None or not name:
             return LocalLog(name)
         return FarLog(name, partial(launcher.read_log, rank, stream))
@@ -617,14 +615,14 @@ class Session(RankView):
     def _condition(self) -> str:
         if self._ended:
             return "detached" if self._ended != CLOSED else "closed"
-        if self._launcher.taken:
+        if self.launcher.taken:
             return "taken over by another process"
         if not self.infos:
             return "its ranks are being started"
         facts = f"{self.world_size} ranks, {self.infos[0].backend}"
-        if not self._launcher.is_alive:
+        if not self.launcher.is_alive:
             return f"its agent is gone ({facts}); session.restart() brings it back"
-        dead = self._launcher.dead_ranks()
+        dead = self.launcher.dead_ranks()
         if dead:
             ranks = sorted(dead)
             be = "is" if len(ranks) == 1 else "are"
@@ -636,7 +634,7 @@ class Session(RankView):
             )
         running = self.channel.pending()
         state = "running" if running else "idle"
-        board = self._launcher.board
+        board = self.launcher.board
         regions = board.regions if board is not None else []
         alone = [region.rank for region in regions if region.is_without_group]
         if alone and not running:
@@ -645,7 +643,7 @@ class Session(RankView):
             if region.is_asking:
                 what = "is in the debugger" if region.is_in_debugger else "waits for input"
                 state += f", rank {region.rank} {what} at {region.asks_at or 'an unknown place'}"
-        problems = self._launcher.problems()
+        problems = self.launcher.problems()
         return f"{state} ({facts}){f'. {problems}' if problems else ''}"
 
     def __repr__(self) -> str:
@@ -695,11 +693,11 @@ class Session(RankView):
                 lend = self.options.device_ipc == "auto" and len(nodes) == 1
                 transfer.copy(self.requests, healthy, fresh, names, lend=lend)
                 return
-            if not self._launcher.must_start_anew(self.ranks if chosen is None else chosen):
-                self._launcher.cancel_reconnect()
+            if not self.launcher.must_start_anew(self.ranks if chosen is None else chosen):
+                self.launcher.cancel_reconnect()
                 which = ranks_text(self.ranks if chosen is None else chosen)
                 with self.recovery.lock, self._waiting(f"restarting {which}"):
-                    self._launcher.restart(chosen)
+                    self.launcher.restart(chosen)
                     self.recovery.verdict = None
                 self.requests.forget_failure()
                 if chosen is None or len(chosen) == self.world_size:
@@ -707,16 +705,16 @@ class Session(RankView):
                 return
             self.history.clear()
             self._record.end()
-            self._launcher.close()
-            self._launcher = _make_launcher(self.options, self._on_background)
+            self.launcher.close()
+            self.recovery.launcher = _make_launcher(self.options, self._on_background)
             try:
                 with self._waiting("starting all ranks again"):
-                    self._launcher.start()
+                    self.launcher.start()
             except BaseException:
                 self._forget()
                 raise
             if self.options.keep:
-                self._record.begin(self._launcher.folder, self._launcher.epoch)
+                self._record.begin(self.launcher.folder, self.launcher.epoch)
 
     def _on_hosts(
         self, hosts: Sequence[str] | Mapping[str, str], ranks: Sequence[int]
@@ -727,12 +725,12 @@ class Session(RankView):
             nodes = {host.name: host.node for host in self.hosts}
             for name, other in hosts.items():
                 if other != name:
-                    self._launcher.move_host(nodes[name], other)
+                    self.launcher.move_host(nodes[name], other)
         return tuple(sorted({*chosen, *ranks}))
 
     def _sources(self, chosen: Sequence[int] | None) -> tuple[int, Sequence[int]]:
         """The rank to restore from, and those to restore."""
-        dead = self._launcher.dead_ranks()
+        dead = self.launcher.dead_ranks()
         fresh = sorted({*(self.ranks if chosen is None else chosen), *dead})
         healthy = [rank for rank in self.ranks if rank not in fresh]
         if not healthy:
@@ -768,11 +766,11 @@ class Session(RankView):
             self.options, preload=tuple(dict.fromkeys((*self.options.preload, *names)))
         )
         with self._lifecycle, self._waiting(f"importing {', '.join(names)}"):
-            known = self._launcher.check_preload(names)
+            known = self.launcher.check_preload(names)
             self.options = wanted
             self.option_sources["preload"] = "preload()"
             self.requests.import_hints.forget(names)
-            self._launcher.preload(wanted)
+            self.launcher.preload(wanted)
         return known
 
     def close(self) -> None:
@@ -785,7 +783,7 @@ class Session(RankView):
 
     def _close_now(self) -> None:
         self._forget()
-        self._launcher.close()
+        self.launcher.close()
 
     def _forget(self, ended: str = CLOSED) -> None:
         self._ended = ended
@@ -810,22 +808,22 @@ class Session(RankView):
 
     def output(self, *, is_run: bool = True) -> Output:
         """A place for the output of one run, or for what comes between runs."""
-        log = (lambda rank: self._launcher.log_place(rank, "stdout")) if is_run else None
+        log = (lambda rank: self.launcher.log_place(rank, "stdout")) if is_run else None
         return _make_output(self._output, log, self.options)
 
     def _waiting(self, doing: str) -> ProgressNotice:
-        return ProgressNotice(self.output(), doing, lambda: self._launcher.waits_for())
+        return ProgressNotice(self.output(), doing, lambda: self.launcher.waits_for())
 
     def _on_background(self, message: Any) -> None:
         output = self.output(is_run=False)
-        output.connect((message.rank,), self._launcher.channel)
+        output.connect((message.rank,), self.launcher.channel)
         output.write(message)
         output.close()
 
     def check_open(self) -> None:
         """Refuse to go on with a session that is closed, or inherited by a forked process."""
-        if self._ended or self._launcher.taken:
-            raise SessionStateError(self._ended or self._launcher.taken)
+        if refusal := self._ended or self.recovery.launcher.taken:
+            raise SessionStateError(refusal)
         if os.getpid() != self._owner:
             raise SessionStateError(
                 "this session belongs to the process that started it, and this is a forked copy."
@@ -889,8 +887,8 @@ def current_session() -> Session:
 def _attached_to(folder: str) -> Session | None:
     """The open session of this process that has this folder; one that was taken away is let go."""
     for session in list(_open):
-        if os.path.realpath(session._launcher.folder or "/") == os.path.realpath(folder):
-            if not session._launcher.taken:
+        if os.path.realpath(session.launcher.folder or "/") == os.path.realpath(folder):
+            if not session.launcher.taken:
                 return session
             session._detach_now()
     return None

@@ -324,7 +324,7 @@ class RankView:
         name = getattr(function, "__qualname__", type(function).__name__)
         files = set[str]()
         payload = serialize.dump_call(function, args, kwargs, files)
-        cells = outcome.notebook_cells(files)
+        cells = outcome.notebook_cells(files) if files else ()
         entry = self._history.call(self._ranks, function, args, kwargs)
         pending = self.requests.submit_run(
             self._ranks,

@@ -68,10 +68,7 @@ class ListeningEnd:
     def send(self, name: bytes, frames: Sequence[Any]) -> bool:
         """Send a message; False if nobody of this name is connected."""
         self._take_in()
-        peer = self.listener.find(name)
-        if peer is not None:
-            self.listener.send(peer, packed(frames))
-        return peer is not None
+        return self.listener.send(name, packed(frames))
 
     def poll(self, timeout_ms: float = 0) -> bool:
         """Whether a message comes in time."""

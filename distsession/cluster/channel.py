@@ -467,12 +467,9 @@ class SocketChannel(Channel):
             raise SessionStateError("this session is closed: start another with Session(...).")
 
     def _send_request(self, identity: bytes, message: Packed) -> None:
-        find = self._rank_streams.find
-        rank = find(identity)
-        if rank is None and self._try_until_connected(lambda: find(identity) is not None, identity):
-            rank = find(identity)
-        if rank is not None:
-            self._rank_streams.send(rank, message)
+        send_to = self._rank_streams.send
+        if not send_to(identity, message):
+            self._try_until_connected(lambda: send_to(identity, message), identity)
 
     def _send_control(self, identity: bytes, frames: list[Any]) -> None:
         def send_it() -> bool:
@@ -617,18 +614,13 @@ class SocketChannel(Channel):
     def _dispatch_answer(self, message: Any, payload: Sequence[Any]) -> None:
         """Not by the channel's thread, to which all else is left."""
         if isinstance(message, Reply):
-            self._dispatch(message, payload)
+            self._take_answer(message, payload)
         else:
             self._call_soon(partial(self._dispatch, message, payload))
 
     def _dispatch(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):
-            if message.reason is not None:
-                message = replace(message, reason=self.complete(message.reason))
-            self._note_answer(message.rank, message.id)
-            pending = self._pending.get(message.id)
-            if pending is not None:
-                pending.put_reply(message, payload)
+            self._take_answer(message, payload)
         elif isinstance(message, (StackReply, CompletionReply)):
             with self._answered:
                 if message.number in self._answers:
@@ -644,6 +636,14 @@ class SocketChannel(Channel):
                 self._background.put_output(message)
         else:
             self._on_event(message)
+
+    def _take_answer(self, reply: Reply, payload: Sequence[Any]) -> None:
+        if reply.reason is not None:
+            reply = replace(reply, reason=self.complete(reply.reason))
+        self._note_answer(reply.rank, reply.id)
+        pending = self._pending.get(reply.id)
+        if pending is not None:
+            pending.put_reply(reply, payload)
 
     def _note_answer(self, rank: int, number: int) -> None:
         with self._lock:

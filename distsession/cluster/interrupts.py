@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-__all__ = ["InterruptHold", "interrupts_held"]
+__all__ = ["MAIN_THREAD", "InterruptHold", "interrupts_held"]
+
+MAIN_THREAD = threading.main_thread().ident
+"""Asked for several times in each call, which takes longer than all that depends on it."""
 
 # Each call sets handlers twice. The functions of ``signal`` make an enum of every handler, which
 # fails inside where it is a function, and takes ten times as long as what they call.
@@ -36,7 +39,7 @@ class interrupts_held:
     def __enter__(self) -> None:
         global _held
         if (
-            threading.current_thread() is not threading.main_thread()
+            threading.get_ident() != MAIN_THREAD
             or (_held and self._hurry is None and not self._forget)
             or _get_handler(signal.SIGINT) is None  # it is not Python's, and cannot be put back
         ):

@@ -108,11 +108,8 @@ class NodeLinks:
             self._flows[link.key_of(kind, name)].under_way += 1
 
     def _to_relay(self, node: int, frames: list[Any]) -> None:
-        relay = self._listener.find(self._nodes.get(node, b""))
-        if relay is None:
+        if not self._listener.send(self._nodes.get(node, b""), packed(frames)):
             log.debug("the relay of node %d is gone: a message for its ranks is dropped", node)
-        else:
-            self._listener.send(relay, packed(frames))
 
     def write_words(self, nodes: Iterable[int], frames: list[bytes]) -> None:
         """Have words written on the boards of some nodes."""

@@ -99,6 +99,8 @@ class Payloads:
             progress: Is told how far it is.
             stack: Closes what is made here, unless it is taken over with :meth:`keep`.
         """
+        if isinstance(payload, list):  # as most are
+            return self._spread(ranks, payload, progress, stack)
         if isinstance(payload, Segment):
             # Of another host nobody can share that memory: those ranks are asked for their parts.
             return {r: [] if self._nodes[self._names[r]] else payload for r in ranks}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distsession.cluster.interrupts import MAIN_THREAD
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import (
@@ -298,13 +299,13 @@ class PendingRequest:
             RunTimeoutError: That took longer than ``timeout`` seconds.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
-        self._is_sole = threading.current_thread() is threading.main_thread()
+        self._is_sole = threading.get_ident() == MAIN_THREAD
         began = time.monotonic()
         paused = self._paused_s
         next_check = None if check is None else began + self._check_interval_s(0.0)
         if begin is not None:
-            limits = (next_check, None if timeout is None else began + timeout)
-            begin(min((limit for limit in limits if limit is not None), default=began))
+            until = began if next_check is None else next_check
+            begin(until if timeout is None else min(until, began + timeout))
         while True:
             now = time.monotonic()
             if check is not None and next_check is not None and now >= next_check:
@@ -344,8 +345,11 @@ class PendingRequest:
     def _check_interval_s(self, seconds: float) -> float:
         if self._is_queued and not self._is_sole:
             return CHECK_QUEUED_EVERY_S
-        least = next(every for until, every in CHECKS if seconds < until)
-        return max(least, CHECK_RANK_S * len(self.ranks))
+        least = CHECK_RANK_S * len(self.ranks)
+        for until, every in CHECKS:
+            if seconds < until:
+                return max(every, least)
+        return least
 
 
 def nobody_listens() -> None:

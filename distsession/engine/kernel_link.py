@@ -149,8 +149,9 @@ class KernelLink:
     def descriptor(self) -> int:
         """Is readable when something has come from the kernel."""
         stream = self._stream
+        descriptor = -1 if stream.is_over else stream.fileno()
         # The control thread may just close it, and then ends the wait.
-        return self._silence if stream.is_over or stream.fileno() < 0 else stream.fileno()
+        return self._silence if descriptor < 0 else descriptor
 
     @property
     def holds_request(self) -> bool:
@@ -228,8 +229,8 @@ class KernelLink:
     def answer(self, received: Received, reply: Reply, payload: Frames | Segment) -> None:
         """Send the end of a request; what is in shared memory is closed once nobody needs it."""
         with self._reply_lock:
-            self._forget_acknowledged()
             if self._is_kept:
+                self._forget_acknowledged()
                 self._answers[reply.id] = _Answer(received, reply, payload)
             self._running = None
             is_taken = self._takes_replies

@@ -390,7 +390,7 @@ class MessageRelay:
             return None
         if rank.stream.holds_something:
             return False
-        self._ranks.send(rank, packed(message))
+        self._ranks.send(name, packed(message))
         return True
 
     def _try_control(self, name: bytes, message: Sequence[Any]) -> bool | None:

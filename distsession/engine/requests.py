@@ -141,7 +141,8 @@ class RequestDispatcher:
         return None if bundle is None else (*bundle, fingerprint(value))
 
     def _call(self, request: CallRequest, payload: Any) -> Any:
-        self._remember_cells(request)
+        if request.cells:
+            self._remember_cells(request)
         frames = self._payloads.read_private(payload)
         try:
             function, args, kwargs = serialize.load(frames)

@@ -53,28 +53,26 @@ class Recovery:
     """What a session does about ranks that cannot go on by themselves.
 
     Args:
-        launcher: Gives the present launcher of the session.
         hang_grace: See ``SessionOptions``.
         waiting: Says meanwhile that the group is connected anew, should that take long.
+
+    Attributes:
+        launcher: The present one of the session, which sets it.
     """
+
+    launcher: Launcher
 
     def __init__(
         self,
-        launcher: Callable[[], Launcher],
         hang_grace: float,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
-        self._launcher = launcher
         self._waiting = waiting
         self.hang_grace = hang_grace
         self.lock = threading.RLock()
         self.verdict: Verdict | None = None
         """Why the process group has been given up, while it is."""
         self._waits: set[threading.Event] = set()
-
-    @property
-    def launcher(self) -> Launcher:
-        return self._launcher()
 
     # --- what the ranks do ------------------------------------------------------------------------
 
@@ -364,8 +362,10 @@ class Recovery:
 
     def _cut_off(self, ranks: Iterable[int]) -> dict[int, SilentHost]:
         hosts = [host for host in self.launcher.silent_hosts() if host.is_cut_off]
+        if not hosts:
+            return {}
         # One that counts as gone by now is told as dead, with what to do then.
-        wanted = set(ranks) - self.launcher.dead_ranks().keys() if hosts else set()
+        wanted = set(ranks) - self.launcher.dead_ranks().keys()
         return {rank: host for host in hosts for rank in host.ranks if rank in wanted}
 
     def leave_behind(self, hosts: Sequence[SilentHost], pending: PendingRequest) -> None:
@@ -415,7 +415,7 @@ class Recovery:
         launcher = self.launcher
         if launcher.board is None or launcher.is_broken:
             return
-        if damaged := [r.rank for r in launcher.board.regions if r.is_damaged]:
+        if damaged := launcher.board.damaged_ranks():
             text = f"an operation failed on {ranks_text(damaged)}"
             launcher.abort(AbortReason.FAILED, text)
         elif not has_failed or launcher.channel.pending():

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from distsession.cluster.base import Channel
-from distsession.cluster.interrupts import InterruptHold, interrupts_held
+from distsession.cluster.interrupts import MAIN_THREAD, InterruptHold, interrupts_held
 from distsession.cluster.pending import OutputMessage, PendingRequest
 from distsession.display import render
 from distsession.errors import (
@@ -48,6 +48,9 @@ SET_ALREADY = "this was stopped when it was done already: the variables are set.
 
 BOARD_DELAY_S = 0.05
 """Seconds that it may take until it is known here what a rank of another node has done."""
+
+
+_NOTHING = nullcontext()
 
 
 class _NotBack(Exception):
@@ -162,7 +165,11 @@ class Run:
                     self._settle(succeeded)
                     self._channel.forget(pending)
                     self._recovery.check_damage(has_failed=not succeeded)
-            then = "" if pending.missing or self._has_left else self._reconnected_text()
+            then = ""
+            if not succeeded or self._recovery.launcher.must_reconnect:
+                then = "" if pending.missing or self._has_left else self._reconnected_text()
+        if succeeded and not pending.stopped:
+            return results
         if pending.stopped:
             end = then if pending.was_begun else ""
             raise in_lines(RunInterrupt, _lines(pending.stopped, end))
@@ -175,9 +182,7 @@ class Run:
         if failed:
             infos = self._recovery.launcher.infos
             raise run_error(failed, results, infos, waited, then, self._watchdog.places)
-        if is_late:
-            raise RunInterrupt(SET_ALREADY)
-        return results
+        raise RunInterrupt(SET_ALREADY)
 
     def _remark(self) -> None:
         """Say what would have made this faster, where somebody can do something about it."""
@@ -189,9 +194,9 @@ class Run:
 
     def _importing(self) -> AbstractContextManager[object]:
         """Say so if the first tensor that arrives makes this process import torch."""
-        payloads = [payload for _, payload in self._pending.replies.values()]
+        payloads = [payload for _, payload in self._pending.replies.values() if payload]
         if not any(map(serialize.imports_torch, payloads)):
-            return nullcontext()
+            return _NOTHING
         doing = "importing torch in this process, for what the ranks have sent"
         return ProgressNotice(self._output, doing, lambda: "")
 
@@ -257,7 +262,7 @@ class Run:
 
     def _make_input_requests(self) -> InputRequests:
         board = self._recovery.launcher.board
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != MAIN_THREAD:
             return InputRequests(self._pending, board, None)
         ask: Callable[[str, bool], str] | None = self._output.ask if self._output.can_ask else None
         return InputRequests(self._pending, board, ask, NO_PLACE)

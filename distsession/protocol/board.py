@@ -172,6 +172,15 @@ class Board:
     def bytes(self) -> mmap.mmap:
         return self._map
 
+    def damaged_ranks(self) -> list[int]:
+        """Those on which an operation has failed within the group; see ``Region.is_damaged``."""
+        words = self.words
+        found = []
+        for region in self.regions:
+            if words[region.start + IS_DAMAGED] & OPERATION_FAILED:
+                found.append(region.rank)
+        return found
+
     # --- what the kernel says to all ranks: one word each, so that they see it all or not -------
 
     def begin_epoch(self, epoch: int) -> None:

@@ -85,17 +85,20 @@ class MessageListener:
         """Who has connected and not gone again."""
         return self._named.get(name)
 
-    def send(self, peer: Peer, message: Packed) -> None:
-        """Send a message; to one that is gone, nothing."""
+    def send(self, name: bytes, message: Packed) -> bool:
+        """Send a message; False if nobody of this name has connected, or has gone again."""
         with self._lock:
             if self._is_closed:
-                return
+                return False
+            if (peer := self._named.get(name)) is None:
+                return False
             try:
                 is_done = peer.stream.send(message)
             except OSError:  # the thread that receives sees its end
-                return
+                return True
             if not is_done or peer.watched != select.EPOLLIN:
                 self._watch(peer, is_done)
+            return True
 
     @property
     def holds_something(self) -> bool:

@@ -95,7 +95,7 @@ class MessageStream:
 
     def send(self, message: Packed) -> bool:
         """Post a message and flush, which takes one step where nothing is in the way."""
-        if self._stream is None and len(message) == 1 and not self.holds_something:
+        if len(message) == 1 and not (self._stream or self._record or self._pieces):
             try:
                 count = self._socket.send(message[0], SEND_FLAGS)
             except BlockingIOError:

@@ -33,6 +33,8 @@ class BorrowError(RuntimeError):
 
 def size_of(frame: Any) -> int:
     """Bytes of a frame of a payload."""
+    if type(frame) is bytes:  # as most are
+        return len(frame)
     return frame.nbytes if isinstance(frame, RemoteBytes) else memoryview(frame).nbytes
 
 

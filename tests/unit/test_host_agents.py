@@ -133,9 +133,7 @@ def test_a_stream_of_messages_is_handed_over_to_the_owner(streams: Streams) -> N
     assert end.flush()
     until(take_in, "a message of the host")
     assert taken == [(b"gpu1", [b"hello", b"from there"])]
-    peer = listener.find(b"gpu1")
-    assert peer is not None
-    listener.send(peer, packed([b"welcome"]))
+    assert listener.send(b"gpu1", packed([b"welcome"]))
     there = MessageEnd(end)
     assert there.receive() == [b"welcome"]
     streams.cut(streams.link)

@@ -429,7 +429,7 @@ def test_ten_thousand_malformed_messages_of_the_kernel_do_not_end_a_relay(node: 
     assert relay is not None
     for frames in malformed(10_000):
         until(lambda: node.receive() is None or not relay.stream.holds_something)
-        node.near._listener.send(relay, packed(frames))
+        assert node.near._listener.send(node_link.relay_name(1), packed(frames))
     node.send(b"0.2")
     assert rank.take(1) == [b"hello"]
     assert node.far.malformed > 1000
