@@ -166,7 +166,8 @@ class PendingRequest:
                 self._open.add(rank)
             self.times[rank] = time.monotonic()
             self.replies[rank] = (reply, list(payload))
-            self._check_done()
+            if len(self.replies) + len(self.deaths) == len(self.ranks):
+                self._check_done()
             if reply.error is not None:
                 self._note_failure()
 

@@ -170,6 +170,8 @@ class Capture(RequestListener):
         """Who is called on waking wants that often."""
         self._last_put_out: tuple[int, ...] = ()
         self._busy_at = time.monotonic()
+        self.running = 0
+        """The request that runs; 0 for none."""
         self._request = 0  # as the pump sees it
         self._begun: tuple[tuple[int, int], int] = ((0, 0), 0)
         self._requests = 0
@@ -270,6 +272,7 @@ class Capture(RequestListener):
     def begin_request(self, request: Request) -> None:
         """What is put out from here on belongs to this request."""
         sizes = self._sizes()
+        self.running = request.id
         self._begun = (sizes, self._messages)
         self._requests += 1
         self._marks.append(_Mark(sizes, begin=request.id))
@@ -278,6 +281,7 @@ class Capture(RequestListener):
 
     def end_request(self, request: Request) -> None:
         sizes = self._sizes()
+        self.running = 0
         self.has_output = (sizes, self._messages) != self._begun
         if not self.has_output:
             self._marks.append(_Mark(sizes, begin=0))

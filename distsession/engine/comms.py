@@ -21,8 +21,7 @@ from comm.base_comm import BaseComm
 from jupyter_client.jsonutil import json_default
 
 from distsession.engine.capture import Capture
-from distsession.engine.listeners import RequestListener
-from distsession.protocol.messages import CommInput, CommMessage, Request
+from distsession.protocol.messages import CommInput, CommMessage
 
 __all__ = ["Comms"]
 
@@ -43,7 +42,7 @@ class _Comm(BaseComm):
         self._comms.publish(self.comm_id, msg_type, data, metadata, buffers, **keys)
 
 
-class Comms(RequestListener):
+class Comms:
     """The comms of this rank.
 
     Args:
@@ -58,7 +57,6 @@ class Comms(RequestListener):
         self._process = process
         self._capture = capture
         self._on_input = on_input
-        self._request = 0
         self._input: deque[CommInput] = deque()
 
     def install(self, elsewhere: Callable[[], bool]) -> None:
@@ -73,12 +71,6 @@ class Comms(RequestListener):
             return plain(*args, **kwargs) if elsewhere() else _Comm(self, *args, **kwargs)
 
         comm.create_comm = create
-
-    def begin_request(self, request: Request) -> None:
-        self._request = request.id
-
-    def end_request(self, request: Request) -> None:
-        self._request = 0
 
     def publish(
         self,
@@ -98,10 +90,9 @@ class Comms(RequestListener):
             json.dumps([{"data": data or {}, **keys}, metadata or {}], default=json_default)
         )
         parts = tuple(bytes(buffer) for buffer in buffers or ())
+        request = self._capture.running
         self._capture.show(
-            CommMessage(
-                self._rank, self._request, self._process, kind, comm_id, content, metadata, parts
-            )
+            CommMessage(self._rank, request, self._process, kind, comm_id, content, metadata, parts)
         )
 
     # --- from the page ----------------------------------------------------------------------------

@@ -39,8 +39,7 @@ from traitlets.config import Config
 
 from distsession.engine.capture import Capture, redirected
 from distsession.engine.comms import Comms
-from distsession.engine.listeners import RequestListener
-from distsession.protocol.messages import ClearOutput, ControllerInfo, Display, Request
+from distsession.protocol.messages import ClearOutput, ControllerInfo, Display
 from distsession.protocol.signing import no_signing_warning
 
 __all__ = ["ShellFront", "make_shell", "new_namespace", "prepare_shell", "register"]
@@ -59,7 +58,6 @@ class _Publisher(ZMQDisplayPublisher):
 
     capture: Capture | None = None
     rank = 0
-    request = 0
     is_px = False
     """Whether a request of ipyparallel's runs."""
 
@@ -78,12 +76,12 @@ class _Publisher(ZMQDisplayPublisher):
             return
         display_id = str((transient or {}).get("display_id", ""))
         self.capture.show(
-            Display(self.rank, self.request, data, metadata or {}, display_id, update)
+            Display(self.rank, self.capture.running, data, metadata or {}, display_id, update)
         )
 
     def clear_output(self, wait: bool = False) -> None:
         if not self.is_px and self.capture is not None:
-            self.capture.show(ClearOutput(self.rank, self.request, wait))
+            self.capture.show(ClearOutput(self.rank, self.capture.running, wait))
         elif self.pub_socket is not None:
             super().clear_output(wait)
 
@@ -112,20 +110,11 @@ class EngineShell(ZMQInteractiveShell):
             raise UsageError(f"there is no {gui} window on a rank: use %matplotlib inline.")
 
 
-class ShellFront(RequestListener):
+class ShellFront:
     """Cells with magics and rich display."""
 
-    def __init__(self, shell: EngineShell, publisher: _Publisher):
+    def __init__(self, shell: EngineShell):
         self._shell = shell
-        self._publisher = publisher
-
-    def begin_request(self, request: Request) -> None:
-        """Displays belong to this request from here on."""
-        self._publisher.request = request.id
-
-    def end_request(self, request: Request) -> None:
-        """And now to no request."""
-        self._publisher.request = 0
 
     def transform(self, source: str) -> str:
         return str(self._shell.transform_cell(source))
@@ -221,7 +210,7 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Co
     publisher.rank = rank
     comms.install(_is_px)
     _install_old_comms(shell, comms)
-    return ShellFront(shell, publisher)
+    return ShellFront(shell)
 
 
 def _new_shell(namespace: dict[str, Any]) -> EngineShell:

@@ -421,8 +421,6 @@ class Rank:
         listeners = (
             self._capture,
             self._handlers,
-            self._front,
-            self._comms,
             self._recorder,
             self._last_line,
             self._imports,

@@ -16,7 +16,7 @@ from distsession.notebook import comms
 from distsession.notebook.comms import MAX_ENDED_MODELS, Relay
 from distsession.notebook.front_end import shows_widgets
 from distsession.notebook.widget_versions import instances
-from distsession.protocol.messages import CallRequest, CommInput, CommMessage
+from distsession.protocol.messages import CommInput, CommMessage
 
 
 class Link(Channel):
@@ -42,7 +42,7 @@ class Rank:
         self.sent: list[CommMessage] = []
         self.comms = Comms(1, 4, self, lambda: None)  # type: ignore[arg-type]
         self.comms.install(lambda: False)
-        self.comms.begin_request(CallRequest(7, "f"))
+        self.running = 7
 
     def show(self, message: CommMessage) -> None:
         """As its capture would."""
@@ -75,7 +75,7 @@ def test_a_widget_of_a_rank_says_what_it_is_and_how_it_changes(rank: Rank) -> No
     assert last.content["data"]["state"]["value"] == 3
     slider.value = 5
     assert rank.sent[-1].content["data"]["state"] == {"value": 5}
-    rank.comms.end_request(CallRequest(7, "f"))
+    rank.running = 0
     slider.value = 6
     assert rank.sent[-1].request == 0
     slider.close()
