@@ -58,7 +58,7 @@ def start(lab: HostLab, *hosts: str, **options: Any) -> Session:
 def processes(session: Session, host: str) -> dict[str, psutil.Process]:
     """What runs on a host beside its ranks, by what it is."""
     node = next(each.node for each in session.hosts if each.name == host)
-    launcher: Any = session._launcher
+    launcher: Any = session.launcher
     agent = psutil.Process(launcher._agents.pid(FIRST + node))
     process = psutil.Process(launcher._hosts.links[node].pid)
     return {"agent": agent, "relay": relay_of(agent), "host": process}

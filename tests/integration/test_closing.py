@@ -78,7 +78,7 @@ def test_a_stopped_agent_is_killed_with_its_ranks_and_all_that_they_have_started
     before = traces()
     session = Session(2)
     session.execute("import subprocess; sleeping = subprocess.Popen(['sleep', '600'])")
-    os.kill(session._launcher._agents.pid(), signal.SIGSTOP)
+    os.kill(session.launcher._agents.pid(), signal.SIGSTOP)
     session.close()
     assert_nothing_left(before)
     assert "the agent is stuck, so it is killed with its ranks" in caplog.messages
@@ -309,7 +309,7 @@ def test_figures_of_an_agent_that_answers_no_more_are_not_shown(
     deadline = time.monotonic() + 30
     while not observer.take().rows[0].gauges:
         assert time.monotonic() < deadline
-    agent = psutil.Process(session._launcher._agents.pid())
+    agent = psutil.Process(session.launcher._agents.pid())
     agent.suspend()
     assert f"(pid {agent.pid}) is stopped" in observer.take().status
     time.sleep(3.0)
@@ -342,7 +342,7 @@ def test_figures_are_those_of_the_agent_that_took_the_place_of_another(
         time.sleep(0.01)
     session.restart([1])
     while True:
-        known = session._launcher.usage(0.3)
+        known = session.launcher.usage(0.3)
         assert known is None or {use.pid for use in known.uses} <= {i.pid for i in session.infos}
         if known is not None and len(known.uses) == 2:
             break
@@ -361,7 +361,7 @@ def test_the_folder_goes_with_the_agent_and_does_not_need_the_kernel(
     start: Callable[..., Session],
 ) -> None:
     session = start(2)
-    launcher = session._launcher
+    launcher = session.launcher
     folder = Path(launcher.folder)
     assert folder.exists()
     with launcher._made.pop_all():  # what the kernel does last, were it not killed by then

@@ -196,7 +196,7 @@ MEETINGS = {
 def test_they_stay_when_everybody_is_stopped_before_an_operation(bed: Bed, code: str) -> None:
     for _ in range(2):
         bed.stop(code)
-        board = bed.session._launcher.board  # type: ignore[attr-defined]
+        board = bed.session.launcher.board  # type: ignore[attr-defined]
         assert not any(region.sequences() for region in board.regions)  # they begin anew
         bed.check_kept()
 
@@ -497,7 +497,7 @@ def test_they_stay_through_more_stops_than_anything_has_room_for() -> None:
     with Session(RANKS, threads=1, output=Recorder(), hang_grace=0.2) as session:
         bed = Bed(session)
         for number in range(1100):
-            session._launcher.abort("failed", "the test said so")
+            session.launcher.abort("failed", "the test said so")
             assert session.recovery.reconnect() == ""
             if number % 20 == 0:
                 bed.check()

@@ -279,7 +279,7 @@ def in_background(session: Session, code: str) -> tuple[threading.Thread, list[A
 
     thread = threading.Thread(target=run)
     thread.start()
-    board = session._launcher.board
+    board = session.launcher.board
     assert board is not None
     until(lambda: board.regions[1].request != 0)
     until_settled(session)
@@ -310,7 +310,7 @@ def test_a_death_is_told_while_the_agent_is_stopped(whole: Session) -> None:
         assert f"kill -CONT {agent}" in line
         with pytest.raises(errors.SessionStateError, match=f"kill -CONT {agent}"):
             session.restart([1])
-    until(lambda: "SIGKILL" in str(session._launcher.dead_ranks()[1]), "what the agent says later")
+    until(lambda: "SIGKILL" in str(session.launcher.dead_ranks()[1]), "what the agent says later")
 
 
 def test_a_rank_that_dies_idle_is_told_while_the_agent_is_stopped(whole: Session) -> None:
@@ -327,7 +327,7 @@ def test_stop_says_that_a_rank_has_ended_and_that_the_agent_is_stopped(
     whole: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, pid = whole, whole.infos[1].pid
-    monkeypatch.setattr(type(session._launcher), "note_unreported", lambda self: None)
+    monkeypatch.setattr(type(session.launcher), "note_unreported", lambda self: None)
     with stopped_agent(session) as agent:
 
         def end() -> None:

@@ -42,7 +42,7 @@ def blind(session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Its agent is a child of this process. Tests do both: they ask psutil, and :func:`send` signals.
     """
     read, kill, killpg = system._stat, os.kill, os.killpg
-    agent = psutil.Process(session._launcher._agents.pid(1))
+    agent = psutil.Process(session.launcher._agents.pid(1))
     its = {child.pid for child in agent.children()}
     far = {agent.pid, *its}
     asked: list[Any] = []
@@ -124,7 +124,7 @@ def test_a_run_on_a_stopped_rank_says_so(
 def test_a_group_that_waits_for_a_stopped_rank_names_it_and_its_host(session: Session) -> None:
     info = session.infos[FAR]
     with stopped(info.pid):
-        session._launcher.abort("failed", "the test said so")
+        session.launcher.abort("failed", "the test said so")
         problem = session.recovery.reconnect()
         where = f"kill -CONT {info.pid} on {info.host} lets it go on"
         assert f"rank 3 is stopped by SIGSTOP: {where}" in problem
@@ -191,7 +191,7 @@ def test_a_rank_that_ends_while_its_agent_is_stopped_is_told(session: Session) -
         with pytest.raises(RunError, match=r"rank 3 .* has ended; the agent of node 1") as caught:
             future.result(20)
         assert where in str(caught.value)
-        assert where in session._launcher.problems()
+        assert where in session.launcher.problems()
         assert "rank 3 is dead" in session.status()
         with pytest.raises(EngineDiedError, match="the agent of node 1"):
             session.run(int)
@@ -204,9 +204,9 @@ def test_what_was_said_of_a_replaced_rank_is_not_taken_for_the_fresh_one(session
     send(session.infos[FAR].pid, signal.SIGKILL)
     until(lambda: "rank 3 is dead" in session.status())
     session.restart([FAR])
-    region = session._launcher.board.regions[FAR]  # type: ignore[union-attr]
-    assert session._launcher.process_state(FAR) in ("", system.RUNS)
-    until(lambda: session._launcher.process_state(FAR) == system.RUNS)
+    region = session.launcher.board.regions[FAR]  # type: ignore[union-attr]
+    assert session.launcher.process_state(FAR) in ("", system.RUNS)
+    until(lambda: session.launcher.process_state(FAR) == system.RUNS)
     assert region.process[0] == session.infos[FAR].pid
 
 
@@ -236,7 +236,7 @@ def test_a_log_of_another_host_is_named_and_read_there(session: Session) -> None
     assert far is None
     source = session.log_source(FAR, "stdout")
     host = session.infos[FAR].host
-    assert source.name.startswith(f"{host}:{session._launcher.folder}/logs/rank3-")
+    assert source.name.startswith(f"{host}:{session.launcher.folder}/logs/rank3-")
     until(lambda: b"said by 3" in b"".join(data for _, data in source.read(0, source.size)))
     assert source.note == f"in {source.name}"
 
@@ -256,7 +256,7 @@ def test_a_stopped_agent_is_asked_once_for_a_log(
 ) -> None:
     monkeypatch.setattr("distsession.cluster.local.LOG_PIECE_S", 0.2)
     source = session.log_source(FAR, "stdout")
-    monitor = session._launcher._monitor
+    monitor = session.launcher._monitor
     size = source.size
     with stopped(processes(session)["agent"].pid):
         asked = monitor._log_asked[1]
@@ -299,5 +299,5 @@ def test_an_agent_that_is_stuck_is_ended_without_signals_to_its_ranks(session: S
     ranks = [info.pid for info in session.infos[2:]]
     send(processes(session)["agent"].pid, signal.SIGSTOP)
     send(processes(session)["relay"].pid, signal.SIGSTOP)
-    session._launcher._agents.end(1)
+    session.launcher._agents.end(1)
     until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))

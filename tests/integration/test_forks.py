@@ -58,7 +58,7 @@ def press_stop() -> None:
 
 def stop_after(session: Session, seconds: float) -> threading.Thread:
     """Press Stop so long after both ranks have begun."""
-    board = session._launcher.board
+    board = session.launcher.board
     assert board is not None
 
     def wait() -> None:

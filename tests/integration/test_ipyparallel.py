@@ -51,7 +51,7 @@ def test_output_of_px_goes_to_ipyparallel_and_ours_to_us(
 
 
 def test_a_new_client_loses_no_output_of_its_first_request(session: Session) -> None:
-    one = session._launcher._registration.controller
+    one = session.launcher._registration.controller
     for number in range(30):  # one in six lost something before the client waited for its output
         if one._client is not None:
             one._client.close()
@@ -120,7 +120,7 @@ def test_the_end_of_the_controller_leaves_the_ranks_alone(start) -> None:
     session = start(2)
     session.execute("kept = 1")
     session.client  # noqa: B018
-    os.killpg(session._launcher._registration.controller._cluster.controller.pid, signal.SIGKILL)
+    os.killpg(session.launcher._registration.controller._cluster.controller.pid, signal.SIGKILL)
     time.sleep(1.0)
     assert list(session.evaluate("kept").values()) == [1, 1]
 

@@ -283,7 +283,7 @@ def test_a_kernel_that_ends_in_the_midst_of_a_restart_leaves_ranks_that_can_be_r
     kernels.leave(
         "session = Session(2, name='halfway', keep=60)\n"
         "session.execute('value = rank')\n"
-        "session._launcher._launch = lambda *args: (say('ready'), time.sleep(60))\n"
+        "session.launcher._launch = lambda *args: (say('ready'), time.sleep(60))\n"
         "session.restart([1])"
     )
     session = kernels.attach("halfway")
@@ -337,7 +337,7 @@ def test_a_broken_group_is_connected_anew_by_who_attaches(kernels: Kernels) -> N
     kernels.leave(
         "session = Session(2, name='broken', keep=60)\n"
         "session.execute('value = rank')\n"
-        "session._launcher.abort('stop', 'it was stopped')\n"
+        "session.launcher.abort('stop', 'it was stopped')\n"
         "time.sleep(0.3)"
     )
     session = kernels.attach("broken")

@@ -501,7 +501,7 @@ def test_ctrl_c_stops_a_run_and_the_session_goes_on() -> None:
 
 def test_everything_is_in_a_folder_that_only_the_user_can_open(start) -> None:
     session = start(1)
-    folder = Path(session._launcher.folder)
+    folder = Path(session.launcher.folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     names = {path.name for path in folder.iterdir()}
     sockets = ("agent", "requests", "output", "control")

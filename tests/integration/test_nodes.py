@@ -50,7 +50,7 @@ def apart(ranks: int, **options: Any) -> Session:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalLauncher, "shares_board", False)
         session = Session(ranks, nodes=2, **options)
-    session._launcher.shares_board = False
+    session.launcher.shares_board = False
     return session
 
 
@@ -62,7 +62,7 @@ def four_apart() -> Iterator[Session]:
 
 
 def relay(session: Session, node: int = 1) -> Relay:
-    found = session._launcher.channel.payloads.relays.of(node)
+    found = session.launcher.channel.payloads.relays.of(node)
     assert found is not None
     return found
 
@@ -75,7 +75,7 @@ def crossed(session: Session) -> tuple[int, int]:
 
 def processes(session: Session) -> dict[str, psutil.Process]:
     """The agent and the relay of the second node."""
-    agent = psutil.Process(session._launcher._agents.pid(1))
+    agent = psutil.Process(session.launcher._agents.pid(1))
     return {"agent": agent, "relay": relay_of(agent)}
 
 
@@ -381,7 +381,7 @@ def test_operations_that_match_are_never_said_not_to(four_apart: Session) -> Non
 
 def messages(session: Session) -> int:
     """Messages that went to the second node by now."""
-    return session._launcher.channel.links.sent[1]
+    return session.launcher.channel.links.sent[1]
 
 
 def test_a_call_is_one_message_for_a_node(four: Session) -> None:
@@ -658,7 +658,7 @@ def test_an_agent_is_replaced_whose_process_takes_long_to_end(
     start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = start(2, nodes=2)
-    agents = session._launcher._agents
+    agents = session.launcher._agents
     old, runs = agents.pid(1), agents.runs
     monkeypatch.setattr(
         agents, "runs", lambda node=0: (node == 1 and agents.pid(1) == old) or runs(node)
@@ -674,7 +674,7 @@ def test_with_the_first_agent_the_session_ends_and_starts_anew(
 ) -> None:
     session = start(4, nodes=2)
     pids = [info.pid for info in session.infos]
-    os.kill(session._launcher._agents.pid(0), signal.SIGKILL)
+    os.kill(session.launcher._agents.pid(0), signal.SIGKILL)
     until(lambda: "its agent is gone" in session.status())
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     with pytest.raises(EngineDiedError, match="agent"):

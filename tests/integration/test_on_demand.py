@@ -47,7 +47,7 @@ def has_heart_monitor(controller: int) -> bool:
 
 def is_registered(session: Session) -> list[bool]:
     """Which ranks have become ipyparallel's engines."""
-    ids = session._launcher._monitor.engine_ids
+    ids = session.launcher._monitor.engine_ids
     return [rank in ids for rank in session.ranks]
 
 
@@ -200,7 +200,7 @@ def test_dead_ranks_and_agents_are_named_at_once(start: Callable[..., Session]) 
         assert time.monotonic() < deadline
     with pytest.raises(SessionStateError, match=r"rank 1 has died: session.restart\(\[1\]\)"):
         session.client  # noqa: B018
-    os.kill(session._launcher._agents.pid(), signal.SIGKILL)
+    os.kill(session.launcher._agents.pid(), signal.SIGKILL)
     while "agent is gone" not in session.status():
         assert time.monotonic() < deadline
     with pytest.raises(SessionStateError, match=r"session\.restart\(\) brings them back"):
@@ -285,7 +285,7 @@ def test_a_controller_listens_on_ports_that_were_held_for_it(tmp_path: Path) -> 
 def test_a_heart_monitor_ends_with_its_controller(start: Callable[..., Session]) -> None:
     session = start(1)
     session.client  # noqa: B018
-    process = session._launcher._registration.controller._cluster.controller.process
+    process = session.launcher._registration.controller._cluster.controller.process
     children = process.children()
     assert children
     process.kill()

@@ -69,7 +69,7 @@ def test_an_agent_that_is_started_anew_imports_it_too(
     session.preload("again_library")
     agent = psutil.Process(session.evaluate("__import__('os').getppid()")[1])
     agent.kill()
-    until(lambda: session._launcher.dead_ranks(), "the end of the agent")
+    until(lambda: session.launcher.dead_ranks(), "the end of the agent")
     session.restart()
     assert has(session, "again_library") == [True, True]
 
@@ -197,7 +197,7 @@ def test_a_rank_that_dies_while_a_module_is_tried_is_told_of_meanwhile(
     def kill_and_see() -> None:
         until(lambda: os.path.exists(begun))
         os.kill(session.infos[1].pid, signal.SIGKILL)
-        until(lambda: session._launcher.dead_ranks(), "the death")
+        until(lambda: session.launcher.dead_ranks(), "the death")
 
     with Press(session, lambda: open(go, "w").close(), kill_and_see):
         session.preload("waits")

@@ -88,7 +88,7 @@ def test_stop_asks_nobody_who_waits_in_a_collective(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Sequence[int]] = []
-    request_stacks = session._launcher.request_stacks
+    request_stacks = session.launcher.request_stacks
 
     def noted(ranks: Sequence[int], timeout: float) -> Any:
         asked.append(tuple(ranks))
@@ -98,7 +98,7 @@ def test_stop_asks_nobody_who_waits_in_a_collective(
         asked.clear()
         session.interrupt()
 
-    monkeypatch.setattr(session._launcher, "request_stacks", noted)
+    monkeypatch.setattr(session.launcher, "request_stacks", noted)
     code = WAIT.format(path=str(tmp_path / "never"), then="pass")
     with Press(session, press), pytest.raises(RunInterrupt) as caught:
         session.execute(code, label="In[7]")
@@ -142,7 +142,7 @@ def test_where_something_may_wait_for_a_peer_connections_are_shut(
     for rank, path in enumerate(paths):
         session[rank].run(count_looks, str(path))
     session.execute(code)
-    session._launcher.abort("failed", "the test said so")
+    session.launcher.abort("failed", "the test said so")
     until(paths[0].exists)
     session.execute("if rank == 0 and 'over' in globals(): over.set()")
 
@@ -169,7 +169,7 @@ def test_so_they_are_where_a_widgets_callback_runs(session: Session, tmp_path: P
     number = session[0].run(begin_callback, str(tmp_path))[0]
     session.channel.send_control(0, CommInput("comm_msg", number, {}, {}))
     until((tmp_path / "begun").exists)
-    session._launcher.abort("failed", "the test said so")
+    session.launcher.abort("failed", "the test said so")
     until(looks.exists)
     (tmp_path / "over").touch()
 
@@ -181,6 +181,6 @@ def test_where_nothing_waits_for_a_peer_no_connection_is_looked_for(
     for rank, path in enumerate(paths):
         session[rank].run(count_looks, str(path))
     threads = session.run(lambda: [thread.name for thread in threading.enumerate()])
-    session._launcher.abort("failed", "the test said so")
+    session.launcher.abort("failed", "the test said so")
     time.sleep(0.5)
     assert not any(path.exists() for path in paths), threads

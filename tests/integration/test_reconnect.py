@@ -50,9 +50,9 @@ def check(session: Session, *, kept: bool = True) -> None:
 
 def break_group(session: Session) -> None:
     """What a failure within an operation does, without connecting the group anew."""
-    session._launcher.board.regions[0].set_damaged(layout.OPERATION_FAILED)
-    session._launcher.abort("failed", "the test said so")
-    assert session._launcher.must_reconnect
+    session.launcher.board.regions[0].set_damaged(layout.OPERATION_FAILED)
+    session.launcher.abort("failed", "the test said so")
+    assert session.launcher.must_reconnect
 
 
 def freeze(pid: int) -> None:
@@ -62,8 +62,8 @@ def freeze(pid: int) -> None:
 
 def process_of_store(session: Session) -> psutil.Process:
     """Known by the socket that it listens on."""
-    path = os.path.join(session._launcher.folder, "store.sock")
-    agent = psutil.Process(session._launcher._agents.pid())
+    path = os.path.join(session.launcher.folder, "store.sock")
+    agent = psutil.Process(session.launcher._agents.pid())
     ranks = {info.pid for info in session.infos}
     for child in agent.children():
         if child.pid not in ranks and any(
@@ -210,7 +210,7 @@ def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
     pid = session.infos[1].pid
     freeze(pid)
     break_group(session)
-    pressing = Press(session, press, lambda: until(lambda: session._launcher._reconnect))
+    pressing = Press(session, press, lambda: until(lambda: session.launcher._reconnect))
     pressing.start()
     try:
         if by_signal:
@@ -232,7 +232,7 @@ def test_a_rank_killed_during_a_reconnect_frees_the_others(
     pid = session.infos[1].pid
     freeze(pid)
     break_group(session)
-    is_sent = lambda: session._launcher.board.regions[0].request  # noqa: E731
+    is_sent = lambda: session.launcher.board.regions[0].request  # noqa: E731
     with Press(session, lambda: os.kill(pid, signal.SIGKILL), lambda: until(is_sent)):
         assert "rank 1 died and has to be replaced first" in session.recovery.reconnect()
     assert session[0].evaluate("kept")[0] == 40
@@ -275,7 +275,7 @@ def test_a_store_that_dies_in_a_run_ends_who_waits_in_it_and_nobody_else(session
 
 
 def test_collectives_go_on_without_the_store(session: Session) -> None:
-    is_under_way = lambda: all(region.request for region in session._launcher.board.regions)  # noqa: E731
+    is_under_way = lambda: all(region.request for region in session.launcher.board.regions)  # noqa: E731
     with Press(session, process_of_store(session).kill, lambda: until(is_under_way)):
         session.execute("for _ in range(200):\n    time.sleep(0.005)\n    dist.barrier()")
     check(session)
@@ -290,7 +290,7 @@ def test_a_store_that_dies_in_a_reconnect_is_replaced_and_it_is_tried_again(
     looked = []
 
     def disturb() -> None:
-        until(lambda: session._launcher.board.regions[0].request)
+        until(lambda: session.launcher.board.regions[0].request)
         time.sleep(0.2)
         process_of_store(session).kill()
         looked.append(1)

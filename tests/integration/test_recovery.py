@@ -253,7 +253,7 @@ def test_a_stop_just_as_a_rank_begins_frees_it(
 ) -> None:
     """The others have not begun, and are not to."""
     session = cluster.session
-    launcher, board = session._launcher, session._launcher.board
+    launcher, board = session.launcher, session.launcher.board
     assert board is not None
     go = tmp_path / "go"
     before = session[1:].submit(wait_for_file, str(go))
@@ -280,7 +280,7 @@ def test_a_stop_of_what_is_done_already_says_so(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = cluster.session
-    launcher = session._launcher
+    launcher = session.launcher
     pids = [info.pid for info in session.infos]
     refuse = launcher.refuse
 
@@ -677,7 +677,7 @@ def test_the_end_of_ipyparallels_controller_is_said_and_restart_brings_it_back()
     try:
         session = made.session
         assert session.client.ids == [0, 1]
-        controller = session._launcher._registration.controller._cluster.controller.process
+        controller = session.launcher._registration.controller._cluster.controller.process
         os.killpg(controller.pid, signal.SIGKILL)
         until(lambda: "controller has died" in session.status())
         made.check()

@@ -137,7 +137,7 @@ def test_a_stop_while_a_lost_node_comes_back_is_taken_back(
     assert agent is not None
     agent.kill()
     until(lambda: "rank 1 is dead" in session.status())
-    press_after(monkeypatch, session._launcher._agents, "accept")
+    press_after(monkeypatch, session.launcher._agents, "accept")
     with pytest.raises(RunInterrupt, match="rank 1 has ended"):
         session.restart([1])
     session.restart([1])
@@ -155,7 +155,7 @@ def test_a_stop_while_ranks_of_another_node_are_started_waits_for_none_of_them(
     session = start(2, nodes=2, **backend.options(2))
     session.execute("kept = 40 + rank")
     owner, _, name = waits.rpartition(".")
-    press_after(monkeypatch, attrgetter(owner)(session._launcher), name)
+    press_after(monkeypatch, attrgetter(owner)(session.launcher), name)
     with pytest.raises(RunInterrupt, match="rank 1 has ended"):
         session.restart([1])
     session.restart([1])

@@ -108,7 +108,7 @@ def test_every_port_is_on_the_loopback_interface(running: Session) -> None:
 
 
 def keys_of(session: Session) -> list[str]:
-    files = Path(session._launcher.folder).glob("ipyparallel-*/security/*.json")
+    files = Path(session.launcher.folder).glob("ipyparallel-*/security/*.json")
     facts = [json.loads(path.read_text()) for path in files]
     assert len(facts) == 2
     keys = [fact[name] for fact in facts for name in ("key", "curve_serverkey") if fact.get(name)]
@@ -214,7 +214,7 @@ def plain() -> Iterator[Session]:
 
 
 def reconnect(session: Session) -> None:
-    session._launcher.abort("failed", "so that the group is connected anew")
+    session.launcher.abort("failed", "so that the group is connected anew")
     session.execute("x = torch.ones(1)\ndist.all_reduce(x)")
     assert session.evaluate("x.item()")[0] == 3.0
 
