@@ -414,7 +414,7 @@ def test_many_calls_leave_nothing_in_a_relay(four: Session) -> None:
         four.run(int)
         four[2:].submit(print, "x" * 100).result(20)
     assert resident() - before < 8 << 20
-    flows = four._launcher.channel.links._flows.values()
+    flows = four.launcher.channel.links._flows.values()
     assert not any(flow.held for flow in flows)
     assert all(flow.under_way < 64 for flow in flows)
 
@@ -733,7 +733,7 @@ def test_three_nodes_of_one_rank(start: Callable[..., Session]) -> None:
 
 
 def test_no_socket_of_a_relay_is_open_to_others(four: Session) -> None:
-    folder = Path(four._launcher.folder)
+    folder = Path(four.launcher.folder)
     assert folder.stat().st_mode & 0o077 == 0
     for process in processes(four).values():
         listening = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]

@@ -61,7 +61,7 @@ def press_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 def test_a_stop_as_the_fresh_rank_is_ready_leaves_it_there(
     two: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    press_after(monkeypatch, two._launcher._monitor, "wait_ready")
+    press_after(monkeypatch, two.launcher._monitor, "wait_ready")
     with pytest.raises(RunInterrupt, match="when the fresh ranks were there already"):
         two.restart([1])
     check(two)
@@ -71,7 +71,7 @@ def test_a_stop_as_the_fresh_rank_is_ready_leaves_it_there(
 def test_a_stop_while_a_rank_ends_says_that_it_is_gone(
     two: Session, monkeypatch: pytest.MonkeyPatch, again: list[int] | None
 ) -> None:
-    press_after(monkeypatch, two._launcher._monitor, "wait_exited")
+    press_after(monkeypatch, two.launcher._monitor, "wait_exited")
     text = "rank 1 has ended, and session.restart([1]) starts it. The other ranks keep"
     with pytest.raises(RunInterrupt, match=re.escape(text)):
         two.restart([1])
@@ -87,7 +87,7 @@ def test_a_stop_while_a_rank_ends_says_that_it_is_gone(
 def test_a_second_stop_while_the_first_is_taken_back_leaves_no_rank_between(
     two: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitor = two._launcher._monitor
+    monitor = two.launcher._monitor
     wait_exited = monitor.wait_exited
     presses = 0
 
@@ -111,7 +111,7 @@ def test_a_second_stop_while_the_first_is_taken_back_leaves_no_rank_between(
 def test_a_stop_as_the_fresh_rank_meets_the_others_leaves_it_there(
     two: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    press_after(monkeypatch, two._launcher, "_fork")
+    press_after(monkeypatch, two.launcher, "_fork")
     with pytest.raises(RunInterrupt, match="when the fresh ranks were there already"):
         two.restart([1])
     check(two)
@@ -120,7 +120,7 @@ def test_a_stop_as_the_fresh_rank_meets_the_others_leaves_it_there(
 def test_a_stop_of_the_restart_of_all_ranks_is_taken_back(
     two: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    press_after(monkeypatch, two._launcher, "_fork")
+    press_after(monkeypatch, two.launcher, "_fork")
     with pytest.raises(RunInterrupt, match="all ranks have ended"):
         two.restart()
     two.restart()
@@ -170,7 +170,7 @@ def test_stop_is_pressed_at_any_moment_of_a_restart(two: Session) -> None:
     for _ in range(MOMENTS):
         pauses = [dice.uniform(0, 0.5), *(dice.uniform(0, 0.05) for _ in range(dice.randrange(3)))]
         press_at(pauses, press_stop, lambda: two.restart([1]))
-        if two._launcher.dead_ranks():
+        if two.launcher.dead_ranks():
             two.restart([1])
         check(two)
     assert psutil.Process().num_fds() <= descriptors + 2

@@ -126,12 +126,12 @@ def test_keys_are_in_no_command_line_and_no_environment(running: Session) -> Non
 
 
 def test_files_with_keys_are_the_users_alone(running: Session) -> None:
-    for path in Path(running._launcher.folder).glob("ipyparallel-*/security/*.json"):
+    for path in Path(running.launcher.folder).glob("ipyparallel-*/security/*.json"):
         assert path.stat().st_mode & 0o077 == 0
 
 
 def test_ipyparallel_wants_curve(running: Session) -> None:
-    files = Path(running._launcher.folder).glob("ipyparallel-*/security/*-client.json")
+    files = Path(running.launcher.folder).glob("ipyparallel-*/security/*-client.json")
     facts = json.loads(next(iter(files)).read_text())
     assert facts["curve_serverkey"]
     context = zmq.Context()
@@ -161,11 +161,11 @@ def test_ipyparallel_wants_curve(running: Session) -> None:
     ],
 )
 def test_foreign_frames_are_dropped_and_counted(running: Session, name, frames) -> None:
-    channel = running._launcher.channel
+    channel = running.launcher.channel
     before = channel.malformed
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    path = f"{running._launcher.folder}/{name}-1.sock"
+    path = f"{running.launcher.folder}/{name}-1.sock"
     end = MessageEnd(path, b"anybody") if name == "requests" else None
     try:
         if end is not None:
@@ -190,7 +190,7 @@ def test_foreign_frames_are_dropped_and_counted(running: Session, name, frames) 
     "frames", [[b"junk"], [b"ds1not a pickle"], [b"ds1\x80\x05K\x01.", b"more"]]
 )
 def test_a_rank_drops_frames_that_are_no_request(running: Session, frames) -> None:
-    channel = running._launcher.channel
+    channel = running.launcher.channel
     with channel._lock:
         channel._send_request(channel._identities[0], packed(frames))
         channel._control.send_multipart([channel._identities[0], *frames])
@@ -243,7 +243,7 @@ def test_the_only_port_that_others_reach_is_that_of_torchs_store(plain: Session)
     reconnect(plain)
     port = tcp_store_port(plain)
     ranks = {info.pid for info in plain.infos}
-    agent = psutil.Process(plain._launcher._agents.pid())  # others have sessions, too
+    agent = psutil.Process(plain.launcher._agents.pid())  # others have sessions, too
     listening = {
         process.pid: ports_of(process)
         for process in (agent, *agent.children(recursive=True))
@@ -256,7 +256,7 @@ def test_the_only_port_that_others_reach_is_that_of_torchs_store(plain: Session)
 
 @from_another_user
 def test_nothing_in_the_folder_can_be_reached(running: Session) -> None:
-    folder = Path(running._launcher.folder)
+    folder = Path(running.launcher.folder)
     sockets = [str(path) for path in folder.rglob("*") if path.is_socket()]
     files = [str(path) for path in folder.rglob("*") if path.is_file()]
     assert any(path.endswith("store.sock") for path in sockets)
@@ -324,7 +324,7 @@ def test_torchs_store_holds_nothing_of_the_sessions_and_may_be_disturbed(plain: 
 def test_the_store_answers_its_user_alone_even_where_its_socket_can_be_reached(
     plain: Session,
 ) -> None:
-    folder = plain._launcher.folder
+    folder = plain.launcher.folder
     path = store_server.socket_path(folder)
     os.chmod(path, 0o777)
     os.chmod(folder, 0o755)

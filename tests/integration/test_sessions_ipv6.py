@@ -55,10 +55,10 @@ def test_a_host_that_is_cut_off_is_named_and_comes_back(
 ) -> None:
     monkeypatch.setattr(cluster_hosts, "LOST_S", 60.0)  # however slow the machine is
     future = four.submit(_wait_but_for_one)
-    until(lambda: any(r.operations() for r in four._launcher.board.regions), "a collective")
+    until(lambda: any(r.operations() for r in four.launcher.board.regions), "a collective")
     with lab["gpu2"].unplugged(), pytest.raises(RunError, match="gpu2 has not answered"):
         future.result(30)
-    until(lambda: not four._launcher.silent_hosts(), "gpu2 to answer again")
+    until(lambda: not four.launcher.silent_hosts(), "gpu2 to answer again")
     assert reduced(four) == {4.0}
 
 

@@ -149,7 +149,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_are_free(
 ) -> None:
     pids = [info.pid for info in six.infos]
     future = in_a_barrier(six) if work == "waits" else six.submit(count, 600)
-    until(lambda: any(r.operations() for r in six._launcher.board.regions), "a collective")
+    until(lambda: any(r.operations() for r in six.launcher.board.regions), "a collective")
     with lab["gpu2"].unplugged():
         with pytest.raises(RunError, match=CUT_OFF):
             future.result(30)
@@ -157,8 +157,8 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_are_free(
         with pytest.raises(EngineDiedError, match="gpu2 has not answered"):
             six.run(int)
         assert "gpu2 has not answered" in six.status()
-        assert not six._launcher.dead_ranks()
-    until(lambda: not six._launcher.silent_hosts(), "gpu2 to answer again")
+        assert not six.launcher.dead_ranks()
+    until(lambda: not six.launcher.silent_hosts(), "gpu2 to answer again")
     assert reduced(six) == {6.0}
     assert [info.pid for info in six.infos] == pids
     assert "gpu2" not in six.status()
@@ -172,7 +172,7 @@ def test_a_network_that_comes_back_in_time_costs_no_ranks_though_nothing_is_sent
     pids = [info.pid for info in six.infos]
     with lab["gpu2"].unplugged():
         time.sleep(4.5)  # after which what was sent meanwhile is sent again some 3 s later
-    until(lambda: not six._launcher.silent_hosts(), "gpu2 to answer again")
+    until(lambda: not six.launcher.silent_hosts(), "gpu2 to answer again")
     assert reduced(six) == {6.0}
     assert [info.pid for info in six.infos] == pids
 
@@ -199,7 +199,7 @@ def test_a_host_that_is_stopped_for_three_seconds_is_named_and_costs_nothing(
     delays = {"far": (0.2, 0.0), "lossy": (0.01, 0.02)}
     with lab.delayed("gpu2", *delays[link]) if link in delays else contextlib.nullcontext():
         future = six.submit(count, 10)
-        until(lambda: any(r.request for r in six._launcher.board.regions), "the call's beginning")
+        until(lambda: any(r.request for r in six.launcher.board.regions), "the call's beginning")
         with stopped(lab["gpu2"]):
             began = time.monotonic()
             until(lambda: "gpu2 has not answered for" in six.status(), "its name")
@@ -216,7 +216,7 @@ def test_hosts_that_are_busy_are_not_cut_off(lab: HostLab, six: Session) -> None
     try:
         future = six.submit(count, 50)
         while not future.done():
-            assert not any(host.is_cut_off for host in six._launcher.silent_hosts())
+            assert not any(host.is_cut_off for host in six.launcher.silent_hosts())
             time.sleep(0.1)
         assert list(future.result(60).values()) == [50 * 6.0] * 6
     finally:
@@ -235,7 +235,7 @@ def test_a_host_that_is_lost_is_named_and_taken_in_again(
             lab["gpu2"].crash()
         with pytest.raises(RunError, match=CUT_OFF):
             future.result(30)
-        until(lambda: sorted(six._launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
+        until(lambda: sorted(six.launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
         with pytest.raises(EngineDiedError, match=KILLED["host"]):
             six.run(int)
         assert dict(six.on("gpu1", "gpu3").evaluate("kept")) == {0: 0, 1: 1, 4: 4, 5: 5}
@@ -249,7 +249,7 @@ def test_a_host_that_is_back_when_it_counts_as_gone_is_told_to_end(
     lab: HostLab, six: Session
 ) -> None:
     with lab["gpu2"].unplugged():
-        until(lambda: sorted(six._launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
+        until(lambda: sorted(six.launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
     until(lambda: not lab["gpu2"].processes(), "the end of what was given up")
     assert lab["gpu2"].left() == []
     six.restart(hosts=["gpu2"], restore="kept")
@@ -263,7 +263,7 @@ def test_another_host_takes_the_place_of_one_that_is_cut_off(
     with lab["gpu2"].unplugged():
         with pytest.raises(RunError, match=CUT_OFF):
             future.result(30)
-        until(lambda: sorted(six._launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
+        until(lambda: sorted(six.launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
         six.restart(hosts={"gpu2": "gpu4"}, restore="kept")
         assert [host.name for host in six.hosts] == ["gpu1", "gpu4", "gpu3"]
         assert dict(six.on("gpu4").run(lambda: os.uname().nodename)) == {2: "gpu4", 3: "gpu4"}

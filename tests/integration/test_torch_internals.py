@@ -157,7 +157,7 @@ def test_gloo_goes_on_listening_where_members_connect_when_they_first_need_to(
         count = lazy.execute(LISTENING, fetch=True)
         assert count is not None
         assert dict(count) == {0: 2, 1: 2}
-        lazy._launcher.abort("failed", "so that the group is connected anew")
+        lazy.launcher.abort("failed", "so that the group is connected anew")
         lazy.execute("dist.all_reduce(probe)\ndist.all_reduce(probe, group=pair)")
 
 

@@ -265,7 +265,7 @@ def test_who_is_cut_off_is_asked_nothing_and_who_is_dead_by_now_is_told_as_dead(
         infos=[SimpleNamespace(rank=rank, pid=rank) for rank in range(2)],
     )
     recovery = Recovery.__new__(Recovery)
-    recovery._launcher = lambda: played
+    recovery.launcher = played
     recovery.check_reach([0])
     cut_off = pytest.raises(EngineDiedError, match="gpu2 has not answered for 3 s")
     with contextlib.nullcontext() if is_dead else cut_off:
