@@ -43,6 +43,8 @@ UNDISTURBED_S = 1.0
 """Seconds for which an attempt goes on although somebody stops it. Ranks that have met connect in
 some milliseconds. Should one of them be stopped within these, nothing would end the wait of the
 others for it: gloo (torch 2.13) waits for a connection until its limit is over."""
+TOLD_TIMEOUT_S = 0.5
+"""Seconds that ranks have to hear that the group is not connected."""
 POLL_S = 0.002
 HALTED_S = 0.5
 """A process that is stopped for so long is no longer waited for."""
@@ -106,6 +108,7 @@ class _Ranks(Protocol):
     def processes(self) -> RankProcesses: ...
     def dead_ranks(self) -> Mapping[int, EngineDiedError]: ...
     def silent_hosts(self) -> tuple[SilentHost, ...]: ...
+    def request_stacks(self, ranks: Sequence[int], timeout: float) -> Mapping[int, object]: ...
     def abort(
         self, reason: AbortReason, text: str, *, interrupt: int = 0, refuse: Sequence[int] = ()
     ) -> None: ...
@@ -269,6 +272,11 @@ class Reconnect:
         """Nobody waits in an attempt any more, and operations say why they cannot begin."""
         text = f"the process group is not connected: {self._problem}."
         self._launcher.abort(AbortReason.FAILED, text, refuse=requests)
+        # A request takes another way to them, and what comes first would be begun, or tell why the
+        # group was given up before. Who is asked something on the same way has heard of this.
+        gone, processes = self._launcher.dead_ranks(), self._launcher.processes
+        told = [r for r in self._ranks if r not in gone and processes.state(r) not in STOPPED]
+        self._launcher.request_stacks(told, TOLD_TIMEOUT_S)
 
     def _check(self, pending: PendingRequest) -> None:
         """Called now and then during an attempt; ends it where it cannot succeed."""

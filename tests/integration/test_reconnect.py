@@ -55,6 +55,30 @@ def break_group(session: Session) -> None:
     assert session.launcher.must_reconnect
 
 
+HEAR_LATE = """
+import gc, time
+from distsession.engine.rank import Rank
+(itself,) = (each for each in gc.get_objects() if type(each) is Rank)
+plain = itself._abort
+def late(message):
+    time.sleep(0.05)
+    plain(message)
+itself._abort = late
+"""
+
+
+def test_what_prevents_it_is_told_also_where_ranks_hear_of_it_late(session: Session) -> None:
+    """A request takes another way to them than what is said past it."""
+    session.execute(HEAR_LATE)
+    break_group(session)
+    session.launcher.board.regions[1].set_damaged(layout.DEVICE_LOST)
+    with pytest.raises(RunError, match=r"rank 1 has lost the device .* session\.restart\(\[1\]"):
+        session.execute(SUM)
+    session.restart()
+    session.execute("kept = 40 + rank")
+    check(session)
+
+
 def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     until(lambda: process_state(pid) == "T")
