@@ -3,7 +3,8 @@
 Requests and answers take a stream to each rank, output and what must pass them sockets of zmq. To
 ranks of the kernel's own node that is one hop; to those of another, a second one through its
 relay. Requests leave from whichever thread makes them, straight on the socket; one thread receives
-everything. The folder can be opened by its user alone, which is the authentication of all of it.
+everything, but for the answers to a short call (see ``receiving``). The folder can be opened by its
+user alone, which is the authentication of all of it.
 """
 
 from __future__ import annotations
