@@ -521,7 +521,7 @@ class SocketChannel(Channel):
             ready = dict(poller.poll(SHARE_MS if is_told or not reading else None))
             if ranks in ready:
                 for frames in self._receiving.receive():
-                    self._take(frames, self._dispatch)
+                    self._take(frames)
             if self._output in ready:
                 self._drain_output()
             if self._wake_reader in ready:
@@ -530,7 +530,7 @@ class SocketChannel(Channel):
                     self._calls.popleft()()
             if links in ready:
                 for frames in self.links.receive():
-                    self._take(frames, self._dispatch)
+                    self._take(frames)
             if is_told:
                 self._share_peer_words()
             if relays in ready and not self._closed:
@@ -554,22 +554,40 @@ class SocketChannel(Channel):
                 frames = receive(self._output)
             except zmq.Again:
                 return
-            self._take(frames, self._dispatch)
+            self._take(frames)
 
     def receive_for(self, pending: PendingRequest, until: float) -> None:
         def is_over() -> bool:
             return pending.has_event or self._closed
 
         pending.on_event = self._receiving.wake
-        for frames in self._receiving.receive_until(is_over, until):
-            self._take(frames, self._dispatch_answer)
-        pending.on_event = nobody_listens
+        try:
+            for messages in self._receiving.receive_until(is_over, until):
+                self._take_answers(deque(messages))
+        finally:
+            pending.on_event = nobody_listens
 
-    def _take(
-        self,
-        frames: Sequence[bytes | memoryview],
-        dispatch: Callable[[Any, Sequence[Any]], None],
-    ) -> None:
+    def _take_answers(self, messages: deque[list[bytes]]) -> None:
+        """Not by the channel's thread, to which all is left that is no plain answer."""
+        try:
+            while messages:
+                self._take_answer(messages[0])
+                messages.popleft()
+        finally:  # a handler of a signal of the user's may raise here; to take one twice is no harm
+            for frames in messages:
+                self._call_soon(partial(self._take, frames))
+
+    def _take_answer(self, frames: list[bytes]) -> None:
+        try:
+            message, payload = decode(frames)
+        except MalformedMessage:  # which is told there
+            message, payload = None, ()
+        if isinstance(message, Reply) and not isinstance(payload, (Shared, Buffered)):
+            self._note_reply(message, payload)
+        else:
+            self._call_soon(partial(self._take, frames))
+
+    def _take(self, frames: Sequence[bytes | memoryview]) -> None:
         """Take in what a rank has sent."""
         try:
             message, payload = decode(frames)
@@ -580,7 +598,7 @@ class SocketChannel(Channel):
                 payload = self.payloads.open(payload)
             elif isinstance(payload, Buffered):
                 raise MalformedMessage("what only this process may send")
-            dispatch(message, payload)
+            self._dispatch(message, payload)
         except MalformedMessage as error:
             self.malformed += 1
             log.warning("dropped a malformed message: %s", error)
@@ -612,16 +630,9 @@ class SocketChannel(Channel):
 
         self.payloads.fetch(shared, is_wanted, note, done)
 
-    def _dispatch_answer(self, message: Any, payload: Sequence[Any]) -> None:
-        """Not by the channel's thread, to which all else is left."""
-        if isinstance(message, Reply):
-            self._take_answer(message, payload)
-        else:
-            self._call_soon(partial(self._dispatch, message, payload))
-
     def _dispatch(self, message: Any, payload: Sequence[Any]) -> None:
         if isinstance(message, Reply):
-            self._take_answer(message, payload)
+            self._note_reply(message, payload)
         elif isinstance(message, (StackReply, CompletionReply)):
             with self._answered:
                 if message.number in self._answers:
@@ -638,7 +649,7 @@ class SocketChannel(Channel):
         else:
             self._on_event(message)
 
-    def _take_answer(self, reply: Reply, payload: Sequence[Any]) -> None:
+    def _note_reply(self, reply: Reply, payload: Sequence[Any]) -> None:
         if reply.reason is not None:
             reply = replace(reply, reason=self.complete(reply.reason))
         self._note_answer(reply.rank, reply.id)

@@ -73,7 +73,9 @@ class Receiving:
         self._epoll.modify(self._listener.descriptor, select.EPOLLIN)
         self._right.release()
 
-    def receive_until(self, is_over: Callable[[], bool], deadline: float) -> Iterator[list[bytes]]:
+    def receive_until(
+        self, is_over: Callable[[], bool], deadline: float
+    ) -> Iterator[list[list[bytes]]]:
         """Messages as they come, if this thread has taken the right to receive them.
 
         Args:
@@ -90,8 +92,7 @@ class Receiving:
                     return
                 found = self._listener.receive(left)
                 self._is_waiting = False
-                for _, frames in found:
-                    yield frames
+                yield [frames for _, frames in found]
         finally:
             self._is_waiting = False
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,36 @@ def test_a_stop_at_any_moment_is_heeded_at_once(session: Session) -> None:
         thread.join()
         assert set(session.evaluate("rank + 1").values()) == {1, 2}
     assert max(took) < LIMIT_S / 2
+
+
+def test_a_handler_that_raises_while_an_answer_is_taken_in_loses_none(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Over(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Over
+
+    note, due = session.channel._note_reply, []
+
+    def rung(reply: Any, payload: Any) -> None:
+        if due and threading.current_thread() is threading.main_thread():
+            due.clear()
+            signal.raise_signal(signal.SIGALRM)
+        note(reply, payload)
+
+    monkeypatch.setattr(session.channel, "_note_reply", rung)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for _ in range(20):
+            due.append(True)
+            with pytest.raises(Over):
+                session.run(int)
+            assert dict(session.run(int)) == dict.fromkeys(range(RANKS), 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not any(session.channel.is_busy(rank) for rank in session.ranks)
 
 
 def test_an_error_is_told_like_any_other(session: Session) -> None:

@@ -6,6 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ class Ends:
         """As one that waits for so many messages does."""
         found: list[list[bytes]] = []
         deadline = time.monotonic() + seconds
-        for frames in self.receiving.receive_until(lambda: len(found) == most, deadline):
-            found.append(frames)
+        is_over = partial(lambda found: len(found) == most, found)
+        for messages in self.receiving.receive_until(is_over, deadline):
+            found += messages
         return found
 
 
