@@ -1,4 +1,4 @@
-"""Work that Ctrl-C must not leave half done."""
+"""Work that Ctrl-C, or an alarm whose handler raises, must not leave half done."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ _held = 0
 class interrupts_held:
     """Let a Ctrl-C in the main thread wait until a block is over.
 
+    So does SIGALRM where it has a handler, by which programs end what takes them too long.
+
     Args:
         hurry: Called for each Ctrl-C meanwhile, so that the block can come to its end at once.
         forget: Do not pass it on afterwards: the interpreter ends anyway.
@@ -33,8 +35,9 @@ class interrupts_held:
 
     def __init__(self, hurry: Callable[[], object] | None = None, *, forget: bool = False):
         self._hurry, self._forget = hurry, forget
-        self._came = self._holds = False
+        self._came = self._rang = self._holds = False
         self._before: Any = None
+        self._alarm: Any = None
 
     def __enter__(self) -> None:
         global _held
@@ -44,12 +47,18 @@ class interrupts_held:
             or _get_handler(signal.SIGINT) is None  # it is not Python's, and cannot be put back
         ):
             return
+        if callable(alarm := _get_handler(signal.SIGALRM)):  # first: it may raise until then
+            self._alarm = alarm
+            _set_handler(signal.SIGALRM, self._note)
         self._before = _set_handler(signal.SIGINT, self._note)
         self._holds = True
         _held += 1
 
-    def _note(self, *_: object) -> None:
-        self._came = True
+    def _note(self, number: int, _: object) -> None:
+        if number == signal.SIGALRM:
+            self._rang = True
+        else:
+            self._came = True
         if self._hurry is not None:
             self._hurry()
 
@@ -64,12 +73,15 @@ class interrupts_held:
             return
         self._holds = False
         _held -= 1
-        if self._forget:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            return
-        _set_handler(signal.SIGINT, self._before)
-        if self._came:
-            signal.raise_signal(signal.SIGINT)
+        _set_handler(signal.SIGINT, _signal.SIG_IGN if self._forget else self._before)
+        try:
+            if self._alarm is not None:
+                _set_handler(signal.SIGALRM, self._alarm)
+            if self._rang:
+                signal.raise_signal(signal.SIGALRM)
+        finally:
+            if self._came and not self._forget:
+                signal.raise_signal(signal.SIGINT)
 
 
 class InterruptHold:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -148,3 +148,52 @@ def test_afterwards_the_handler_is_the_one_that_was_there(handler: Any) -> None:
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Rang(Exception):
+    pass
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[int, object], None]]:
+    """A handler that raises, as of programs that end what takes them too long."""
+
+    def ring(number: int, frame: object) -> None:
+        raise Rang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield ring
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_alarm_waits_until_a_held_block_is_over(alarm: Callable[[int, object], None]) -> None:
+    done = []
+
+    def work() -> None:
+        with interrupts_held(lambda: done.append("hurried")), interrupts_held():
+            signal.raise_signal(signal.SIGALRM)
+            done.append("over")
+
+    with pytest.raises(Rang):
+        work()
+    assert done == ["hurried", "over"]
+    assert signal.getsignal(signal.SIGALRM) is alarm
+
+
+def test_an_alarm_does_not_take_the_place_of_a_ctrl_c(alarm: Callable[[int, object], None]) -> None:
+    def work() -> None:
+        with interrupts_held():
+            signal.raise_signal(signal.SIGALRM)
+            press()
+
+    before = signal.getsignal(signal.SIGINT)
+    assert interrupts(work)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGALRM) is alarm
+
+
+def test_an_alarm_that_nobody_handles_is_left_alone() -> None:
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    with interrupts_held():
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
