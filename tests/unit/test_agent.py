@@ -911,14 +911,19 @@ def test_agents_of_one_folder_rehearse_apart(host: Host) -> None:
     assert os.listdir(host.folder) == ["logs"]
 
 
-def test_preloading_ends_a_rehearsal_and_begins_with_another(
-    host: Host, spares: Callable[[], list[int]], torch_here: SimpleNamespace
-) -> None:
+def rehearsing(host: Host) -> int:
+    """Have a rehearsal that never comes to its end; gives its pid."""
     host.begin = pause
     host.start(pause)
     while host.agent._rehearsal is None:
         host.agent._later.pop(0)()
-    pid = host.agent._rehearsal.pid
+    return host.agent._rehearsal.pid
+
+
+def test_preloading_ends_a_rehearsal_and_begins_with_another(
+    host: Host, spares: Callable[[], list[int]], torch_here: SimpleNamespace
+) -> None:
+    pid = rehearsing(host)
     for _ in range(2):
         host.agent._handle(PreloadRequest(8, ("json",), ()))
     assert process_state(pid) in GONE
@@ -985,11 +990,7 @@ def test_a_rehearsal_that_comes_to_nothing_keeps_no_spare_from_being_made(
 def test_a_rehearsal_that_is_under_way_is_not_left(
     host: Host, spares: Callable[[], list[int]], ends: str
 ) -> None:
-    host.begin = pause
-    host.start(pause)
-    while host.agent._rehearsal is None:
-        host.agent._later.pop(0)()
-    pid = host.agent._rehearsal.pid
+    pid = rehearsing(host)
     match ends:
         case "by itself":
             os.kill(pid, signal.SIGKILL)
