@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import zmq
 
 from distsession.cluster.channel import SocketChannel
+from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError, SessionStateError
@@ -180,6 +182,53 @@ def kernel() -> Iterator[Kernel]:
 def beside() -> Iterator[Callable[..., Future[Any]]]:
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit
+
+
+# --- who waits for a request receives its answers -------------------------------------------------
+
+
+def received_for(kernel: Kernel, happens: Callable[[], object]) -> PendingRequest:
+    """A request whose answers this thread receives until something happens, which it has to see."""
+    with InterruptHold() as interrupts:
+        pending = kernel.channel.submit([0], cell, [], interrupts=interrupts)
+        timer = threading.Timer(0.05, happens)
+        timer.start()
+        began = time.monotonic()
+        kernel.channel.receive_for(pending, began + LONG_S)
+        timer.join()
+        assert time.monotonic() - began < LONG_S / 2
+    return pending
+
+
+def test_an_answer_ends_the_wait_of_who_receives_it(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    pending = received_for(kernel, lambda: rank.reply(1))
+    assert pending.replies.keys() == {0}
+
+
+def test_what_the_channels_thread_has_for_a_run_ends_that_wait(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+    assert received_for(kernel, lambda: rank.write(1, "x")).has_event
+    assert received_for(kernel, lambda: kernel.channel.mark_dead(death(0))).deaths.keys() == {0}
+
+
+def test_a_ctrl_c_ends_that_wait_and_is_raised_then(kernel: Kernel) -> None:
+    kernel.add_rank(0)
+    with pytest.raises(KeyboardInterrupt):
+        received_for(kernel, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def test_what_is_no_answer_is_left_to_the_channels_thread(kernel: Kernel) -> None:
+    rank = kernel.add_rank(0)
+
+    def tell_and_answer() -> None:
+        rank.tell()
+        rank.stream.send([b"what is no message"])
+        rank.reply(1)
+
+    received_for(kernel, tell_and_answer)
+    until(lambda: [type(event) for event in kernel.events] == [RankFailed])
+    until(lambda: kernel.channel.malformed == 1)
 
 
 # --- small payloads, which ranks copy -------------------------------------------------------------
