@@ -470,6 +470,7 @@ class SocketChannel(Channel):
     def _send_request(self, identity: bytes, message: Packed) -> None:
         send_to = self._rank_streams.send
         if not send_to(identity, message):
+            self._receiving.give_back()  # somebody has to take in that it connects
             self._try_until_connected(lambda: send_to(identity, message), identity)
 
     def _send_control(self, identity: bytes, frames: list[Any]) -> None:

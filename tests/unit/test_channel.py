@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from distsession.cluster.channel import SocketChannel
+from distsession.cluster.channel import CONNECT_TIMEOUT, SocketChannel
 from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
@@ -189,6 +189,7 @@ def beside() -> Iterator[Callable[..., Future[Any]]]:
 
 def received_for(kernel: Kernel, happens: Callable[[], object]) -> PendingRequest:
     """A request whose answers this thread receives until something happens, which it has to see."""
+    until(lambda: kernel.channel._rank_streams.find(b"0.0"), "the rank's connection")
     with InterruptHold() as interrupts:
         pending = kernel.channel.submit([0], cell, [], interrupts=interrupts)
         timer = threading.Timer(0.05, happens)
@@ -198,6 +199,18 @@ def received_for(kernel: Kernel, happens: Callable[[], object]) -> PendingReques
         timer.join()
         assert time.monotonic() - began < LONG_S / 2
     return pending
+
+
+def test_who_is_to_receive_answers_leaves_it_where_a_rank_has_to_connect_first(
+    kernel: Kernel,
+) -> None:
+    for generation in range(20):
+        rank = kernel.add_rank(0, generation)
+        with InterruptHold() as interrupts:
+            began = time.monotonic()
+            kernel.channel.submit([0], cell, [], interrupts=interrupts)
+            assert time.monotonic() - began < CONNECT_TIMEOUT
+        assert rank.receive()[0].source == "1"
 
 
 def test_an_answer_ends_the_wait_of_who_receives_it(kernel: Kernel) -> None:
