@@ -18,7 +18,6 @@ That has to be certain, for a value must never change by itself:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import os
@@ -29,13 +28,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from distsession.engine.pages import changed_pages
+from distsession.protocol.large_pages import FileMemory
 from distsession.protocol.shared_memory import (
     KEEP,
     KEPT,
     Handed,
     Returns,
     map_private,
-    mapping,
     split,
 )
 
@@ -68,15 +67,9 @@ class _Mapping:
         try:
             self.key = facts.st_ino
             self.returns = Returns(own, facts.st_size)
-            self._memory = mapping(
-                own,
-                facts.st_size - mmap.PAGESIZE,
-                mmap.MAP_PRIVATE,
-                mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            self._memory = FileMemory(own, facts.st_size - mmap.PAGESIZE, mmap.MAP_PRIVATE)
         finally:
             os.close(own)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._unused = object()
         """Has one reference, as the memory has where nobody uses it."""
         self._place = 0
@@ -88,7 +81,7 @@ class _Mapping:
     def is_in_use(self) -> bool:
         """Whether a buffer of it is left, in this process."""
         # How much the question itself adds depends on Python's version, but is the same for both.
-        return sys.getrefcount(self._memory) != sys.getrefcount(self._unused)
+        return sys.getrefcount(self._memory.mapped) != sys.getrefcount(self._unused)
 
     @property
     def was_forked(self) -> bool:
@@ -97,8 +90,8 @@ class _Mapping:
     def lend(self, place: int, sizes: Sequence[int]) -> list[memoryview]:
         """The frames in it, which are to be returned at this place."""
         self._place, self._forks = place, _forks
-        self._memory.madvise(mmap.MADV_DOFORK)
-        return split(memoryview(self._memory), sizes)
+        self._memory.advise(mmap.MADV_DOFORK)
+        return split(self._memory.view(), sizes)
 
     def forget_changes(self) -> None:
         """See what the sender has written, everywhere.
@@ -106,9 +99,10 @@ class _Mapping:
         Raises:
             OSError: The system does not say what was changed here.
         """
-        for begin, end in changed_pages(self._address, len(self._memory)):
-            self._memory.madvise(mmap.MADV_DONTNEED, begin - self._address, end - begin)
-        self._memory.madvise(mmap.MADV_DONTFORK)
+        memory = self._memory
+        for begin, end in changed_pages(memory.address, memory.length):
+            memory.advise(mmap.MADV_DONTNEED, begin - memory.address, end - begin)
+        memory.advise(mmap.MADV_DONTFORK)
 
     def give_back(self) -> None:
         """The sender may write to it from here on."""

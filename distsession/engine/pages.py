@@ -16,6 +16,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from distsession.protocol.large_pages import LARGE_PAGE, MADV_COLLAPSE
+
 __all__ = [
     "Pages",
     "Ranges",
@@ -45,9 +47,6 @@ class Pages:
 
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, Linux 5.14
-_MADV_COLLAPSE = 25  # Linux 6.1
-_LARGE = 2 << 20
-"""Bytes of a large page. Where these are others, or it is an older Linux, the system refuses."""
 _IS_PRESENT, _IS_EXCLUSIVE = 1 << 63, 1 << 56
 """Bits of /proc/PID/pagemap: a page is in memory, and no other process has it (Linux 4.2)."""
 _IS_SWAPPED, _IS_OF_FILE = 1 << 62, 1 << 61
@@ -69,8 +68,10 @@ def use_large_pages() -> int:
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     done = 0
     for begin, end in _memory("self", of_files=False):
-        for address in range(-(-begin // _LARGE) * _LARGE, end - _LARGE + 1, _LARGE):
-            if not madvise(ctypes.c_void_p(address), ctypes.c_size_t(_LARGE), _MADV_COLLAPSE):
+        for address in range(
+            -(-begin // LARGE_PAGE) * LARGE_PAGE, end - LARGE_PAGE + 1, LARGE_PAGE
+        ):
+            if not madvise(ctypes.c_void_p(address), ctypes.c_size_t(LARGE_PAGE), MADV_COLLAPSE):
                 done += 1
             elif ctypes.get_errno() == errno.ENOMEM:
                 return done  # what is there need not be got by swapping

@@ -301,6 +301,7 @@ def gather(requests: Requests, ranks: Sequence[int], name: str, dim: int) -> Any
     else:
         shape, at = _whole_of_parts(name, {r: s.shape for r, s in shards.items()}, dim)
     with Segment([math.prod(shape) * first.dtype.itemsize]) as whole:
+        whole.find_memory()
         found = requests.call(
             ranks, lambda number: FillRequest(number, name, shape, at), whole, verb="bringing"
         )

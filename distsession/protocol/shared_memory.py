@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distsession.errors import DOCTOR_REMEDY, SerializationError
+from distsession.protocol.large_pages import LARGE_PAGE, FileMemory, map_file
 from distsession.protocol.messages import Buffered, Shared
 from distsession.protocol.tensor_memory import RemoteBytes, size_of
 
@@ -50,7 +51,6 @@ __all__ = [
     "length_of",
     "map_private",
     "map_shared",
-    "mapping",
     "nbytes",
     "offer",
     "offsets",
@@ -72,12 +72,14 @@ COPIED = 256 << 20
 """The same where the memory is there. From about 100 MB in one piece on, the C library passes the
 caches by, and takes little more than half of the time."""
 
-SHARED_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-"""Where the system says whether shared memory may lie in large pages."""
-
 HUGE = 8 << 20
 """Bytes from which memory is asked for in large pages: a third of the time of the first touch, and
 at most one of them (2 MB) more than is needed."""
+
+PROBED, SLOW_S = 4 << 20, 0.002
+"""Bytes that tell whether large pages are at hand, and seconds of processor time from which on they
+are not: small ones take 1.3 ms, and large ones a third of it, unless the system has to move others
+out of their way, or to ask the host of a virtual machine for what it has given back to it."""
 
 BOUNCE = 1 << 20
 """Bytes of the buffer through which new memory is filled from a socket: the system finds memory
@@ -142,7 +144,7 @@ class Returns:
 
     def __init__(self, descriptor: int, size: int):
         self._page = memoryview(
-            mapping(
+            map_file(
                 descriptor,
                 mmap.PAGESIZE,
                 mmap.MAP_SHARED,
@@ -206,17 +208,18 @@ class Segment:
         finally:
             os.close(first)
         self._is_written = False
-        self._memory: memoryview | None = None
+        self._may_be_large = self.capacity >= HUGE
+        self._found = 0
+        """Bytes up to which it lies in large pages, before it is written to."""
+        self._spent = 0.0
+        """Seconds of processor time that it took to find them."""
+        self._memory: FileMemory | None = None
         if may_return:
             try:
                 self._returns = Returns(self.descriptor, size)
             except BaseException:
                 self.close()
                 raise
-        if self.capacity >= HUGE and _has_shared_huge():
-            # Only who maps it can ask for large pages. Receivers find them in a fifth of the time.
-            self._mapped(mmap.MADV_HUGEPAGE)
-            self._is_written = True
 
     @property
     def is_free(self) -> bool:
@@ -250,16 +253,47 @@ class Segment:
         self._returns.lend(self._lent)
         return self._lent
 
+    def find_memory(
+        self, end: int | None = None, between: Callable[[], None] | None = None
+    ) -> None:
+        """Have the system find memory before it is written to, if it gives large pages.
+
+        Receivers find these in a fifth of the time, too.
+
+        Args:
+            end: Up to which byte. Default: all of it.
+            between: Is called now and then, and may raise.
+        """
+        end = self.capacity if end is None else end
+        if self._is_written or not self._may_be_large or end <= self._found:
+            return
+        memory = self._memory or FileMemory(self.descriptor, self.capacity, mmap.MAP_SHARED)
+        self._memory = memory
+        while self._found < end:
+            began = time.thread_time()
+            has_found = memory.collapse(self._found, LARGE_PAGE)
+            self._spent += time.thread_time() - began
+            if has_found:
+                self._found += LARGE_PAGE
+            is_slow = self._spent > SLOW_S and self._found <= PROBED
+            if is_slow or not has_found:
+                self._may_be_large, self._memory = False, None
+                return
+            if between is not None and self._found % CHUNK == 0:
+                between()
+
     def write(self, frames: Sequence[Any], progress: Progress | None = None) -> None:
         """Write all frames."""
         total, done = nbytes(frames), 0
+        tell = progress or (lambda _done, _total: None)
         for frame, (at, _) in zip(frames, offsets(self.sizes), strict=True):
             for rest in _pieces(frame):
                 while rest:
-                    written = self._write(rest, at)
+                    part = rest[:COPIED]
+                    self.find_memory(at + len(part), lambda: tell(done, total))  # noqa: B023
+                    written = self._write(part, at)
                     rest, at, done = rest[written:], at + written, done + written
-                    if progress is not None:
-                        progress(done, total)
+                    tell(done, total)
         self._is_written = True
 
     def _write(self, data: memoryview, at: int) -> int:
@@ -267,11 +301,14 @@ class Segment:
 
         The system finds memory faster for a write; memory that is there is faster mapped.
         """
-        if not self._is_written:
+        if not self._is_there(at + len(data)):
             return os.pwrite(self.descriptor, data[:CHUNK], at)
-        part = data[:COPIED]
-        self._mapped()[at : at + len(part)] = part
-        return len(part)
+        self._mapped()[at : at + len(data)] = data
+        return len(data)
+
+    def _is_there(self, end: int) -> bool:
+        """Whether its memory is, up to a byte."""
+        return self._is_written or end <= self._found
 
     def put(self, frame: Any, at: int) -> None:
         """Write a frame to some place, for who uses this memory again and again."""
@@ -282,13 +319,14 @@ class Segment:
         """Frames that lie at some place, in memory of this process."""
         return _copy(self._mapped(), at, sizes)
 
-    def _mapped(self, advice: int | None = None) -> memoryview:
+    def _mapped(self) -> memoryview:
         if self._memory is None:
+            self._memory = FileMemory(self.descriptor, self.capacity, mmap.MAP_SHARED)
             if self._is_written:
                 # To find all pages in one go takes a third of what it takes one by one.
-                advice = _MADV_POPULATE_WRITE
-            (self._memory,) = _map(self.descriptor, [self.capacity], mmap.MAP_SHARED, advice)
-        return self._memory
+                with contextlib.suppress(OSError):  # an older Linux refuses it
+                    self._memory.advise(_MADV_POPULATE_WRITE)
+        return self._memory.view()
 
     def receive(self, at: int, count: int, read: Callable[[memoryview], None]) -> None:
         """Fill a part of it from elsewhere.
@@ -298,7 +336,8 @@ class Segment:
             count: How many bytes.
             read: Reads that many bytes as the memory has that it is given.
         """
-        if self._is_written:
+        self.find_memory(at + count)
+        if self._is_there(at + count):
             read(self._mapped()[at : at + count])
             return
         buffer = memoryview(bytearray(min(count, BOUNCE)))
@@ -501,36 +540,11 @@ def map_shared(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
     return _map(descriptor, sizes, mmap.MAP_SHARED)
 
 
-def _has_shared_huge() -> bool:
-    """Whether shared memory lies in large pages where that is asked for."""
-    with contextlib.suppress(OSError):
-        said = _read(SHARED_HUGE)
-        return any(f"[{mode}]" in said for mode in ("advise", "within_size", "always"))
-    return False
-
-
-def _map(
-    descriptor: int, sizes: Sequence[int], flags: int, advice: int | None = None
-) -> list[memoryview]:
+def _map(descriptor: int, sizes: Sequence[int], flags: int) -> list[memoryview]:
     length = length_of(sizes)
     if not length:
         return split(memoryview(bytearray()), sizes)
-    mapped = mapping(descriptor, length, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-    if advice is not None:
-        with contextlib.suppress(OSError):  # it is only faster, and an older Linux refuses it
-            mapped.madvise(advice)
-    return split(memoryview(mapped), sizes)
-
-
-def mapping(descriptor: int, length: int, flags: int, access: int, offset: int = 0) -> mmap.mmap:
-    """A part of a file as memory.
-
-    Raises:
-        OSError: The system refuses it.
-    """
-    # A mapping need not keep the descriptor that it was made from; before 3.13 Python's does.
-    extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    return mmap.mmap(descriptor, length, flags=flags, prot=access, offset=offset, **extra)
+    return split(FileMemory(descriptor, length, flags).view(), sizes)
 
 
 def own_memory(sizes: Sequence[int]) -> memoryview:
@@ -649,7 +663,7 @@ class Link:
             self._last = number
             return number, handed
         try:
-            memory = mapping(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)
+            memory = map_file(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)
             self._buffer = -number, memoryview(memory)
         except BaseException:
             os.close(descriptors[0])

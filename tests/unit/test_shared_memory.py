@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import re
 import threading
 import time
 from pathlib import Path
@@ -186,7 +185,10 @@ def test_a_large_one_is_offered_and_its_progress_told() -> None:
     with made:
         assert bytes(map_private(made.descriptor, made.sizes)[1]) == data
     total = len(data) + 4
-    assert told == [(4, total), (4 + shared_memory.CHUNK, total), (total, total)]
+    assert told == sorted(told)
+    assert {(4, total), (total, total)} <= set(told) <= {
+        (0, total), (4, total), (4 + shared_memory.CHUNK, total), (total, total),
+    }  # fmt: skip
 
 
 def test_a_payload_beyond_all_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,44 +313,3 @@ def test_a_listener_takes_those_who_come_later(tmp_path: Path) -> None:
     for link in links:
         link.close()
     listener.close()
-
-
-@pytest.mark.parametrize(
-    ("setting", "is_asked"),
-    [
-        ("always within_size [advise] never deny force", True),
-        ("always [within_size] advise never deny force", True),
-        ("always within_size advise [never] deny force", False),
-        (None, False),
-    ],
-)
-def test_large_pages_are_asked_for_where_shared_memory_may_have_them(
-    setting: str | None, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = tmp_path / "shmem_enabled"
-    if setting is not None:
-        said.write_text(setting)
-    monkeypatch.setattr(shared_memory, "SHARED_HUGE", str(said))
-    data = os.urandom(1 << 20) * 9
-    with shared_memory.Segment([3, len(data)]) as segment:
-        segment.write([b"abc", data])
-        assert ("hg" in _flags_of_segments()) is is_asked
-        small, large = shared_memory.map_private(segment.descriptor, segment.sizes)
-        assert bytes(small) == b"abc"
-        assert large == data
-        large[0] ^= 255
-        assert segment._mapped()[64] == data[0]
-    with shared_memory.Segment([1000]) as segment:
-        segment.write([b"x" * 1000])
-        assert "hg" not in _flags_of_segments()
-
-
-def _flags_of_segments() -> set[str]:
-    """What the system notes of this process's mappings of payloads that can be written by all."""
-    flags, is_segment = set[str](), False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            is_segment = "memfd:distsession (" in line and " rw-s " in line
-        elif is_segment and line.startswith("VmFlags:"):
-            flags |= set(line.split()[1:])
-    return flags
