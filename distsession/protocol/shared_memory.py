@@ -267,8 +267,7 @@ class Segment:
         end = self.capacity if end is None else end
         if self._is_written or not self._may_be_large or end <= self._found:
             return
-        memory = self._memory or FileMemory(self.descriptor, self.capacity, mmap.MAP_SHARED)
-        self._memory = memory
+        memory = FileMemory(self.descriptor, self.capacity, mmap.MAP_SHARED)
         while self._found < end:
             began = time.thread_time()
             has_found = memory.collapse(self._found, LARGE_PAGE)
@@ -277,7 +276,7 @@ class Segment:
                 self._found += LARGE_PAGE
             is_slow = self._spent > SLOW_S and self._found <= PROBED
             if is_slow or not has_found:
-                self._may_be_large, self._memory = False, None
+                self._may_be_large = False
                 return
             if between is not None and self._found % CHUNK == 0:
                 between()

@@ -122,7 +122,7 @@ def test_what_was_there_before_is_let_go_though_nothing_follows(session: Session
     session.execute("import gc; gc.collect()")
     before = mapped()
     session.push(value(2))
-    until(lambda: mapped() == before)
+    until(lambda: mapped() <= before)  # one less once the sender has closed what it kept
 
 
 def test_what_fails_on_one_rank_is_let_go_on_the_others(session: Session) -> None:

@@ -215,7 +215,7 @@ def test_in_an_old_session_it_is_known_who_waits_for_whom(
     reports = {rank.rank: rank.report(outcomes.get(rank.rank)) for rank in old}
     verdict = diagnose(reports)
     for rank in waiting:
-        rank.stream().withdraw(rank.recorder.words[rank.recorder._blocked])
+        rank.stream().withdraw(rank.recorder.words[rank.recorder.blocked])
         rank.recorder.block(0)
     assert verdict.kind is kind
     assert verdict.failed == failed
@@ -303,9 +303,8 @@ def test_any_interleaving_of_a_right_program_passes(seed: int) -> None:
             under_way[rank.rank] = stream.post((kind, F32, torch.Size([size])))
             posted[steps[rank.rank]] += 1
         at = under_way[rank.rank]
-        sequence = rank.recorder.words[at] & layout.SEQUENCE_MASK
-        fingerprint = rank.recorder.words[at + layout.FINGERPRINT]
-        is_here = all([stream._is_here(peer, sequence, fingerprint) for peer in stream._peers])
+        is_here = all([stream._is_here(peer, at) for peer in stream._peers])
+        assert stream._are_all_here(at) == is_here
         assert is_here == (posted[steps[rank.rank]] == RANKS)
         if is_here:
             stream.end(at)

@@ -12,6 +12,7 @@ import torch
 
 from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.connections import MOST_UNSETTLED, Connections
+from distsession.engine.collectives.recorder import Recorder
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.connections import begun_where_whole
@@ -63,12 +64,18 @@ def board() -> Iterator[Board]:
 
 
 @pytest.fixture
-def connections(board: Board) -> Connections:
-    """Those of rank 0, which have just been made in generation 4."""
-    made = Connections(board.regions[0])
-    made.begin_making()
-    made.made(4)
-    return made
+def recorder(board: Board) -> Recorder:
+    """That of rank 0, whose connections have just been made in generation 4."""
+    recorder = Recorder(board, 0)
+    recorder.connections.begin_making()
+    recorder.connections.made(4)
+    return recorder
+
+
+@pytest.fixture
+def connections(recorder: Recorder) -> Connections:
+    """Those of rank 0."""
+    return recorder.connections
 
 
 def elsewhere(act: Callable[[], Any]) -> None:
@@ -104,47 +111,51 @@ def test_a_new_process_in_the_place_of_another_has_none(
     assert not board.words[board.regions[0].start + layout.IS_UNSETTLED]
 
 
-def test_those_that_were_lost_while_they_were_made_are_not_whole(board: Board) -> None:
-    made = Connections(board.regions[0])
+def test_those_that_were_lost_while_they_were_made_are_not_whole(
+    board: Board, recorder: Recorder
+) -> None:
+    made = recorder.connections
     made.begin_making()
-    elsewhere(made.enter)
+    elsewhere(recorder.enter)
     made.made(4)
     assert (made.are_whole, seen(board)) == (False, -1)
 
 
 def test_an_operation_that_is_over_leaves_them_whole(
-    board: Board, connections: Connections
+    board: Board, connections: Connections, recorder: Recorder
 ) -> None:
-    connections.enter()
+    recorder.enter()
     assert not connections.are_whole
-    connections.leave()
+    recorder.leave()
     connections.note_rest()
     assert (connections.are_whole, seen(board)) == (True, 4)
     assert not connections.give_up()
 
 
 def test_they_are_given_up_while_an_operation_is_within_gloo(
-    board: Board, connections: Connections
+    board: Board, connections: Connections, recorder: Recorder
 ) -> None:
-    connections.enter()
+    recorder.enter()
     assert connections.give_up()
     assert seen(board) == -1
-    connections.leave()
+    recorder.leave()
     connections.note_rest()
     assert (connections.are_whole, seen(board)) == (False, -1)
 
 
-def test_an_operation_within_another_leaves_that_one_within(connections: Connections) -> None:
-    connections.enter()
-    connections.enter()  # in a handler of a signal
-    connections.leave()
+def test_an_operation_within_another_leaves_that_one_within(
+    connections: Connections, recorder: Recorder
+) -> None:
+    recorder.enter()
+    recorder.enter()  # in a handler of a signal
+    recorder.leave()
     assert connections.give_up()
 
 
 def test_an_operation_that_was_interrupted_between_two_lines_is_found_at_the_end(
-    board: Board, connections: Connections
+    board: Board, connections: Connections, recorder: Recorder
 ) -> None:
-    connections.enter()
+    recorder.enter()
     connections.note_rest()
     assert seen(board) == -1
     connections.begin_making()
@@ -152,9 +163,11 @@ def test_an_operation_that_was_interrupted_between_two_lines_is_found_at_the_end
     assert (connections.are_whole, seen(board)) == (True, 5)
 
 
-def test_of_other_threads_nobody_keeps_account(board: Board, connections: Connections) -> None:
-    elsewhere(connections.enter)
-    elsewhere(connections.leave)
+def test_of_other_threads_nobody_keeps_account(
+    board: Board, connections: Connections, recorder: Recorder
+) -> None:
+    elsewhere(recorder.enter)
+    elsewhere(recorder.leave)
     assert (connections.are_whole, seen(board)) == (False, -1)
 
 

@@ -876,14 +876,14 @@ def test_what_was_given_up_just_before_it_begins_is_not_begun(
 ) -> None:
     """Whoever has given it up then has seen that nobody is within, and shuts nothing."""
     group, connections = whole.hold([0], "3"), whole.recorder.connections
-    enter = connections.enter
+    enter = whole.recorder.enter
 
-    def give_up_first() -> None:
+    def give_up_first(*given: Any) -> None:
         whole.recorder.abort = GIVEN_UP
         assert not connections.give_up()
-        enter()
+        enter(*given)
 
-    monkeypatch.setattr(connections, "enter", give_up_first)
+    monkeypatch.setattr(whole.recorder, "enter", give_up_first)
     with pytest.raises(CollectiveError, match="rank 1 has failed"):
         all_reduce(group, is_async=is_async)
     assert group.inner.calls == []
@@ -955,14 +955,14 @@ def test_a_group_whose_making_breaks_off_loses_them_and_one_that_was_not_begun_d
     whole: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole.recorder.check = False  # nobody else makes it
-    connections, enter = whole.recorder.connections, whole.recorder.connections.enter
+    enter = whole.recorder.enter
 
-    def give_up_first() -> None:
+    def give_up_first(*given: Any) -> None:
         whole.recorder.abort = GIVEN_UP
-        enter()
+        enter(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(connections, "enter", give_up_first)
+        patch.setattr(whole.recorder, "enter", give_up_first)
         with pytest.raises(CollectiveError, match="rank 1 has failed"):
             whole.make(whole.options([0, 1], "5"))
     whole.recorder.abort = None

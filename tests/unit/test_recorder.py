@@ -7,12 +7,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from distsession.engine.collectives.recorder import Recorder, Stream
+from distsession.engine.collectives.recorder import MANY, Recorder, Stream
 from distsession.errors import (
     CollectiveError,
     CollectiveHangError,
@@ -34,18 +35,32 @@ LONG_S = 60.0
 @pytest.fixture
 def streams() -> Iterator[list[Stream]]:
     """Each rank's hand on the operations of the world."""
+    with recorders(RANKS) as made:
+        yield world(made)
+
+
+@pytest.fixture
+def crowd() -> Iterator[list[Recorder]]:
+    """More ranks than are compared one by one."""
+    with recorders(MANY + 1) as made:
+        yield made
+
+
+@contextmanager
+def recorders(count: int) -> Iterator[list[Recorder]]:
     descriptor = make_file()
-    os.ftruncate(descriptor, file_size(RANKS))
-    board = Board(descriptor, RANKS)
-    made = []
-    for rank in range(RANKS):
-        recorder = Recorder(board, rank)
+    os.ftruncate(descriptor, file_size(count))
+    board = Board(descriptor, count)
+    made = [Recorder(board, rank) for rank in range(count)]
+    for recorder in made:
         recorder.reset()
-        made.append(recorder.stream((0, 0), "world", list(range(RANKS))))
     yield made
-    del made
     board.close()
     os.close(descriptor)
+
+
+def world(made: list[Recorder], name: str = "world") -> list[Stream]:
+    return [recorder.stream((0, 0), name, list(range(len(made)))) for recorder in made]
 
 
 @pytest.fixture
@@ -309,3 +324,79 @@ def test_a_group_that_a_rank_gives_up_at_a_limit_says_so_to_whoever_asks(
     recorder.abort = Abort("failed", "ranks 1-2 came too late for the others", 0)
     with pytest.raises(CollectiveHangError, match="ranks 1-2 did not come to all_reduce"):
         streams[0].post(SUM)
+
+
+# --- many ranks, which are compared at once -------------------------------------------------------
+
+
+def find_each_other(streams: list[Stream]) -> None:
+    """Do an operation all together, by which each finds where the others' begin."""
+    places = [stream.post(BARRIER) for stream in streams]
+    for stream, at in zip(streams, places, strict=True):
+        stream.meet(at, LONG_S)
+        stream.end(at)
+
+
+def test_of_many_the_last_one_is_not_overlooked(crowd: list[Recorder]) -> None:
+    streams = world(crowd)
+    find_each_other(streams)
+    assert all(stream._row is not None for stream in streams)
+    for number in range(3 * layout.RING):
+        places: list[int] = []
+        for stream in streams:
+            assert not any(
+                other._are_all_here(at) for other, at in zip(streams, places, strict=False)
+            )
+            places.append(stream.post((SUM, WIDE, BARRIER)[number % 3]))
+        for stream, at in zip(streams, places, strict=True):
+            assert stream._are_all_here(at)
+            stream.compare(at)
+            stream.end(at)
+
+
+@pytest.mark.parametrize("odd", [0, 4, MANY])
+def test_of_many_the_odd_one_is_named(crowd: list[Recorder], odd: int) -> None:
+    streams = world(crowd)
+    find_each_other(streams)
+    places = [stream.post(WIDE if rank == odd else SUM) for rank, stream in enumerate(streams)]
+    for stream, at in zip(streams, places, strict=True):
+        with pytest.raises(CollectiveMismatchError, match=rf"rank {odd} .*float32 \[5\]"):
+            stream.meet(at, LONG_S)
+
+
+def test_of_many_one_that_is_withdrawn_is_not_there(crowd: list[Recorder]) -> None:
+    streams = world(crowd)
+    find_each_other(streams)
+    places = [stream.post(SUM) for stream in streams]
+    streams[3].withdraw(places[3])
+    assert not streams[0]._are_all_here(places[0])
+    places[3] = streams[3].post(SUM)
+    assert streams[0]._are_all_here(places[0])
+
+
+def test_many_whose_places_are_uneven_are_compared_one_by_one(crowd: list[Recorder]) -> None:
+    world(crowd[:4], "of some")
+    streams = world(crowd)  # behind another one, with these four
+    find_each_other(streams)
+    assert all(stream._row is None for stream in streams)
+    places = [stream.post(WIDE if rank == 8 else SUM) for rank, stream in enumerate(streams)]
+    with pytest.raises(CollectiveMismatchError, match=r"rank 8 .*float32 \[5\]"):
+        streams[0].compare(places[0])
+
+
+def test_of_many_whose_room_is_anothers_nothing_is_taken_for_ones_own(
+    crowd: list[Recorder],
+) -> None:
+    streams = world(crowd)
+    find_each_other(streams)
+    find_each_other(others := world(crowd, "another"))
+    for recorder, other in zip(crowd, others, strict=True):
+        recorder.drop_streams(recorder.epoch, [other.key])
+    third = [recorder.stream((0, 0), "third", list(range(MANY + 1))) for recorder in crowd[:-1]]
+    assert [stream.at for stream in third] == [other.at for other in others[:-1]]
+    places = [stream.post(BARRIER) for stream in third]
+    assert not any(
+        stream._are_all_here(at) for stream, at in zip(third, places, strict=True)
+    )  # the last one has posted the same there, as another operation
+    with pytest.raises(CollectiveHangError, match=rf"rank {MANY} did not come"):
+        third[0].meet(places[0], 0.05)

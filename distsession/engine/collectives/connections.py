@@ -10,7 +10,6 @@ is lost, where a byte that nobody has read would be taken for a part of what com
 from __future__ import annotations
 
 import itertools
-import threading
 from contextlib import suppress
 from typing import Any
 
@@ -34,12 +33,11 @@ class Connections:
 
     def __init__(self, region: Region):
         self._region = region
-        self._main = threading.main_thread().ident
         self._is_whole = False
         self._was_lost = True
         """Since they have begun to be made: from another thread, or by a group that is gone."""
-        self._depth = 0
-        """Operations within gloo that the main thread is in."""
+        self.depth = 0
+        """Operations within gloo that the main thread is in, see ``Recorder.enter``."""
         self._unsettled: dict[int, Any] = {}
         """What was issued and has not been seen to end: handles, where these can be asked."""
         self._numbers = itertools.count(1)
@@ -56,7 +54,7 @@ class Connections:
 
     def made(self, generation: int) -> None:
         """All have been made, and nothing is under way."""
-        self._depth, self._unsettled = 0, {}
+        self.depth, self._unsettled = 0, {}
         self._show(False)
         self._is_whole = True
         self._region.set_connected_in(generation)
@@ -74,21 +72,9 @@ class Connections:
     def are_whole(self) -> bool:
         """From the main thread, between two operations: whether nothing is half-way."""
         self._look_at_handles(len(self._unsettled))
-        return self._is_whole and not self._depth and not self._unsettled
+        return self._is_whole and not self.depth and not self._unsettled
 
     # --- operations -------------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        """An operation begins within gloo; of other threads nobody keeps account."""
-        if threading.get_ident() == self._main:
-            self._depth += 1
-        else:
-            self.lose()
-
-    def leave(self) -> None:
-        """The call of that operation is over."""
-        if threading.get_ident() == self._main:
-            self._depth -= 1
 
     def issue(self) -> int:
         """An operation is issued that nobody waits for here; gives its number."""
@@ -133,8 +119,8 @@ class Connections:
 
     def note_rest(self) -> None:
         """From the main thread: a request is over."""
-        if self._depth:  # an interrupt has come between two lines
-            self._depth = 0
+        if self.depth:  # an interrupt has come between two lines
+            self.depth = 0
             self.lose()
         if self._is_shown:
             self._look_at_handles(len(self._unsettled))
@@ -145,7 +131,7 @@ class Connections:
 
         Somebody may wait within gloo then. Where nobody can, they stay as they are.
         """
-        if self._is_whole and not self._depth:
+        if self._is_whole and not self.depth:
             self._look_at_handles(len(self._unsettled))
             if self._is_whole and not self._unsettled:
                 return False

@@ -112,7 +112,7 @@ class Groups:
             connections.lose()
             raise
         finally:
-            connections.leave()
+            self.recorder.leave()
 
     def _add(self, group: SwappableGroup) -> None:
         self._alive[group.getGroupName()] = group
@@ -542,7 +542,7 @@ class SwappableGroup(Collectives):
             stream.meet(at, self._seconds)
             if has_sizes:
                 stream.compare_sizes(at)
-            stream.begin()
+            recorder.enter(stream, at)
         except CollectiveMismatchError:
             stream.refuse(at)
             raise
@@ -550,7 +550,6 @@ class SwappableGroup(Collectives):
             stream.fail(at)
             raise
         try:
-            recorder.block(at)
             work = call(self.inner)
             if work is not None:
                 await_collective(work, recorder)
@@ -558,11 +557,9 @@ class SwappableGroup(Collectives):
             recorder.connections.lose()
             explained = recorder.explain(error)  # as long as it can be seen what broke off
             stream.withdraw(at)
+            recorder.leave(at)
             raise explained from None
-        finally:
-            recorder.block(0)
-            recorder.connections.leave()
-        stream.end(at)
+        stream.end_call(at)
         return work
 
     def _issue(
@@ -578,7 +575,7 @@ class SwappableGroup(Collectives):
         connections = self._recorder.connections
         try:
             stream.compare(at)
-            stream.begin()
+            self._recorder.enter(stream)
             number = connections.issue()
             try:
                 work = call(self.inner)
@@ -588,7 +585,7 @@ class SwappableGroup(Collectives):
                 connections.lose()
                 raise
             finally:
-                connections.leave()
+                self._recorder.leave()
             return IssuedWork(work, stream, at, key, number, is_message=is_message)
         except BaseException as error:
             stream.withdraw(at)

@@ -106,8 +106,10 @@ class Collectives(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = AllreduceOptions() if opts is None else opts
         tensor = tensors[0]
-        key = ("all_reduce", tensor.dtype, tensor.shape, _op(opts))
-        return self._collective(lambda g: g.allreduce(tensors, opts), key, _is_async(opts), tensor)
+        # The one that is called most: what others have functions for is done here.
+        op = _OPS.get(hash(opts.reduceOp)) or _op(opts)
+        key = ("all_reduce", tensor.dtype, tensor.shape, op)
+        return self._collective(lambda g: g.allreduce(tensors, opts), key, opts.asyncOp, tensor)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = AllreduceCoalescedOptions() if opts is None else opts

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import sys
 import threading
 import time
+from _thread import get_ident
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -110,6 +112,9 @@ TAGS_CHECKED = 4
 Posted = list[int]
 """A slot's words, as they were when an operation was posted."""
 
+MANY = 8
+"""Members of a group from which on all are compared at once. Below, one by one is faster."""
+
 _FRAMES = range(24)
 """How far up a place in user code is looked for."""
 _UNKNOWN = Operation("an operation", "world", (), 0)
@@ -124,6 +129,7 @@ _SEQUENCE_BITS, _SEQUENCE_MASK = layout.SEQUENCE_BITS, layout.SEQUENCE_MASK
 _LINE_BITS = layout.LINE_BITS
 _HALF = layout.TEXT_WORDS // 2
 _now = time.monotonic_ns
+_pack = struct.Struct("Q").pack
 _ISSUED, _WAITING, _DONE = layout.ISSUED, layout.WAITING, layout.DONE
 _ENQUEUED, _ENQUEUED_FLAGS = layout.ENQUEUED, IS_ASYNC | IS_ENQUEUED
 
@@ -173,7 +179,8 @@ class Recorder(RequestListener):
         """What it has been given that is not seen."""
         self.names: dict[int, str] = {}
         """Texts of places, by their numbers; unlike the board's, none is overwritten."""
-        self._places: dict[str, int] = {}
+        self.places: dict[str, int] = {}
+        """The texts of files, see :meth:`number_of`."""
         self._streams: dict[int, Stream] = {}
         self._tagged: OrderedDict[int, Stream] = OrderedDict()
         self._counts: dict[int, tuple[int, int]] = {}
@@ -198,8 +205,10 @@ class Recorder(RequestListener):
         self._lock = threading.RLock()
         """Held to add texts and streams: a group may be used from several threads."""
         self._turn_at = 0
-        self._main = threading.main_thread().ident
-        self._blocked = self.region.start + layout.BLOCKED_IN
+        self.main = threading.main_thread().ident
+        """The thread that runs code of the user."""
+        self.blocked = self.region.start + layout.BLOCKED_IN
+        """Where it stands what the main thread waits in."""
         self._debuggers = [region.start + layout.IN_DEBUGGER for region in board.regions]
         self.fence = threading.Lock()
         """Taking and releasing it is a memory barrier: one's own post is out before one looks."""
@@ -211,7 +220,7 @@ class Recorder(RequestListener):
         request, since = self.words[self.region.start + layout.REQUEST], time.monotonic_ns()
         self.region.clear()
         self.signatures.clear()
-        self._places.clear()
+        self.places.clear()
         self.names = {}  # a log that is still read keeps the old one
         self._streams.clear()
         self._tagged.clear()
@@ -233,7 +242,7 @@ class Recorder(RequestListener):
         self._expire_abort()
         if isinstance(request, (CallRequest, PushRequest)):
             for cell in request.cells:  # it may have another number by now
-                self._places.pop(cell.file, None)
+                self.places.pop(cell.file, None)
 
     def end_request(self, request: Request) -> None:
         self.connections.note_rest()
@@ -264,7 +273,7 @@ class Recorder(RequestListener):
     def begin_log(self) -> OperationLog:
         """Every operation is kept from here on, until :attr:`log` is None again."""
         if len(self.names) > MAX_NAMES:  # only those that are cached can still be met
-            known = set(self._places.values())
+            known = set(self.places.values())
             self.names = {n: name for n, name in self.names.items() if n in known}
         self.log = OperationLog(self.names)
         return self.log
@@ -293,12 +302,12 @@ class Recorder(RequestListener):
 
     @property
     def is_main_thread(self) -> bool:
-        return threading.get_ident() == self._main
+        return get_ident() == self.main
 
     @property
     def is_blocked(self) -> bool:
         """Whether the main thread waits in an operation."""
-        return self.words[self._blocked] != 0
+        return self.words[self.blocked] != 0
 
     # --- for streams ------------------------------------------------------------------------------
 
@@ -337,19 +346,40 @@ class Recorder(RequestListener):
             )  # fmt: skip
         return Stream(self, key, name, members, at, *self._counts.pop(key, (0, 0)))
 
-    def enter(self) -> None:
-        """Something begins within gloo; ``connections.leave`` ends that.
+    def enter(self, stream: Stream | None = None, at: int = 0) -> None:
+        """Something begins within gloo; :meth:`leave` ends that.
 
         Whoever has given the group up by now has found nobody within, and leaves the connections as
         they are. So it is asked again, once it can be seen that this rank is about to begin.
 
+        Args:
+            stream: Whose operation that was posted is handed to gloo next, if it is one.
+            at: Where it is posted, if the main thread waits in it.
+
         Raises:
             CollectiveError: The group has been given up; or what else it was given up for.
         """
-        self.connections.enter()
+        if stream is not None:
+            stream.begun = stream.words[stream.begun_at] = stream.begun + 1
+        connections = self.connections
+        if get_ident() == self.main:
+            connections.depth += 1
+            if at:
+                self.words[self.blocked] = at
+        else:  # of other threads nobody keeps account
+            connections.lose()
         if self.abort is not None:
-            self.connections.leave()
+            self.leave(at)
+            if stream is not None:
+                stream.begun = stream.words[stream.begun_at] = stream.begun - 1
             raise self.abort_error()
+
+    def leave(self, at: int = 0) -> None:
+        """The call of what has entered is over."""
+        if get_ident() == self.main:
+            self.connections.depth -= 1
+            if at:
+                self.words[self.blocked] = 0
 
     @property
     def begun(self) -> int:
@@ -421,7 +451,7 @@ class Recorder(RequestListener):
         """
         region = self.region
         self.signatures.clear()
-        self._places.clear()
+        self.places.clear()
         again: dict[int, int] = {}
 
         def anew(number: int) -> int:
@@ -445,24 +475,11 @@ class Recorder(RequestListener):
             if stream.is_watched:
                 yield from stream.slots_in_use()
 
-    def place(self) -> int:
-        """The innermost line of code that is neither torch's nor ours, as a word."""
-        frame = sys._getframe(3).f_back  # of the group's method
-        places = self._places
-        for _ in _FRAMES:
-            if frame is None:
-                break
-            name = frame.f_code.co_filename
-            number = places.get(name)
-            if number is None:
-                number = places[name] = self._add_place(name) if is_user_code(name) else 0
-            if number:
-                return number << _LINE_BITS | (frame.f_lineno or 0)
-            frame = frame.f_back
-        if frame is None and threading.get_ident() != self._main:
-            # A thread of torch's, such as autograd's for a device: the main thread waits for it.
-            return self.place_of(frames.innermost(self._main or 0))
-        return 0
+    def number_of(self, filename: str) -> int:
+        """The text of a file with code of the user's; 0 for torch's, ours and other libraries'."""
+        number = self._add_place(filename) if is_user_code(filename) else 0
+        self.places[filename] = number
+        return number
 
     def place_of(self, frame: FrameType | None, lineno: int = 0) -> int:
         """The innermost line of user code from a frame outwards, as a word; 0 if there is none.
@@ -474,9 +491,7 @@ class Recorder(RequestListener):
         for each in frames.outward(frame):
             name = each.f_code.co_filename
             if is_user_code(name):
-                number = self._places.get(name)
-                if number is None:
-                    number = self._places[name] = self._add_place(name)
+                number = self.places.get(name) or self.number_of(name)
                 return number << _LINE_BITS | (lineno or each.f_lineno or 0)
             lineno = 0
         return 0
@@ -494,9 +509,9 @@ class Recorder(RequestListener):
             at: Where that is posted.
             limit: Seconds that it may take; 0 where it ends by itself then.
         """
-        if threading.get_ident() == self._main:
+        if get_ident() == self.main:
             self._limit = limit
-            self.words[self._blocked] = at
+            self.words[self.blocked] = at
             if limit:
                 self.on_limited()
 
@@ -571,7 +586,7 @@ class Recorder(RequestListener):
         late = self.in_flight.overdue(self._input_at, time.monotonic_ns())
         if late is not None:
             return self._timed_out(late[1].name, late[3] & _SEQUENCE_MASK, late[6])
-        at, limit = self.words[self._blocked], self._limit
+        at, limit = self.words[self.blocked], self._limit
         if not (at and limit):
             return None
         began = max(self.words[at + _BEGAN], self._input_at)
@@ -668,11 +683,17 @@ class Stream:
         self._base = self.words[self.at + layout.INCARNATION] << _SEQUENCE_BITS
         self._others = [r for r in members if r != recorder.rank and r in recorder.here]
         """The members of the same host: nothing is seen of the others."""
+        self._first, self.begun_at = self.at + _HEAD, self.at + _BEGUN
+        self._own = key >> 1
+        """Keeps what stands for an operation here apart from all of other streams."""
         is_compared = self.is_watched and recorder.check
         self._peers = [[rank, -1, 0] for rank in self._others if is_compared]
         """Ranks to compare with; where the stream of each begins (-1: not found yet), its base."""
-        self._found: list[tuple[int, int]] | None = None if self._peers else []
-        """Where the peers' slots begin, and their bases, once all are found."""
+        self._found: list[int] | None = None if self._peers else []
+        """Where the fingerprints of the peers' operations begin, once all are found."""
+        self._row: tuple[int, int, int, int] | None = None
+        """Where there are many, and the members' begin at even distances: those of the first and
+        behind the last, the distance, and how many there are."""
 
     def post(self, key: tuple[Any, ...]) -> int:
         """Write an operation down; gives where.
@@ -684,11 +705,29 @@ class Stream:
         if recorder.abort is not None:
             raise recorder.abort_error(self._refused(key))
         fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
-        place = recorder.place()
+        try:
+            frame = sys._getframe(3)  # of who has called the group's method
+        except ValueError:  # that was C++, in a thread of its own
+            frame = None
+        place, places = 0, recorder.places
+        for _ in _FRAMES:  # outwards to the innermost line of the user's
+            if frame is None:
+                break
+            name = frame.f_code.co_filename
+            number = places.get(name)
+            if number is None:
+                number = recorder.number_of(name)
+            if number:
+                place = number << _LINE_BITS | (frame.f_lineno or 0)
+                break
+            frame = frame.f_back
+        if frame is None and not recorder.is_main_thread:
+            # A thread of torch's, such as autograd's for a device: the main thread waits for it.
+            place = recorder.place_of(frames.innermost(recorder.main or 0))
         self.count = sequence = self.count + 1
-        at = self.at + _HEAD + (sequence % _RING) * _SLOT
+        at = self._first + (sequence % _RING) * _SLOT
         words = self.words
-        words[at + _FINGERPRINT] = fingerprint
+        words[at + _FINGERPRINT] = fingerprint = fingerprint ^ (self._own + sequence)
         words[at + _SIGNATURE] = text
         words[at + _PLACE] = place
         words[at + _BEGAN] = began = _now()
@@ -709,18 +748,20 @@ class Stream:
         """An operation that is not to be begun."""
         recorder = self.recorder
         name, detail = key[0], describe_detail(key)
-        place = recorder.region.place(recorder.place())
+        place = recorder.region.place(recorder.place_of(sys._getframe(3).f_back))
         sequence = self.count + 1
         return Operation(name, self.name, self.members, sequence, detail, place, is_waiting=False)
 
-    def begin(self) -> None:
-        """An operation that was posted is handed to gloo next; see :meth:`Recorder.enter`."""
-        self.begun = self.words[self.at + _BEGUN] = self.begun + 1
-        try:
-            self.recorder.enter()
-        except BaseException:
-            self.begun = self.words[self.at + _BEGUN] = self.begun - 1
-            raise
+    def end_call(self, at: int) -> None:
+        """The call of an operation that was waited for is over, and it went well."""
+        recorder, words = self.recorder, self.words
+        if get_ident() == recorder.main:  # as in Recorder.leave
+            recorder.connections.depth -= 1
+            recorder.words[recorder.blocked] = 0
+        words[at + _STATE] = _DONE
+        entry = self.open.pop(at, None)
+        if entry is not None:
+            entry[ENDED] = _now()
 
     def end(self, at: int) -> None:
         """That operation is over, well or not."""
@@ -752,7 +793,7 @@ class Stream:
         """That operation failed here alone: to its peers it is one that this rank has not begun."""
         self.fail(at)
         if self.recorder.abort is None and self.words[at] == self._base + self.count:
-            self.words[at] = 0
+            self.words[at] = self.words[at + _FINGERPRINT] = 0
             self.chain = self._chain_before
             self.count -= 1
             self.words[self.at + _COUNT] = self.count
@@ -813,9 +854,9 @@ class Stream:
         if not self.is_watched or not self.recorder.is_main_thread:
             return 0
         spare = self.at + _HEAD + _RING * _SLOT
-        fingerprint, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
+        _, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
         place = self.recorder.repeat_place(posted[_PLACE])
-        values = (fingerprint, text, place, posted[_BEGAN], _WAITING)
+        values = (posted[_FINGERPRINT], text, place, posted[_BEGAN], _WAITING)
         for word, value in enumerate(values, spare + 1):
             words[word] = value
         words[spare] = posted[0]
@@ -878,12 +919,10 @@ class Stream:
         """
         with self.recorder.fence:
             pass
-        words = self.words
-        sequence, fingerprint = words[at] & _SEQUENCE_MASK, words[at + _FINGERPRINT]
-        if self._are_all_here(sequence, fingerprint):
+        if self._are_all_here(at):
             return
         for peer in self._peers:
-            self._is_here(peer, sequence, fingerprint, is_async=True)
+            self._is_here(peer, at, is_async=True)
 
     def meet(self, at: int, timeout: float | None) -> None:
         """Wait until all peers have posted the same operation.
@@ -892,7 +931,9 @@ class Stream:
             CollectiveMismatchError: A peer has posted something else.
             CollectiveHangError: The peers did not come within ``timeout`` seconds.
         """
-        self._meet_here(at, timeout)
+        # No fence: who misses here what a peer has just posted looks again.
+        if not self._are_all_here(at):
+            self._wait_for_peers(at, timeout)
         if self._is_split and self.recorder.compare_far is not None and self.is_watched:
             self._meet_far(self.recorder.compare_far, at, timeout)
 
@@ -925,14 +966,9 @@ class Stream:
                 calls.append(Called(rank, name, detail, place))
             raise self._mismatch(sequence, calls)
 
-    def _meet_here(self, at: int, timeout: float | None) -> None:
-        with self.recorder.fence:
-            pass
+    def _wait_for_peers(self, at: int, timeout: float | None) -> None:
         recorder = self.recorder
-        sequence, fingerprint = self.words[at] & _SEQUENCE_MASK, self.words[at + _FINGERPRINT]
-        if self._are_all_here(sequence, fingerprint):
-            return
-        waiting = [p for p in self._peers if not self._is_here(p, sequence, fingerprint)]
+        waiting = [peer for peer in self._peers if not self._is_here(peer, at)]
         if not waiting:
             return
         recorder.block(at)
@@ -958,33 +994,38 @@ class Stream:
                     elif deadline is not None and time.monotonic() > deadline:
                         recorder.mark_damaged()
                         raise self._late(at, [peer[0] for peer in waiting], timeout)
-                waiting = [p for p in waiting if not self._is_here(p, sequence, fingerprint)]
+                waiting = [peer for peer in waiting if not self._is_here(peer, at)]
         finally:
             recorder.block(0)
 
-    def _are_all_here(self, sequence: int, fingerprint: int) -> bool:
-        """Whether all peers have just posted the same; the short way for what is so most often."""
+    def _are_all_here(self, at: int) -> bool:
+        """Whether all peers have just posted the same; the short way for what is so most often.
+
+        What stands for an operation is another one in each stream and at each place in it, so one
+        word of each peer says all.
+        """
+        words, slot = self.words, at - self._first
+        mark = words[at + _FINGERPRINT]
+        row = self._row
+        if row is not None:  # by functions of C alone
+            first, last, step, count = row
+            return words[first + slot : last + slot : step].tobytes() == _pack(mark) * count
         found = self._found
         if found is None:
             return False
-        words = self.words
-        slot = (sequence % _RING) * _SLOT
-        for begins, base in found:
-            at = begins + slot
-            if words[at] != base + sequence or words[at + _FINGERPRINT] != fingerprint:
+        for begins in found:  # noqa: SIM110  (all() takes twice as long)
+            if words[begins + slot] != mark:
                 return False
         return True
 
-    def _is_here(
-        self, peer: list[int], sequence: int, fingerprint: int, *, is_async: bool = False
-    ) -> bool:
+    def _is_here(self, peer: list[int], mine: int, *, is_async: bool = False) -> bool:
         if peer[1] < 0 and not self._find(peer):
             return False
         words = self.words
-        at = peer[1] + _HEAD + (sequence % _RING) * _SLOT
+        sequence, at = words[mine] & _SEQUENCE_MASK, peer[1] + _HEAD + mine - self._first
         posted, base = words[at], peer[2]
         if posted == base + sequence:
-            if words[at + _FINGERPRINT] == fingerprint:
+            if words[at + _FINGERPRINT] == words[mine + _FINGERPRINT]:
                 return True
             if words[peer[1] + _COUNT] >= sequence + _RING - 1:  # it is writing a later one there
                 return True
@@ -994,7 +1035,7 @@ class Stream:
             return posted > base + sequence  # it is that far ahead only if it found this one alike
         if words[peer[1] + layout.INCARNATION] != base >> _SEQUENCE_BITS:
             peer[1] = -1  # the peer has no such group any more; its room is another's
-            self._found = None
+            self._found = self._row = None
         return False
 
     def _find(self, peer: list[int]) -> bool:
@@ -1006,7 +1047,8 @@ class Stream:
             return False
         peer[1:] = begins, incarnation << _SEQUENCE_BITS
         if all(begins >= 0 for _, begins, _ in self._peers):
-            self._found = [(begins + _HEAD, base) for _, begins, base in self._peers]
+            self._found = [begins + _HEAD + _FINGERPRINT for _, begins, _ in self._peers]
+            self._row = _row_of([*self._found, self._first + _FINGERPRINT])
         return True
 
     def posted_by(self, rank: int) -> int:
@@ -1087,6 +1129,16 @@ class Stream:
         sequence = self.words[at] & _SEQUENCE_MASK
         operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
         return _late_error(TimedOut(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+
+
+def _row_of(places: list[int]) -> tuple[int, int, int, int] | None:
+    """Where the first of many places is, what is behind the last, and their even distance."""
+    first, *others = sorted(places)
+    step = others[0] - first if others else 0
+    count = len(places)
+    if count < MANY or sorted(places) != list(range(first, first + step * count, step)):
+        return None
+    return first, first + step * (count - 1) + 1, step, count
 
 
 def _late_error(overdue: TimedOut, rank: int) -> CollectiveHangError:
