@@ -326,6 +326,8 @@ class Chaos:
         """
         self.use(min(between, 100))
         self.go_through()  # so that all is there that will be
+        # And the buffer for small payloads, which a rank that is replaced may be the first to need.
+        self.session.push(filling=bytes(200_000))
         time.sleep(0.5)
         before = self.held()
         for number in range(faults):
