@@ -5,7 +5,7 @@ that maps it later has to find each page, too. A large page stands for 512 of th
 
 Most systems give shared memory none by themselves (``shmem_enabled`` is ``never``). But they put
 together into one what is there already, for any user who asks (``MADV_COLLAPSE``, madvise(2), Linux
-6.1), and what is not there is filled with zeros. So one small page of each large one is written to,
+6.1), and what is not there is filled with zeros. So one small page of each large one is allocated,
 and the system does the rest. Both ends have to map the file where a large page may begin.
 """
 
@@ -19,7 +19,7 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["LARGE_PAGE", "MADV_COLLAPSE", "FileMemory"]
+__all__ = ["LARGE_PAGE", "MADV_COLLAPSE", "FileMemory", "are_given_when_asked", "map_file"]
 
 LARGE_PAGE = 2 << 20
 """Bytes of a large page. Where these are others, or it is an older Linux, the system refuses."""
@@ -83,28 +83,20 @@ class FileMemory:
         length = self.length - at if length is None else length
         self.mapped.madvise(option, self._begin + at, length)
 
-    def collapse(self, at: int, length: int) -> bool:
-        """Find memory for a part of it, in large pages; whether all that it has lies in such.
+    def collapse(self, descriptor: int, at: int) -> bool:
+        """Have a large page hold a part of it; whether one does.
 
-        What is there already stays as it is, and what is not is zero. What is left over at the end
-        of the file, and is no whole large page, stays as it was.
+        What is there already stays as it is, and what is not is zero.
 
         Args:
+            descriptor: Of the file.
             at: The first byte of the part; where a large page begins.
-            length: How many bytes.
         """
-        view = self.view()
-        end = min(at + length, self.length) // LARGE_PAGE * LARGE_PAGE
-        if at >= end:
-            return True
-        with contextlib.suppress(OSError):  # if they are given without more ado, so much the better
-            self.advise(mmap.MADV_HUGEPAGE, at, end - at)
-        for begin in range(at, end, LARGE_PAGE):
-            view[begin] = view[begin]
         try:
-            self.advise(MADV_COLLAPSE, at, end - at)
+            os.posix_fallocate(descriptor, at, 1)
+            self.advise(MADV_COLLAPSE, at, LARGE_PAGE)
         except OSError:
-            return _are_given_when_asked()
+            return False
         return True
 
 
@@ -119,8 +111,8 @@ def map_file(descriptor: int, length: int, flags: int, access: int, offset: int 
     return mmap.mmap(descriptor, length, flags=flags, prot=access, offset=offset, **extra)
 
 
-def _are_given_when_asked() -> bool:
-    """Whether shared memory lies in large pages where that is asked for."""
+def are_given_when_asked() -> bool:
+    """Whether shared memory lies in large pages where that is asked for (``MADV_HUGEPAGE``)."""
     with contextlib.suppress(OSError), open(SHARED_HUGE) as file:
         said = file.read()
         return any(f"[{mode}]" in said for mode in ("advise", "within_size", "always"))

@@ -32,7 +32,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distsession.errors import DOCTOR_REMEDY, SerializationError
-from distsession.protocol.large_pages import LARGE_PAGE, FileMemory, map_file
+from distsession.protocol.large_pages import (
+    LARGE_PAGE,
+    FileMemory,
+    are_given_when_asked,
+    map_file,
+)
 from distsession.protocol.messages import Buffered, Shared
 from distsession.protocol.tensor_memory import RemoteBytes, size_of
 
@@ -268,9 +273,14 @@ class Segment:
         if self._is_written or not self._may_be_large or end <= self._found:
             return
         memory = FileMemory(self.descriptor, self.capacity, mmap.MAP_SHARED)
-        while self._found < end:
+        if are_given_when_asked():
+            with contextlib.suppress(OSError):
+                memory.advise(mmap.MADV_HUGEPAGE)
+            self._memory, self._is_written = memory, True
+            return
+        while self._found < end and self._found + LARGE_PAGE <= self.capacity:
             began = time.thread_time()
-            has_found = memory.collapse(self._found, LARGE_PAGE)
+            has_found = memory.collapse(self.descriptor, self._found)
             self._spent += time.thread_time() - began
             if has_found:
                 self._found += LARGE_PAGE
@@ -300,14 +310,11 @@ class Segment:
 
         The system finds memory faster for a write; memory that is there is faster mapped.
         """
-        if not self._is_there(at + len(data)):
+        there = data if self._is_written else data[: max(0, self._found - at)]
+        if not there:  # written so, what there is no memory for is an error, and mapped, a signal
             return os.pwrite(self.descriptor, data[:CHUNK], at)
-        self._mapped()[at : at + len(data)] = data
-        return len(data)
-
-    def _is_there(self, end: int) -> bool:
-        """Whether its memory is, up to a byte."""
-        return self._is_written or end <= self._found
+        self._mapped()[at : at + len(there)] = there
+        return len(there)
 
     def put(self, frame: Any, at: int) -> None:
         """Write a frame to some place, for who uses this memory again and again."""
@@ -336,7 +343,7 @@ class Segment:
             read: Reads that many bytes as the memory has that it is given.
         """
         self.find_memory(at + count)
-        if self._is_there(at + count):
+        if self._is_written or at + count <= self._found:
             read(self._mapped()[at : at + count])
             return
         buffer = memoryview(bytearray(min(count, BOUNCE)))

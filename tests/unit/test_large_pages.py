@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_what_was_written_before_stays(file: int) -> None:
     os.pwrite(file, b"here", 0)
     os.pwrite(file, b"there", 3 * MB)
     memory = FileMemory(file, 9 * MB + 5, mmap.MAP_SHARED)
-    assert memory.collapse(0, 9 * MB + 5)
+    assert all(memory.collapse(file, at) for at in range(0, 8 * MB, LARGE_PAGE))
     view = memory.view()
     assert (bytes(view[:5]), bytes(view[3 * MB : 3 * MB + 6])) == (b"here\0", b"there\0")
     assert not any(view[MB : 2 * MB])
@@ -98,7 +99,7 @@ def test_without_large_pages_small_ones_are_taken(
 ) -> None:
     asked: list[int] = []
 
-    def collapse(_: FileMemory, at: int, _length: int) -> bool:
+    def collapse(_: FileMemory, _descriptor: int, at: int) -> bool:
         asked.append(at)
         return reason == "slow"
 
@@ -132,21 +133,34 @@ def test_what_is_slow_later_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None
         (None, False),
     ],
 )
-def test_an_older_system_gives_them_where_root_has_allowed_it(
-    setting: str | None,
-    is_given: bool,
-    file: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_they_are_asked_for_at_once_where_root_has_allowed_it(
+    setting: str | None, is_given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = tmp_path / "shmem_enabled"
     if setting is not None:
         said.write_text(setting)
     monkeypatch.setattr(large_pages, "SHARED_HUGE", str(said))
-    monkeypatch.setattr(large_pages, "MADV_COLLAPSE", 9999)  # unknown to it
-    memory = FileMemory(file, 9 * MB, mmap.MAP_SHARED)
-    assert memory.collapse(0, 9 * MB) is is_given
-    assert "hg" in flags_of_payloads()
+    data = os.urandom(MB) * 9
+    with Segment([3, len(data)]) as segment:
+        segment.write([b"abc", data])
+        assert ("hg" in flags_of_payloads()) is is_given
+        assert segment.copy(64, [len(data)])[0] == data
+    with Segment([1000]) as segment:
+        segment.write([bytes(1000)])
+        segment.put(b"a", 0)
+        assert "hg" not in flags_of_payloads()
+
+
+def test_where_there_is_no_memory_it_is_an_error_and_no_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with Segment([20 * MB]) as segment, pytest.raises(OSError, match="No space left"):
+        segment.write([bytes(20 * MB)])
 
 
 def flags_of_payloads() -> set[str]:
