@@ -150,14 +150,18 @@ def broadcast(tensor: Any, src: int = 0, group: Any = None, safe_mode: bool = Fa
     if sent.kind is Kind.NOTHING:
         raise _nothing_to_send(src)
     unlike = [
-        header for header in headers if header.kind is Kind.TENSOR and _form(header) != _form(sent)
+        header
+        for header in headers
+        if header is not sent and header.kind is Kind.TENSOR and _form(header) != _form(sent)
     ]
     if unlike:
         raise mismatch(view, "values that do not fit", [str(header) for header in headers])
-    device = device_of(view, headers if sent.kind is Kind.TENSOR else [sent])
     inline = found.inline(root)
+    if here and inline is not None:
+        return tensor
+    device = device_of(view, headers if sent.kind is Kind.TENSOR else [sent])
     if here:
-        if inline is None and sent.nbytes:
+        if sent.nbytes:
             dist.broadcast(as_bytes(payload, device), src, group=view.group)
         return tensor
     target = shown if isinstance(shown, torch.Tensor) else None
@@ -234,6 +238,9 @@ def _are_joined(view: GroupView, headers: Sequence[Header], as_list: bool) -> bo
     Raises:
         CollectiveMismatchError: It should, but does not fit.
     """
+    first = headers[0]
+    if all(header is first for header in headers):
+        return first.kind is Kind.TENSOR and not as_list
     tensors = sum(header.kind is Kind.TENSOR for header in headers)
     if as_list or not tensors:
         return False
@@ -253,10 +260,11 @@ def _collected(
     if (
         is_joined
         and len(inline) == len(headers)
-        and all(each.shape == first.shape for each in headers)
+        and all(each is first or each.shape == first.shape for each in headers)
     ):
         length = len(headers) * (first.shape[0] if first.shape else 1)
-        return joined(inline, first.dtype, (length, *first.shape[1:])).to(device)
+        whole = joined(inline, first.dtype, (length, *first.shape[1:]))
+        return whole if device is None or device.type == "cpu" else whole.to(device)
     values = [
         unpack(header, part, device if header.kind is Kind.TENSOR else None)
         for header, part in zip(headers, parts, strict=True)

@@ -12,7 +12,6 @@ operation, as torch's own does.
 from __future__ import annotations
 
 import math
-import struct
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,12 @@ import torch.distributed as dist
 
 from distsession.distributed.accelerator import accelerator_of, backends_of, current_device
 from distsession.distributed.header import (
-    FIELDS,
+    HEAD_BYTES,
     Call,
     Header,
     Kind,
     Payload,
+    copied,
     pickle_problems,
 )
 from distsession.errors import CollectiveError, CollectiveMismatchError, OptionsError
@@ -45,10 +45,9 @@ __all__ = [
     "padded",
 ]
 
-_HEAD = struct.Struct(f"{FIELDS}q")
 INLINE_BYTES = 512
 """Bytes of a value up to which it goes along with its header, on the CPU."""
-SLOT_BYTES = _HEAD.size + INLINE_BYTES
+SLOT_BYTES = HEAD_BYTES + INLINE_BYTES
 """What each rank sends to all others in an exchange."""
 
 
@@ -63,23 +62,21 @@ class _Slots:
 
     def write(self, header: Header, payload: Payload, count: int) -> None:
         """What this rank says and, if it is small, what it brings."""
-        _HEAD.pack_into(self.mine, 0, *header.numbers())
+        self.mine[:HEAD_BYTES] = header.raw
         size = count * header.nbytes
         if payload is None or header.on_gpu or not 0 < size <= INLINE_BYTES:
             return
-        if isinstance(payload, bytes):
-            self.mine[_HEAD.size : _HEAD.size + size] = payload
-        else:
-            room = torch.frombuffer(
-                self.mine, dtype=payload.dtype, count=payload.numel(), offset=_HEAD.size
-            )
-            room.view(payload.shape).copy_(payload.detach())
+        value = payload if isinstance(payload, bytes) else copied(payload)
+        self.mine[HEAD_BYTES : HEAD_BYTES + size] = value
 
-    def headers(self, own: Header) -> list[Header]:
+    def read(self, own: Header) -> Exchange:
         """What all have said; most say the very same, which is not read again."""
-        said = self.mine[: _HEAD.size]
-        every = [self.every[at : at + _HEAD.size] for at in range(0, len(self.every), SLOT_BYTES)]
-        return [own if each == said else Header.from_numbers(_HEAD.unpack(each)) for each in every]
+        every, said = bytes(self.every), own.raw
+        headers = [
+            own if every.startswith(said, at) else Header.from_raw(every[at : at + HEAD_BYTES])
+            for at in range(0, len(every), SLOT_BYTES)
+        ]
+        return Exchange(headers, every)
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ class Exchange:
             return None
         found = []
         for position in positions or range(len(self.headers)):
-            header, begin = self.headers[position], position * SLOT_BYTES + _HEAD.size
+            header, begin = self.headers[position], position * SLOT_BYTES + HEAD_BYTES
             size = count * header.nbytes
             if header.on_gpu or size > INLINE_BYTES:
                 return None
@@ -221,7 +218,7 @@ def exchange(
         slots = _Slots(view.size)
     slots.write(header, payload, count)
     dist.all_gather(slots.received, slots.sent, group=view.group)
-    found = Exchange(slots.headers(header), bytes(slots.every))
+    found = slots.read(header)
     view.slots.append(slots)  # not where it failed: the backend may write to them yet
     check_calls(view, found.headers)
     return found

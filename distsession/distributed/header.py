@@ -6,7 +6,10 @@ backend does not know moves, too.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import enum
+import functools
 import io
 import pickle
 import struct
@@ -21,10 +24,13 @@ from distsession.distributed.accelerator import current_device
 
 __all__ = [
     "FIELDS",
+    "FORMS",
+    "HEAD_BYTES",
     "Call",
     "Header",
     "Kind",
     "Payload",
+    "copied",
     "dumps",
     "joined",
     "loads",
@@ -37,6 +43,10 @@ __all__ = [
 MAX_DIMS = 16
 FIELDS = 8 + MAX_DIMS
 """How many numbers a header is."""
+_HEAD = struct.Struct(f"{FIELDS}q")
+HEAD_BYTES = _HEAD.size
+FORMS = 1024
+"""Of how many kinds of tensors headers are kept, since most calls bring what was there before."""
 
 _DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
@@ -92,6 +102,15 @@ class Header:
         fixed = [self.call, self.root, self.kind, dtype, self.on_gpu, self.nbytes, self.bits]
         return [*fixed, len(self.shape), *shape]
 
+    @functools.cached_property
+    def raw(self) -> bytes:
+        """The same as bytes."""
+        return _HEAD.pack(*self.numbers())
+
+    @classmethod
+    def from_raw(cls, raw: bytes) -> Header:
+        return cls.from_numbers(_HEAD.unpack(raw))
+
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Header:
         call, root, kind, dtype, on_gpu, nbytes, bits, dims = numbers[:8]
@@ -127,14 +146,16 @@ def pack(value: Any, call: int, root: int = -1) -> tuple[Header, Payload]:
         if value.layout != torch.strided or value.is_quantized:
             raise TypeError(f"only dense tensors can be sent, and this one is {value.layout}.")
         if value.dim() <= MAX_DIMS:
-            nbytes = value.numel() * value.element_size()
-            shape = tuple(value.shape)
-            return Header(
-                call, root, Kind.TENSOR, value.dtype, _is_away(value), nbytes, 0, shape
-            ), value
+            return _of_tensor(call, root, value.dtype, _is_away(value), value.shape), value
     kind, bits, payload = _pack_other(value)
     size = 0 if payload is None else len(payload)
     return Header(call, root, kind, torch.uint8, False, size, bits, ()), payload
+
+
+@functools.lru_cache(FORMS)
+def _of_tensor(call: int, root: int, dtype: torch.dtype, on_gpu: bool, shape: torch.Size) -> Header:
+    nbytes = shape.numel() * dtype.itemsize
+    return Header(call, root, Kind.TENSOR, dtype, on_gpu, nbytes, 0, tuple(shape))
 
 
 def _pack_other(value: Any) -> tuple[Kind, int, bytes | None]:
@@ -199,10 +220,36 @@ def unpack(header: Header, data: Payload, device: torch.device | None = None) ->
 
 def joined(parts: Sequence[bytes], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A new tensor on the CPU of some bytes, one after another."""
-    raw = bytearray(b"".join(parts))
-    if not raw:
-        return torch.empty(*shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(raw, dtype=dtype).view(shape).clone()  # whose memory can be resized
+    made = torch.empty(shape, dtype=dtype, device="cpu")
+    if raw := b"".join(parts):
+        _write_to(made, raw)
+    return made
+
+
+# For small tensors each operation of torch takes longer than all that the bytes need.
+
+
+def copied(tensor: torch.Tensor) -> bytes:
+    """The bytes of a dense tensor on the CPU."""
+    size = tensor.numel() * tensor.element_size()
+    is_plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous()
+    if is_plain and not (tensor.is_conj() or tensor.is_neg()):
+        with contextlib.suppress(RuntimeError):  # torch.func wraps them
+            if address := tensor.data_ptr():  # zeros that have no memory have none
+                return ctypes.string_at(address, size)
+    raw = bytearray(size)
+    if raw:
+        room = torch.frombuffer(raw, dtype=tensor.dtype)
+        room.view(tensor.shape).copy_(tensor.detach())
+    return bytes(raw)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Others may lie elsewhere than they say."""
+
+
+def _write_to(tensor: torch.Tensor, raw: bytes) -> None:
+    ctypes.memmove(tensor.data_ptr(), raw, len(raw))
 
 
 def _bytes(data: torch.Tensor) -> bytes:

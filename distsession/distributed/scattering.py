@@ -6,6 +6,7 @@ autograd.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,17 @@ from distsession.distributed.handshake import (
     group_view,
     padded,
 )
-from distsession.distributed.header import FIELDS, Call, Header, Kind, Payload, pack, unpack
+from distsession.distributed.header import (
+    FIELDS,
+    FORMS,
+    Call,
+    Header,
+    Kind,
+    Payload,
+    copied,
+    pack,
+    unpack,
+)
 from distsession.distributed.objects import device_of, to_length
 from distsession.errors import CollectiveError, OptionsError
 
@@ -102,17 +113,22 @@ def _scatter_header(packed: Packed, src: int) -> Header:
     if not packed:
         return replace(pack(None, Call.SCATTER, src)[0], bits=_NONE)
     first = packed[0][0]
-    if first.kind is Kind.TENSOR and all(header == first for header, _ in packed):
-        return replace(first, bits=_ALIKE)
+    if first.kind is Kind.TENSOR and all(each is first or each == first for each, _ in packed):
+        return _alike(first)
     return replace(pack(None, Call.SCATTER, src)[0], bits=_TABLE)
 
 
-def _together(packed: Packed, header: Header) -> torch.Tensor | None:
+@functools.lru_cache(FORMS)
+def _alike(header: Header) -> Header:
+    return replace(header, bits=_ALIKE)
+
+
+def _together(packed: Packed, header: Header) -> bytes | None:
     """The bytes of tensors that are alike, if they are few enough to go along with their header."""
     few = 0 < len(packed) * header.nbytes <= INLINE_BYTES
     if header.bits != _ALIKE or header.on_gpu or not few:
         return None
-    return torch.cat([as_bytes(payload, torch.device("cpu")) for _, payload in packed])
+    return b"".join(copied(payload) for _, payload in packed if isinstance(payload, torch.Tensor))
 
 
 def all_to_all(values: Any, group: Any = None) -> Any:

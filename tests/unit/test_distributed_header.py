@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distsession.distributed.containers import leaves, rebuilt
 from distsession.distributed.data import DistributedProxySampler, ExactSampler, get_sampler
 from distsession.distributed.handshake import as_bytes
-from distsession.distributed.header import Call, Header, pack, unpack
+from distsession.distributed.header import Call, Header, copied, joined, pack, unpack
 from distsession.distributed.reduce_ops import operation_name, plan, reduce_numbers
 from distsession.errors import OptionsError
 
@@ -139,3 +139,57 @@ def test_samplers_refuse_what_cannot_be() -> None:
         get_sampler(range(3), num_replicas=2, rank=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="distributed already"):
         DistributedProxySampler(ExactSampler(range(3)))
+
+
+class Wrapped(torch.Tensor):
+    """One that may lie elsewhere than it says."""
+
+
+COPIED = {
+    "plain": torch.arange(6.0),
+    "of some dimensions": torch.arange(6).view(2, 3),
+    "without dimensions": torch.tensor(3.5),
+    "of half the size": torch.arange(4, dtype=torch.bfloat16),
+    "of truth values": torch.tensor([True, False, True]),
+    "empty": torch.empty(0, 3),
+    "not contiguous": torch.arange(6.0).view(2, 3).T,
+    "a part": torch.arange(10)[3:7],
+    "expanded": torch.ones(1, 3).expand(2, 3),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "zeros without memory": torch._efficientzerotensor((4,)),
+    "with a gradient": torch.nn.Parameter(torch.ones(3)),
+    "in the midst of a graph": torch.nn.Parameter(torch.ones(3)) * 2,
+    "of a class of its own": torch.arange(4.0).as_subclass(Wrapped),
+}
+
+
+@pytest.mark.parametrize("what", COPIED)
+def test_a_tensors_bytes_are_those_that_it_shows(what: str) -> None:
+    tensor = COPIED[what]
+    raw = copied(tensor)
+    assert len(raw) == tensor.numel() * tensor.element_size()
+    made = joined([raw], tensor.dtype, tensor.shape)
+    assert made.tolist() == torch.zeros_like(made).copy_(tensor.detach()).tolist()
+    assert not made.requires_grad
+
+
+def test_what_is_joined_has_memory_of_its_own_that_can_be_resized() -> None:
+    raw = copied(torch.arange(4.0))
+    first, second = joined([raw], torch.float32, (4,)), joined([raw, raw], torch.float32, (8,))
+    first.resize_(100)
+    second.add_(1)
+    assert raw == copied(torch.arange(4.0))
+
+
+def test_the_headers_of_tensors_that_are_alike_are_one() -> None:
+    one, other = pack(torch.ones(2, 3), 3)[0], pack(torch.zeros(2, 3), 3)[0]
+    assert one is other
+    assert Header.from_raw(one.raw) == one
+    unlike = [
+        pack(torch.ones(3, 2), 3)[0],
+        pack(torch.ones(2, 3), 4)[0],
+        pack(torch.ones(2, 3), 3, 1)[0],
+        pack(torch.ones(2, 3, dtype=torch.int32), 3)[0],
+    ]
+    assert len({header.raw for header in [one, *unlike]}) == 5
