@@ -324,6 +324,7 @@ class HostKeeper:
         for rank in self._ranks.get(node, ()):
             region = board.regions[rank]
             region.set_process_state(region.process, DEAD)
+            region.seen_at_ns = time.monotonic_ns()
 
     def _bring(self, board: Board, node: int, *, whole: bool) -> bool:
         """Write down here what has changed on the board of a host; False if that is not known."""
@@ -336,8 +337,10 @@ class HostKeeper:
         except (EOFError, OSError, ValueError) as error:
             log.warning("the board of node %d is not known: %s", node, error)
             return False
+        now = time.monotonic_ns()
         for rank in self._ranks[node]:
-            board.regions[rank].clock_behind_ns = time.monotonic_ns() - reply.clock_ns
+            region = board.regions[rank]
+            region.clock_behind_ns, region.seen_at_ns = now - reply.clock_ns, now
         return True
 
     # --- what it is told --------------------------------------------------------------------------

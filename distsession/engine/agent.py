@@ -349,9 +349,12 @@ class Agent:
 
     def _is_idle(self) -> bool:
         assert self._board is not None
+        assert self._owners is not None
         regions = self._board.regions
         if self._has_ranks:
             regions = [regions[rank.rank] for rank in self._ranks.values()]
+        elif any(region.seen_at_ns <= self._owners.left_at_ns for region in regions):
+            return False  # what is here of other hosts is as old as the owner's last look at them
         return not any(region.request for region in regions)
 
     def _on_kernel_gone(self) -> None:

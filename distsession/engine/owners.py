@@ -69,6 +69,8 @@ class Owners:
         self._gone_at: float | None = None
         self._lease_began = 0.0
         self._idle_since: float | None = None
+        self.left_at_ns = 0
+        """When the owner has gone, by the clock of the board."""
         self._write()
 
     def fileno(self) -> int:
@@ -82,6 +84,7 @@ class Owners:
     def leave(self) -> None:
         """The owner is gone."""
         self._gone_at, self._lease_began = time.time(), _clock()
+        self.left_at_ns = time.monotonic_ns()
         self._idle_since = None
         self._write()
 

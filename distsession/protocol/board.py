@@ -79,6 +79,8 @@ PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(37, 41)
 # they were made, 0 where they may be half-way in something; and whether something that was issued
 # has not ended yet.
 CONNECTED_IN, IS_UNSETTLED = 41, 42
+SEEN_AT = 43
+"""In nanoseconds of the clock here; written by the keeper of hosts, when it has had a look."""
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, BEGUN, MEMBERS = range(6)
 """``COUNT`` operations were posted, and ``BEGUN`` of them handed to gloo."""
@@ -516,6 +518,15 @@ class Region:
     @clock_behind_ns.setter
     def clock_behind_ns(self, behind: int) -> None:
         self._words[self.start + CLOCK_BEHIND] = behind & WORD_MASK
+
+    @property
+    def seen_at_ns(self) -> int:
+        """When a keeper has last had a look at what is on its host, by the clock of this one."""
+        return self._words[self.start + SEEN_AT]
+
+    @seen_at_ns.setter
+    def seen_at_ns(self, at: int) -> None:
+        self._words[self.start + SEEN_AT] = at
 
     def _now(self) -> int:
         return time.monotonic_ns() - self.clock_behind_ns

@@ -42,6 +42,7 @@ from distsession.engine.log_file import LogFile, log_path
 from distsession.engine.pages import Pages
 from distsession.engine.process import die_with_parent
 from distsession.engine.process_state import GONE, process_state
+from distsession.protocol import board as layout
 from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
@@ -59,6 +60,7 @@ from distsession.protocol.agent_messages import (
     UsageReply,
     UsageRequest,
 )
+from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import CellRequest
 from distsession.ranks import HostInfo
 from tests.until import until
@@ -1216,3 +1218,22 @@ def test_the_end_of_the_kernel_ends_this_process_but_not_that_of_one_of_its_thre
     with pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGHUP)
     assert (kernel.has_terminated, kernel.is_leaving) == (False, True)
+
+
+def test_ranks_of_other_hosts_are_idle_only_once_somebody_has_looked_at_them() -> None:
+    descriptor = make_file()
+    os.ftruncate(descriptor, file_size(2))
+    board = Board(descriptor, 2)
+    try:
+        left_at = SimpleNamespace(left_at_ns=time.monotonic_ns())
+        agent: Any = SimpleNamespace(_board=board, _has_ranks=False, _owners=left_at)
+        assert not Agent._is_idle(agent)  # they may have begun as the owner left
+        board.regions[0].seen_at_ns = time.monotonic_ns()
+        assert not Agent._is_idle(agent)
+        board.regions[1].seen_at_ns = time.monotonic_ns()
+        assert Agent._is_idle(agent)
+        board.words[board.regions[1].start + layout.REQUEST] = 7
+        assert not Agent._is_idle(agent)
+    finally:
+        board.close()
+        os.close(descriptor)
