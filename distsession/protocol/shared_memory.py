@@ -272,7 +272,11 @@ class Segment:
         end = self.capacity if end is None else end
         if self._is_written or not self._may_be_large or end <= self._found:
             return
-        memory = FileMemory(self.descriptor, self.capacity, mmap.MAP_SHARED)
+        try:
+            memory = FileMemory(self.descriptor, self.capacity, mmap.MAP_SHARED)
+        except OSError:  # a limit of what may be mapped: it can be written all the same
+            self._may_be_large = False
+            return
         if are_given_when_asked():
             with contextlib.suppress(OSError):
                 memory.advise(mmap.MADV_HUGEPAGE)

@@ -113,6 +113,18 @@ def test_without_large_pages_small_ones_are_taken(
         assert map_private(segment.descriptor, segment.sizes)[0] == data
 
 
+def test_what_may_not_be_mapped_is_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    data = os.urandom(MB) * 20
+    with Segment([len(data)]) as segment:
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_memory, "FileMemory", refuse)
+            segment.write([data])
+        assert map_private(segment.descriptor, segment.sizes)[0] == data
+
+
 def test_what_is_slow_later_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))  # each page takes a second of processor time
     monkeypatch.setattr(FileMemory, "collapse", lambda *_: True)
