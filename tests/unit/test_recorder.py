@@ -169,6 +169,29 @@ def test_the_more_ranks_share_a_processor_the_longer_they_sleep_and_never_much_o
     assert [crowd.pause_after(waited) for waited in (0.01, 0.5)] == [0.001, 0.01]
 
 
+@pytest.mark.parametrize(("ranks", "spins"), [(1, 39), (2, 39), (3, 0), (64, 0)])
+def test_ranks_look_without_sleeping_only_where_processors_are_left_for_others(
+    streams: list[Stream],
+    beside: Callable[..., Future[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    spins: int,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    recorder = streams[1].recorder
+    recorder.spins = Recorder(recorder.board, 1, here=range(ranks)).spins
+    yields: list[None] = []
+    sleeping = threading.Event()
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(None))
+    monkeypatch.setattr(recorder, "pause_after", lambda _: sleeping.set() or 0.001)
+    waiting = beside(come, streams[1], SUM, None)
+    assert sleeping.wait(LONG_S)
+    assert len(yields) == spins
+    for stream in (streams[0], *streams[2:]):
+        stream.post(SUM)
+    waiting.result(LONG_S)
+
+
 def test_an_abort_wakes_who_sleeps(
     streams: list[Stream], beside: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

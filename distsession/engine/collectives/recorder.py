@@ -85,7 +85,10 @@ log = logging.getLogger(__name__)
 
 SPINS_BEFORE_SLEEP = 40
 """How often a rank yields the processor to others before it sleeps between two looks."""
-FIRST_SLEEP_S = 2e-5
+CPUS_TO_SPIN = 2
+"""Processors for each rank, below which it sleeps at once: whoever spins there takes one from gloo's
+threads, and so from the rank that is awaited."""
+FIRST_SLEEP_S = 5e-5
 LONGEST_SLEEP_S = 1e-3
 """Where a processor has no more than ``RANKS_FOR_A_CPU`` ranks. A look takes some 30 microseconds,
 and where more of them share one, those who wait would take it from who they wait for."""
@@ -164,6 +167,8 @@ class Recorder(RequestListener):
         cpus = len(os.sched_getaffinity(0))
         self._crowd = max(1.0, len(self.here) / (RANKS_FOR_A_CPU * cpus))
         """How many times as long as others ranks sleep here between two looks."""
+        self.spins = SPINS_BEFORE_SLEEP if cpus >= CPUS_TO_SPIN * len(self.here) else 0
+        """How often a rank looks here before it sleeps between two looks."""
         self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.compare_far: CompareFar | None = None
         """Compares an operation with ranks of other hosts before it begins; None: nobody does."""
@@ -981,7 +986,7 @@ class Stream:
                 if recorder.abort is not None:
                     raise recorder.abort_error()
                 rounds += 1
-                if rounds < SPINS_BEFORE_SLEEP:
+                if rounds < recorder.spins:
                     os.sched_yield()
                 else:
                     if pause < LONGEST_SLEEP_S:
