@@ -86,8 +86,8 @@ log = logging.getLogger(__name__)
 SPINS_BEFORE_SLEEP = 40
 """How often a rank yields the processor to others before it sleeps between two looks."""
 CPUS_TO_SPIN = 2
-"""Processors for each rank, below which it sleeps at once: whoever spins there takes one from gloo's
-threads, and so from the rank that is awaited."""
+"""Processors for each rank, below which it sleeps at once: whoever spins there takes one from
+gloo's threads, and so from the rank that is awaited."""
 FIRST_SLEEP_S = 5e-5
 LONGEST_SLEEP_S = 1e-3
 """Where a processor has no more than ``RANKS_FOR_A_CPU`` ranks. A look takes some 30 microseconds,
