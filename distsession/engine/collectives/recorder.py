@@ -986,7 +986,7 @@ class Stream:
                 if recorder.abort is not None:
                     raise recorder.abort_error()
                 rounds += 1
-                if rounds < recorder.spins:
+                if rounds <= recorder.spins:
                     os.sched_yield()
                 else:
                     if pause < LONGEST_SLEEP_S:
