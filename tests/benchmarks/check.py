@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 
 from distsession import Session
@@ -17,6 +18,8 @@ RANKS = (2, 4)
 MORE_RANKS = (8, 16, 32, 64)
 """Where only Python is measured: other ranks are played in the same process."""
 UNIT = "us"
+TURN = 40
+"""Operations of one group before it is the other's turn."""
 NATIVE = "torch's own"
 
 # On each rank, beside the session's group, one of torch's own: both in the same process.
@@ -32,13 +35,15 @@ native = make_native_group(
 
 def times(group, count):
     tensor = torch.ones(4)
-    for _ in range(20):
-        dist.all_reduce(tensor, group=group)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
         dist.all_reduce(tensor, group=group)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return 1e6 * wall / count, 1e6 * cpu / count
+
+def turns(count):
+    times(native, 20), times(None, 20)
+    return [(times(native, {turn}), times(None, {turn})) for _ in range(count // {turn})]
 """
 
 
@@ -78,15 +83,17 @@ def _in_a_session(bench: Bench, ranks: int) -> Iterator[Row]:
     with contextlib.ExitStack() as stack:
         sessions = {kind: stack.enter_context(bench.session(ranks, check=kind)) for kind in CHECKS}
         for kind, session in sessions.items():
-            session.execute(PREPARE.format(path=str(bench.folder / f"native-{ranks}-{kind}")))
+            path = str(bench.folder / f"native-{ranks}-{kind}")
+            session.execute(PREPARE.format(path=path, turn=TURN))
         for _ in range(max(bench.repeats, 5)):
             for kind, session in sessions.items():
-                theirs[kind].append(_times(session, "native", count))
-                ours[kind].append(_times(session, "None", count))
+                native, own = _by_turns(session, count)
+                theirs[kind].append(native)
+                ours[kind].append(own)
     for number, what in enumerate(("wall time", "processor time of rank 0")):
         name = f"{what} of a small all_reduce, N={ranks}"
-        native = [times[number] for kind in CHECKS for times in theirs[kind]]
-        yield Row(name, NATIVE, Figure(tuple(native)), UNIT)
+        native_times = [times[number] for kind in CHECKS for times in theirs[kind]]
+        yield Row(name, NATIVE, Figure(tuple(native_times)), UNIT)
         for kind in CHECKS:
             mine = [times[number] for times in ours[kind]]
             beside = [times[number] for times in theirs[kind]]
@@ -95,7 +102,15 @@ def _in_a_session(bench: Bench, ranks: int) -> Iterator[Row]:
             yield Row(name, subject, _above(mine, beside), UNIT, ratio, NATIVE)
 
 
-def _times(session: Session, group: str, count: int) -> Sequence[float]:
-    """Wall and processor time of a call on rank 0."""
-    values: Sequence[float] = session.evaluate(f"times({group}, {count})")[0]
-    return values
+def _by_turns(session: Session, count: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Wall and processor time of a call on rank 0, torch's own and the session's: medians of turns.
+
+    Both take turns within one call, as how soon a process is woken changes from second to second.
+    """
+    turns: list[tuple[Sequence[float], Sequence[float]]] = session.evaluate(f"turns({count})")[0]
+    native, own = zip(*turns, strict=True)
+    return _medians(native), _medians(own)
+
+
+def _medians(times: Sequence[Sequence[float]]) -> Sequence[float]:
+    return [statistics.median(values) for values in zip(*times, strict=True)]
