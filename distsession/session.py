@@ -625,6 +625,8 @@ class Session(RankView):
         dead = self.launcher.dead_ranks()
         if dead:
             ranks = sorted(dead)
+            if len(ranks) == self.world_size > 1:
+                return f"all ranks are dead ({facts}); session.restart() starts them again"
             be = "is" if len(ranks) == 1 else "are"
             hosts = host_names(info for info in self.infos if info.rank in dead)
             on = f"on {', '.join(dict.fromkeys(hosts.values()))}; " if hosts else ""

@@ -17,7 +17,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -128,6 +128,8 @@ class SocketChannel(Channel):
         self._dead: dict[int, EngineDiedError] = {}
         self._identities: dict[int, bytes] = {}
         self._nodes: dict[int, int] = {}
+        self._muted: set[int] = set()
+        """Ranks of which what belongs to no run is not shown."""
         self._ranks: dict[int, dict[int, None]] = {}
         """Of each node. What comes of one must not cost more where there are many."""
         self._busy: dict[int, dict[int, None]] = {}
@@ -201,6 +203,12 @@ class SocketChannel(Channel):
             self._ranks.setdefault(node, {})[rank] = None
             self._dead.pop(rank, None)
             self._busy[rank] = {}
+            self._muted.discard(rank)
+
+    def mute(self, ranks: Iterable[int]) -> None:
+        """These are to end before they have run anything: what they write about it tells nobody."""
+        with self._lock:
+            self._muted.update(ranks)
 
     def _forget_identity(self, rank: int) -> None:
         if self._nodes.get(rank):
@@ -645,7 +653,7 @@ class SocketChannel(Channel):
                 pending.put_output(message)
             elif isinstance(message, InputRequest):
                 self.send_control(message.rank, InputReply(message.number, None, NOBODY))
-            elif not isinstance(message, OutputEnd):
+            elif not isinstance(message, OutputEnd) and message.rank not in self._muted:
                 self._background.put_output(message)
         else:
             self._on_event(message)

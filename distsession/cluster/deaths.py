@@ -89,7 +89,7 @@ def death_error(
         returncode=message.returncode,
         log_tail=message.log_tail,
         how=how,
-        remedy=restart_text(message.rank) if can_be_replaced else "",
+        remedy=restart_text([message.rank]) if can_be_replaced else "",
         details=details,
     )
 
@@ -168,9 +168,9 @@ def relay_gone_text(node: int, ranks: Sequence[int], host: str = "") -> str:
     )
 
 
-def restart_text(rank: int) -> str:
-    """What to do about the death of a rank."""
+def restart_text(ranks: Sequence[int]) -> str:
+    """What to do about the death of some ranks, where others stay."""
     return (
-        f"session.restart([{rank}]) replaces it; restore=[...] copies variables from a rank that "
-        "stays."
+        f"session.restart({list(ranks)}) replaces {'it' if len(ranks) == 1 else 'them'}; "
+        "restore=[...] copies variables from a rank that stays."
     )

@@ -908,9 +908,10 @@ class LocalLauncher(Launcher):
         for node in nodes:
             if node not in self._monitor.hosts:
                 self._agents.end(node)
-        for rank in late:
-            with contextlib.suppress(SessionStateError):  # its agent is gone, and it too
-                self._stop_ranks([rank])
+        self.channel.mute(late)  # each complains that it cannot reach those which end before it
+        for node in self.nodes:
+            with contextlib.suppress(SessionStateError):  # its agent is gone, and they too
+                self._stop_ranks([rank for rank in late if rank in self._ranks_on(node)])
         self._monitor.wait_exited(late, END)
         self._monitor.mark_lost(late)
         self._problem = f"{ranks_text(ranks)} did not start: {type(error).__name__}"

@@ -228,15 +228,21 @@ class Monitor:
     def mark_lost(self, ranks: Iterable[int]) -> None:
         """These were to be started, and are ended since that did not work."""
         with self._changed:
-            for rank in ranks:
+            lost = sorted(ranks)
+            be = "was" if len(lost) == 1 else "were"
+            how = f"{be} to be replaced, but did not start"
+            remedy = "session.restart() starts all ranks again."
+            if len(lost) < len(self.ready):
+                remedy = restart_text(lost)
+            for rank in lost:
                 info = self.ready[rank]
                 error = EngineDiedError(
-                    f"rank {rank} was to be replaced, but did not start.",
+                    f"{ranks_text(lost)} {how}.",
                     rank=rank,
                     pid=info.pid,
                     returncode=-signal.SIGKILL,
-                    how="was to be replaced, but did not start",
-                    remedy=restart_text(rank),
+                    how=how,
+                    remedy=remedy,
                 )
                 self.dead[rank] = error
                 self._on_death(error)
@@ -251,7 +257,7 @@ class Monitor:
             pid=message.pid,
             returncode=-signal.SIGKILL,
             how=f"has ended; {message.text}",
-            remedy=restart_text(message.rank),
+            remedy=restart_text([message.rank]),
         )
         self.dead[message.rank] = error
         self._unreported.add((message.rank, message.pid))

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from distsession import RunError, RunInterrupt, Session, errors
+from distsession.protocol.messages import Text
 from tests.backends import Backend, only
 from tests.integration.conftest import Recorder
 from tests.integration.test_cause_first import check_one_line, fails
 from tests.integration.test_first_lines import Broken, check_lines, check_works, fail
 from tests.integration.test_old_sessions import OPERATIONS, failure
-from tests.until import Press
+from tests.integration.test_restart import press_stop
+from tests.until import Press, press_at
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -80,6 +82,22 @@ def test_one_that_dies_in_a_collective_is_replaced_alone(many: Session, backend:
     assert [rank for rank in many.ranks if pids[rank] != again[rank]] == [17]
     assert many[17].evaluate("number")[17] == 40
     many[17].execute("number = 40 + rank")
+    check_works(many)
+
+
+@only("gloo", "others do not connect as they start")
+def test_a_restart_that_is_stopped_shows_nothing_of_ranks_that_miss_each_other(
+    many: Session,
+) -> None:
+    shown = many.output()
+    assert isinstance(shown, Recorder)
+    shown.clear()
+    for moment in range(8):
+        press_at([0.05 * (1 + moment)], press_stop, many.restart)
+    many.restart()
+    texts = [message.text for message in shown.messages if isinstance(message, Text)]
+    assert [text for text in texts if "gloo" in text.lower()] == []
+    many.execute("import time\nnumber = 40 + rank")
     check_works(many)
 
 

@@ -123,6 +123,11 @@ def test_a_stop_of_the_restart_of_all_ranks_is_taken_back(
     press_after(monkeypatch, two.launcher, "_fork")
     with pytest.raises(RunInterrupt, match="all ranks have ended"):
         two.restart()
+    assert "all ranks are dead (2 ranks, " in two.status()
+    assert two.status().endswith("); session.restart() starts them again")
+    text = "ranks 0-1 were to be replaced, but did not start. session.restart() starts all"
+    with pytest.raises(errors.EngineDiedError, match=re.escape(text)):
+        two.execute("pass")
     two.restart()
     two.execute("kept = 40 + rank")
     check(two)

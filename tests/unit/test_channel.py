@@ -444,6 +444,30 @@ def test_what_comes_of_a_request_that_was_forgotten_is_in_the_background(kernel:
     until(lambda: "late" in kernel.background_texts())
 
 
+def test_nothing_is_shown_of_a_rank_that_is_to_end_until_another_takes_its_place(
+    kernel: Kernel,
+) -> None:
+    first, other = kernel.add_rank(0), kernel.add_rank(1)
+    pending = kernel.submit(0)
+    kernel.channel.mute([0])
+    first.write(0, "cannot connect")
+    first.write(pending.request, "of a run")
+    until(lambda: texts_of(pending) == ["of a run"])
+    other.write(0, "seen")
+    until(lambda: "seen" in kernel.background_texts())
+    kernel.add_rank(0, generation=1).write(0, "as well")
+    until(lambda: "as well" in kernel.background_texts())
+    assert kernel.background_texts() == ["seen", "as well"]
+
+
+def texts_of(pending: PendingRequest) -> list[str]:
+    """What has come of a run since this was asked last."""
+    texts: list[Any] = []
+    with contextlib.suppress(RunTimeoutError):
+        pending.wait(texts.append, timeout=0.01)
+    return [message.text for message in texts]
+
+
 def test_a_rank_that_asks_for_input_in_a_run_that_was_forgotten_is_told_nobody_is_there(
     kernel: Kernel,
 ) -> None:
