@@ -34,6 +34,10 @@ Statements go into a cell that begins with %%distributed.
 """
 
 
+RANKS_FLAGS = ("--rank", "--ranks", "--target", "--targets", "-t")
+"""By which ranks are chosen elsewhere, as in ``%%px``."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse for magics: an error is shown as a line, and never ends the kernel."""
 
@@ -50,8 +54,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             parser = self._chosen(found)
             hint = near(unknown[0], flags(parser))
+            if unknown[0].partition("=")[0] in RANKS_FLAGS and parser.takes_ranks:
+                hint = f": ranks are given without a flag, as in {parser.prog} 0-1."
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found
+
+    @property
+    def takes_ranks(self) -> bool:
+        return any(action.dest == "ranks" for action in self._actions)
 
     def _chosen(self, found: argparse.Namespace) -> Parser:
         """The parser of the command that a line has named."""

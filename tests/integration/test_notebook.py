@@ -118,6 +118,11 @@ def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -
             "%session daignose",
             "there is no 'daignose': did you mean diagnose? It takes help, start",
         ),
+        (
+            "%%distributed --ranks 0\n1",
+            "--ranks 0: ranks are given without a flag, as in %%distributed 0-1. See %%d",
+        ),
+        ("%session restart --targets=0", "a flag, as in %session restart 0-1. See %session r"),
         ("%session diagnose --stakcs", "unrecognized arguments: --stakcs: did you mean --stacks?"),
         ("%session start 2 --bakend=gloo", "did you mean --backend? See %session start --help."),
         ("%session start 2 --launcher lcoal", "did you mean local? It takes local, inline, ssh, "),

@@ -63,6 +63,17 @@ def test_hosts_and_their_ranks_are_lists() -> None:
     assert (command.verb, command.command) == ("start", "srun -N2 {agent}")
 
 
+@pytest.mark.parametrize("flag", ["--rank 1", "--ranks=1", "-t 1", "--targets 1"])
+def test_who_chooses_ranks_by_a_flag_is_told_to_leave_it_out(flag: str) -> None:
+    text = "ranks are given without a flag, as in %%distributed 0-1. See"
+    with pytest.raises(OptionsError, match=text):
+        parse(cell_parser(), flag)
+    with pytest.raises(OptionsError, match=r"as in %session restart 0-1\. See"):
+        parse(session_parser(), f"restart {flag}")
+    with pytest.raises(OptionsError, match=r"unrecognized arguments: (?!.*without a flag)"):
+        parse(session_parser(), f"close {flag}")
+
+
 def test_an_open_quote_is_an_error() -> None:
     with pytest.raises(OptionsError, match="No closing quotation"):
         parse(session_parser(), "export 'train.py")
