@@ -112,6 +112,9 @@ MAX_TAGS = 64
 TAGS_CHECKED = 4
 """How many of those are looked at whenever one more begins."""
 
+Signed = tuple[int, int, tuple[Any, ...]]
+"""The fingerprint of an operation, the number of its text, and its key."""
+
 Posted = list[int]
 """A slot's words, as they were when an operation was posted."""
 
@@ -169,7 +172,7 @@ class Recorder(RequestListener):
         """How many times as long as others ranks sleep here between two looks."""
         self.spins = SPINS_BEFORE_SLEEP if cpus >= CPUS_TO_SPIN * len(self.here) else 0
         """How often a rank looks here before it sleeps between two looks."""
-        self.signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self.signatures: dict[tuple[Any, ...], Signed] = {}
         self.compare_far: CompareFar | None = None
         """Compares an operation with ranks of other hosts before it begins; None: nobody does."""
         self.log: OperationLog | None = None
@@ -432,14 +435,14 @@ class Recorder(RequestListener):
 
     # --- texts ------------------------------------------------------------------------------------
 
-    def sign(self, key: tuple[Any, ...]) -> tuple[int, int]:
-        """Fingerprint and text of an operation that is seen for the first time."""
+    def sign(self, key: tuple[Any, ...]) -> Signed:
+        """What stands for an operation that is seen for the first time."""
         text, compared = describe(key), comparable(key)
         with self._lock:
             if len(self.signatures) >= MAX_SIGNATURES:
                 self.signatures.clear()
             number = self._add_text(text)
-            signed = self.signatures[key] = (key_of(compared), number)
+            signed = self.signatures[key] = (key_of(compared), number, key)
         return signed
 
     def _add_text(self, text: str) -> int:
@@ -709,7 +712,8 @@ class Stream:
         recorder = self.recorder
         if recorder.abort is not None:
             raise recorder.abort_error(self._refused(key))
-        fingerprint, text = recorder.signatures.get(key) or recorder.sign(key)
+        # The key is the one that was signed: the log keeps it, and none of its own for each.
+        fingerprint, text, key = recorder.signatures.get(key) or recorder.sign(key)
         try:
             frame = sys._getframe(3)  # of who has called the group's method
         except ValueError:  # that was C++, in a thread of its own
@@ -859,7 +863,7 @@ class Stream:
         if not self.is_watched or not self.recorder.is_main_thread:
             return 0
         spare = self.at + _HEAD + _RING * _SLOT
-        _, text = self.recorder.signatures.get(key) or self.recorder.sign(key)
+        _, text, _ = self.recorder.signatures.get(key) or self.recorder.sign(key)
         place = self.recorder.repeat_place(posted[_PLACE])
         values = (posted[_FINGERPRINT], text, place, posted[_BEGAN], _WAITING)
         for word, value in enumerate(values, spare + 1):
