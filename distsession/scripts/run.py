@@ -151,7 +151,6 @@ def _run_or_leave(session: Session, path: str, script: str, arguments: Sequence[
     except SystemExit as end:
         if not _goes_on(session, end):
             raise
-        session.detach()
         with contextlib.suppress(OSError):  # where there is no terminal any more
             _say(f"{session.name} goes on: `distsession attach {session.name}` shows it.", HUNG_UP)
         return HUNG_UP
@@ -172,10 +171,12 @@ def _run(session: Session, path: str, script: str, arguments: Sequence[str]) -> 
     except DistsessionError as error:  # a hang
         return _say(str(error), 1)
     except SystemExit as end:
-        if not _goes_on(session, end):
+        if _goes_on(session, end):
+            session.detach()
+        else:
             session.close()
-            # The thread that still shows output: Python aborts where it ends while one writes.
-            concurrent.futures.wait([future], LAST_OUTPUT)
+        # The thread that still shows output: Python aborts where it ends while one writes.
+        concurrent.futures.wait([future], LAST_OUTPUT)
         raise
 
 

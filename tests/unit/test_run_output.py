@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+from unittest.mock import Mock
+
 import pytest
 
 from distsession.protocol.messages import Text
+from distsession.scripts import run
 from distsession.scripts.run import PlainOutput
 
 
@@ -36,3 +41,19 @@ def test_what_several_ranks_left_open_is_put_on_lines(capsys: pytest.CaptureFixt
     output.close()
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("a\nb\n", "e\n")
+
+
+@pytest.mark.parametrize("keep", ["", "600"])
+def test_a_run_whose_terminal_goes_waits_for_who_still_shows_output(
+    monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    future: Future[None] = Future()
+    ends = threading.Timer(0.2, future.set_result, [None])
+    session = Mock(submit=Mock(return_value=future), channel=Mock(pending=Mock(return_value=[])))
+    session.options.keep = keep
+    session.detach.side_effect = session.close.side_effect = ends.start
+    monkeypatch.setattr(run, "_wait", Mock(side_effect=SystemExit(run.HUNG_UP)))
+    with pytest.raises(SystemExit):
+        run._run(session, "train.py", "train.py", [])
+    assert future.done()
+    assert (session.detach.called, session.close.called) == (bool(keep), not keep)
