@@ -54,6 +54,8 @@ LOOK_MS = 100
 OUTPUT_S = 10.0
 """Seconds that output has to reach a new client. Now and then (1 of 200 on a busy machine) nothing
 ever does, and another client is made."""
+SEEN_MS = 3000
+"""Milliseconds that the controller has to see which engines are gone."""
 LEAVE_S = 5.0
 """Seconds that the threads have to end."""
 
@@ -373,9 +375,11 @@ class Controller:
             raise LaunchError(SESSION_CLOSED if self._closed else CONTROLLER_GONE)
 
     def unregister(self, engine_ids: Collection[int]) -> None:
-        """Tell the controller that engines are gone, so that their ids are free at once.
+        """Tell the controller that engines are gone; their ids are free when this returns.
 
-        The controller itself would notice much later, by missed heartbeats.
+        The controller itself would notice much later, by missed heartbeats. It answers no such
+        request. But it takes those of one socket in turn, so what it answers to the next one says
+        that it has seen all: others that registered before that would be given other ids.
         """
         if self._connection is None or not engine_ids:
             return
@@ -384,6 +388,9 @@ class Controller:
         with _connect(zmq.DEALER, facts, "registration", linger=500) as socket:
             for engine_id in engine_ids:
                 session.send(socket, "unregistration_request", content={"id": engine_id})
+            session.send(socket, "connection_request")
+            if not socket.poll(SEEN_MS):
+                log.warning("ipyparallel's controller is busy: fresh ranks may get other ids")
 
     # --- end --------------------------------------------------------------------------------------
 
