@@ -120,7 +120,7 @@ def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -
         ),
         (
             "%%distributed --ranks 0\n1",
-            "--ranks 0: ranks are given without a flag, as in %%distributed 0-1. See %%d",
+            "--ranks: ranks are given without a flag, as in %%distributed 0-1. See %%d",
         ),
         ("%session restart --targets=0", "a flag, as in %session restart 0-1. See %session r"),
         ("%session diagnose --stakcs", "unrecognized arguments: --stakcs: did you mean --stacks?"),
