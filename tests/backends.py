@@ -170,8 +170,10 @@ def _why_no_standin() -> str | None:
 def _why_no_nccl() -> str | None:
     import torch
 
+    from distsession.engine.host_info import nccl_version
+
     if not torch.cuda.is_available():
         return "there is no GPU"
-    if torch.cuda.nccl.version() < (2, 30):
+    if nccl_version() < (2, 30):
         return "several ranks on one GPU need NCCL 2.30"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import platform
@@ -24,6 +25,7 @@ __all__ = [
     "device_info",
     "fork_problem",
     "host_info",
+    "nccl_version",
     "torch_problem",
     "torch_release",
 ]
@@ -49,7 +51,7 @@ def host_info(identify: bool = False) -> HostInfo:
         cpus=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
-        nccl=_nccl_version(),
+        nccl=nccl_version(),
         **_ask_drivers(modules, identify),
     )
 
@@ -143,9 +145,19 @@ def _gpu_facts(identify: bool) -> dict[str, Any]:
     }
 
 
-def _nccl_version() -> tuple[int, ...]:
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that torch has loaded; empty without one.
+
+    torch itself says which one it was compiled with, and takes a newer one that is installed in its
+    place. Only where torch contains NCCL, the two cannot differ.
+    """
     if not dist.is_nccl_available():
         return ()
+    code = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        loaded = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
+        if loaded.ncclGetVersion(ctypes.byref(code)) == 0:
+            return code.value // 10_000, code.value // 100 % 100, code.value % 100
     with contextlib.suppress(Exception):
         from torch.cuda import nccl
 

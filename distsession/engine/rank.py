@@ -121,7 +121,12 @@ NATIVE_MARK = "groups-of-torch"
 STILL_S = 1.0
 """Seconds at one call after which the main thread counts as held up by its device."""
 
-OWN_THREADS = "distsession-control", "distsession-output", "distsession-completion"
+OWN_THREADS = (
+    "distsession-control",
+    "distsession-output",
+    "distsession-completion",
+    "distsession-abort",
+)
 """Those that never wait for another rank."""
 
 NO_CODE = contextlib.nullcontext()

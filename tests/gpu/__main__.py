@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import distsession
+from distsession.engine.host_info import nccl_version
 from tests.gpu.checks import CHECKS, Bed, attempt
 from tests.gpu.target import TARGETS, NotHereError, Target
 
@@ -27,7 +28,7 @@ def facts(target: Target) -> Iterator[tuple[str, str]]:
     yield "torch", torch.__version__
     yield "CUDA of torch", str(torch.version.cuda)
     if target.is_nccl:
-        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+        yield "NCCL", ".".join(map(str, nccl_version()))
         yield "driver", _driver()
         yield "GPUs", "; ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
     yield "ranks", f"{target.ranks} with {target.backend}, {target.options}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distsession.devices import MULTI_RANK_NCCL
+from distsession.engine.host_info import nccl_version
 
 RANKS = 4
 """As many as there are, unless every rank needs a GPU of its own and there are fewer."""
@@ -55,7 +56,7 @@ def nccl() -> Target:
         raise NotHereError("there is no GPU")
     # An index out of range ends all work of the process on its GPU.
     broken = "torch.zeros(4, device=device)[torch.full((1,), 99, device=device)].sum().item()"
-    version: tuple[int, ...] = torch.cuda.nccl.version()
+    version = nccl_version()
     if version >= MULTI_RANK_NCCL:
         return Target("nccl", "cuda", RANKS, {"devices": [0] * RANKS}, (), broken)
     ranks = min(gpus, RANKS)

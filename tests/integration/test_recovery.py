@@ -334,6 +334,16 @@ def test_a_second_stop_during_the_first_does_not_leave_ranks_where_they_are(
     cluster.check()
 
 
+def test_stop_frees_ranks_that_wait_in_another_group_than_the_default_one(cluster: Cluster) -> None:
+    cluster.stop(
+        "group = dist.new_group()\n"
+        "dist.all_reduce(x.clone(), group=group); FINISH\n"
+        "if rank == 1: time.sleep(60)\n"
+        "dist.all_reduce(x.clone(), group=group); FINISH"
+    )
+    cluster.check()
+
+
 def test_a_rank_that_holds_the_interpreter_is_named_and_can_be_replaced(cluster: Cluster) -> None:
     text = cluster.stop(
         "ctypes.PyDLL(None).sleep(30) if rank == 1 else dist.barrier()", press=press_stop
@@ -356,6 +366,9 @@ FAILURES = {
     "a collective": "dist.all_reduce(x.clone()); FINISH",
     "an asynchronous one": "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH",
     "a backward": "loss().backward(); FINISH",
+    "a first one of its kind": (
+        "dist.all_gather_into_tensor(torch.ones(2 * world_size), torch.ones(2)); FINISH"
+    ),
     "a receive": "dist.recv(torch.ones(1), src=1)",
     "a new group": "dist.new_group(list(range(world_size)))",
 }
@@ -401,6 +414,8 @@ LEFT_OPEN = {
 @pytest.mark.parametrize("code", LEFT_OPEN.values(), ids=LEFT_OPEN)
 def test_a_block_of_operations_that_an_error_leaves_is_over(cluster: Cluster, code: str) -> None:
     """torch would put the operations of the next cells into it, and never do them."""
+    if cluster.backend.name == "nccl" and ".t()" in code:
+        pytest.skip("NCCL takes what is not contiguous as a message")
     with pytest.raises(RunError, match=r"ValueError|contiguous"):
         cluster.session.execute(code.replace("{error}", "raise ValueError(rank)"))
     cluster.check()

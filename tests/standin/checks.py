@@ -602,13 +602,81 @@ def lonely_init(rank: int, size: int) -> None:
 
 
 @check
+def first_of_its_kind(rank: int, size: int) -> None:
+    """The members are connected for each kind of operation: that call blocks, abort() ends it."""
+    store = join()
+    warm_up()
+    if rank > 0:
+        hear(store, "done")
+        return
+    thread, outcome = in_thread(lambda: dist.broadcast(torch.ones(1, device="standin"), 0))
+    thread.join(0.3)
+    assert thread.is_alive()
+    dist.distributed_c10d._get_default_group().abort()
+    thread.join(FOREVER_S)
+    assert "NCCL communicator was aborted on rank 0." in str(outcome[0]), outcome
+    say(store, "done")
+
+
+@check
+def abort_of_another(rank: int, size: int) -> None:
+    """An abort waits for what other communicators have on the device, until that is aborted."""
+    store = join()
+    warm_up()
+    other = dist.new_group()
+    dist.all_reduce(torch.ones(1, device="standin"), group=other)
+    torch.standin.synchronize()
+    if rank > 0:
+        hear(store, "done")
+        return
+    dist.all_reduce(torch.ones(1, device="standin"), group=other)
+    thread, _ = in_thread(dist.distributed_c10d._get_default_group().abort)
+    thread.join(0.3)
+    assert thread.is_alive()
+    other.abort()
+    thread.join(FOREVER_S)
+    assert not thread.is_alive()
+    say(store, "done")
+
+
+@check
+def time_limit(rank: int, size: int) -> None:
+    """A work past its limit is said to be over, and the device goes on waiting."""
+    store = join()
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.2))
+    dist.all_reduce(torch.ones(1, device="standin"), group=group)
+    torch.standin.synchronize()
+    if rank > 0:
+        hear(store, "done")
+        dist.all_reduce(torch.ones(1, device="standin"), group=group)
+        torch.standin.synchronize()
+        return
+    x = torch.ones(1, device="standin")
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert not work.is_completed()
+    time.sleep(0.4)
+    assert work.is_completed()
+    assert "Watchdog caught collective operation timeout" in str(work.exception())
+    thread, outcome = in_thread(lambda: torch.standin.synchronize())
+    thread.join(0.2)
+    assert thread.is_alive()
+    say(store, "done")
+    thread.join(FOREVER_S)
+    assert isinstance(outcome[0], float), outcome
+    assert x.item() == size
+
+
+@check
 def mismatch(rank: int, size: int) -> None:
     """Sizes and kinds that differ give rubbish or a hang, and break nothing else."""
     store = join()
     warm_up()
     x = torch.ones(1000 * (rank + 1), device="standin")
-    dist.all_reduce(x, async_op=True)
     y = torch.ones(200_000, device="standin")
+    dist.broadcast(y, 0)  # or the calls themselves would wait
+    dist.all_gather_into_tensor(torch.ones(200_000 * size, device="standin"), y)
+    torch.standin.synchronize()
+    dist.all_reduce(x, async_op=True)
     if rank:
         dist.broadcast(y, 0, async_op=True)
     else:

@@ -38,7 +38,8 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kName = "standin";
 constexpr size_t kRingBytes = 128 * 1024; // that much is sent without a receiver, as NCCL buffers
 constexpr auto kRemoteCheck = std::chrono::milliseconds(50);
-constexpr auto kAbortTimeout = std::chrono::seconds(5);
+constexpr auto kAbortTimeout = std::chrono::seconds(90);
+constexpr size_t kKinds = 64; // of operations, by their OpType
 
 // ---- Shared memory ----
 
@@ -75,6 +76,7 @@ struct Ring {
 
 struct Head {
   alignas(64) std::atomic<int> joined;
+  alignas(64) std::array<std::atomic<int>, kKinds> connected;
 };
 
 struct Member {
@@ -188,6 +190,26 @@ class Communicator {
     ready_ = true;
   }
 
+  // Blocks until all members are there with a first operation of this kind, as NCCL does where it
+  // connects them for the algorithm of an operation.
+  void connect(OpType type) {
+    const auto kind = static_cast<size_t>(type) % kKinds;
+    {
+      std::lock_guard<std::mutex> lock(order);
+      if (connects_[kind]) {
+        return;
+      }
+      connects_[kind] = true;
+    }
+    auto& connected = head()->connected[kind];
+    ++connected;
+    WithoutGil released;
+    for (int idle = 0; connected < size_; ++idle) {
+      raise_if_aborted();
+      pause_longer(idle);
+    }
+  }
+
   // False if it was cut off.
   bool exchange(std::vector<Transfer>& transfers) {
     auto check_remote = Clock::now() + kRemoteCheck;
@@ -236,7 +258,8 @@ class Communicator {
     }
   }
 
-  // What is under way ends, and nothing begins any more.
+  // What is under way ends, and nothing begins any more. Memory is freed then, and CUDA frees none
+  // before all that the device does has ended, other communicators' operations as well.
   void abort() {
     aborted_ = true;
     const auto deadline = Clock::now() + kAbortTimeout;
@@ -275,7 +298,7 @@ class Communicator {
     return size_;
   }
 
-  std::atomic<int> running{0};
+  static std::atomic<int> running; // operations of all communicators of this process
   std::mutex order; // what is enqueued on it is enqueued under this lock
   MomentPtr last; // operations of one communicator run one after the other, on whatever streams
 
@@ -323,9 +346,12 @@ class Communicator {
   void* memory_ = nullptr;
   std::atomic<bool> aborted_{false};
   std::atomic<bool> ready_{false};
+  std::array<bool, kKinds> connects_{};
   std::atomic<bool> remote_error_{false};
   Clock::time_point dead_since_{};
 };
+std::atomic<int> Communicator::running{0};
+
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
 // ---- Operations ----
@@ -413,16 +439,19 @@ class Work : public c10d::Work {
       OperationPtr operation,
       c10::Device device,
       uint64_t number,
-      std::vector<at::Tensor> outputs)
+      std::vector<at::Tensor> outputs,
+      std::chrono::milliseconds limit)
       : c10d::Work(rank, operation->type),
         operation_(std::move(operation)),
         device_(device),
         number_(number),
         outputs_(std::move(outputs)),
+        limit_(limit),
         started_(Clock::now()) {}
 
   bool isCompleted() override {
     see_remote_error();
+    see_time_limit();
     return operation_->error() || operation_->ended();
   }
 
@@ -432,6 +461,7 @@ class Work : public c10d::Work {
 
   std::exception_ptr exception() const override {
     see_remote_error();
+    see_time_limit();
     return operation_->error();
   }
 
@@ -490,6 +520,16 @@ class Work : public c10d::Work {
     }
   }
 
+  // What the watchdog does with a work that takes too long, if it is not to end anything.
+  void see_time_limit() const {
+    if (Clock::now() - started_ > limit_ && !operation_->ended() && !operation_->error()) {
+      operation_->fail(c10::str(
+          "Watchdog caught collective operation timeout: it ran longer than ",
+          limit_.count(),
+          " milliseconds"));
+    }
+  }
+
   void wait_for(std::chrono::milliseconds timeout) {
     {
       WithoutGil released;
@@ -515,6 +555,7 @@ class Work : public c10d::Work {
   const c10::Device device_;
   const uint64_t number_;
   const std::vector<at::Tensor> outputs_;
+  const std::chrono::milliseconds limit_;
   const Clock::time_point started_;
 };
 
@@ -1225,6 +1266,7 @@ class ProcessGroupStandin : public c10d::Backend {
     if (coalesced_) {
       return coalesce(type, joined, std::move(pieces), tensors, outputs, async);
     }
+    joined->connect(type);
     auto operation = std::make_shared<Operation>(type);
     operation->communicator = joined;
     operation->pieces = std::move(pieces);
@@ -1284,7 +1326,7 @@ class ProcessGroupStandin : public c10d::Backend {
       return nullptr;
     }
     return c10::make_intrusive<Work>(
-        getRank(), coalesced_, tensors.at(0).device(), number_, outputs);
+        getRank(), coalesced_, tensors.at(0).device(), number_, outputs, options_->timeout);
   }
 
   c10::intrusive_ptr<c10d::Work> launch(
@@ -1298,7 +1340,8 @@ class ProcessGroupStandin : public c10d::Backend {
     const auto current = current_stream(device.index());
     const auto stream = async ? own_stream(key, device.index()) : current;
     auto work =
-        c10::make_intrusive<Work>(getRank(), operation, device, number_, outputs);
+        c10::make_intrusive<Work>(
+            getRank(), operation, device, number_, outputs, options_->timeout);
     if (async) {
       block(stream, record(current));
       for (const auto& tensor : tensors) {

@@ -235,10 +235,7 @@ class Groups:
     # --- a new generation -------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """From any thread: free whoever waits for a device, which a lost member would not do.
-
-        Communicators are given up together: each alone could wait for another.
-        """
+        """From any thread: free whoever waits for a device, which a lost member would not do."""
         torch_private.abort_backends(
             [group.inner for group in list(self._alive.values()) if not group.recipe.is_gloo]
         )
@@ -417,8 +414,9 @@ class SwappableGroup(Collectives):
         """Pass operations on to this group from here on."""
         self._coalesced = None
         self.inner = inner
-        at_once = self.recipe.device_id  # the communicator of that device has been made
-        self._met = set() if at_once is None else {at_once.type}
+        self._met = set()
+        if not self.recipe.is_gloo:  # those of a device's works are found here: see find_overdue()
+            torch_private.lift_time_limits(inner)
 
     def mark_outdated(self, missing: Sequence[int]) -> None:
         """It cannot be connected any more."""
@@ -640,25 +638,22 @@ class SwappableGroup(Collectives):
             stream.fail(at)
             raise
         coalesced = self._coalesced
-        # A communicator is made at its first operation, that of two ranks at their first message:
-        # each member waits for that, and another may have died since it came.
-        may_wait = is_first or tensor is None or not (meets or coalesced is not None)
+        # The call itself may wait for the others, and one of them may have died since it came: a
+        # communicator is made at its first operation, that of two ranks at their first message, and
+        # NCCL connects the ranks at the first operation of each kind and order of size.
+        recorder.block(at, self._seconds)
         try:
-            if may_wait:
-                recorder.block(at, self._seconds)
             work = call(self.inner)
-            if may_wait and recorder.abort is not None:  # which has freed it, without a word
+            if recorder.abort is not None:  # which may have freed it, without a word
                 raise recorder.abort_error()
             if is_first and coalesced is None:
                 self._met.add(device)
-            if may_wait:
-                stream.returned(at)
+            stream.returned(at)
         except BaseException as error:
             stream.withdraw(at)
             raise recorder.explain(error) from None
         finally:
-            if may_wait:
-                recorder.block(0)
+            recorder.block(0)
         if coalesced is not None:
             coalesced.append((stream, at, stream.sequence_word(at)))
         elif work is not None:
@@ -681,7 +676,7 @@ class SwappableGroup(Collectives):
     def _end_coalescing(self, device: torch.device) -> Any:
         together, self._coalesced = self._coalesced or (), None
         recorder = self._recorder
-        if together and device.type not in self._met:  # which makes it, and waits for all members
+        if together:  # which may wait for others, as any call may that gives a device something
             recorder.block(together[0][1], self._seconds)
         try:
             work = self.inner._end_coalescing(device)
@@ -758,8 +753,11 @@ class SwappableGroup(Collectives):
         limit = self.limit if timeout is None else timeout
         self._recorder.connections.lose()
         with self.recorded(("split_group",), meets=True):
+            # Older torches know fewer of them.
+            given = {"timeout": timeout, "opts": opts, "group_name": group_name}
+            given |= {"group_desc": group_desc, "device_types": device_types}
             inner = self.inner.split_group(
-                ranks, timeout, opts, group_name, group_desc, device_types
+                ranks, **{name: value for name, value in given.items() if value is not None}
             )
         if inner is None:
             return None
@@ -784,6 +782,8 @@ class SwappableGroup(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
+        if not self.recipe.is_gloo:
+            torch_private.lift_time_limits(self.inner)
         self.set_limit(timeout)
 
     def getBackendName(self) -> str:

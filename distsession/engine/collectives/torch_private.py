@@ -13,6 +13,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ __all__ = [
     "is_making_groups",
     "is_stream_capturing",
     "leave_groups_to_torch",
+    "lift_time_limits",
     "make_backend_group",
     "make_native_group",
     "native_backends",
@@ -588,7 +590,12 @@ def is_accelerator_used() -> bool:
 
 
 def abort_backends(groups: Sequence[Any]) -> None:
-    """Abort the communicators of native groups that wait on a device; from any thread."""
+    """Abort the communicators of native groups that wait on a device; from any thread.
+
+    All at once: each lets its own kernels go, then frees memory, and CUDA waits with that for what
+    other communicators have on the device. NCCL's groups of calls do not help, for torch aborts in
+    a thread of its own.
+    """
     found: dict[int, Any] = {}
     for group in groups:
         for device in () if group is None else group._device_types:
@@ -596,16 +603,40 @@ def abort_backends(groups: Sequence[Any]) -> None:
                 backend = group._get_backend(device)
                 found[id(backend)] = backend
     backends = [b for b in found.values() if "gloo" not in type(b).__name__.lower()]
-    together = next((b for b in backends if hasattr(b, "_group_start")), None)
-    if together is not None:
-        together._group_start()
-    try:
-        for backend in backends:
-            with contextlib.suppress(Exception):
-                backend.abort()
-    finally:
-        if together is not None:
-            together._group_end()
+
+    def abort(backend: Any) -> None:
+        with contextlib.suppress(Exception):
+            backend.abort()
+
+    threads = [
+        threading.Thread(target=abort, args=(backend,), name="distsession-abort", daemon=True)
+        for backend in backends[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    for backend in backends[:1]:
+        abort(backend)
+    for thread in threads:
+        thread.join()
+
+
+_NO_LIMIT = timedelta(days=3650)
+
+
+def lift_time_limits(group: Any) -> None:
+    """Let no backend but gloo look at the time limits of what it was given.
+
+    NCCL's watchdog calls a work done as soon as it takes longer, and frees nobody: whoever asks the
+    handle would not learn that its rank goes on waiting.
+    """
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            backend = group._get_backend(device)
+            # Newer torches have the first for all backends, older ones the second for NCCL.
+            lift = getattr(backend, "set_timeout", None)
+            lift = lift or getattr(backend, "_set_default_timeout", None)
+            if lift is not None and "gloo" not in type(backend).__name__.lower():
+                lift(_NO_LIMIT)
 
 
 _TABLES = (
