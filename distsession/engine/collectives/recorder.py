@@ -204,9 +204,9 @@ class Recorder(RequestListener):
         self.overdue: TimedOut | None = None
         """For what this rank has given the group up by itself, if it has."""
         self._limit = 0.0
+        """Seconds that what the main thread is blocked in may take; 0 where that sees to it."""
         self.on_limited: Callable[[], None] = lambda: None
         """Called when something begins that may have a time limit, after nothing had one."""
-        """Seconds that what the main thread is blocked in may take; 0 where that sees to it."""
         self._input_at = 0
         """When somebody was last seen to be asked for input: no limit counts until then."""
         self._is_full = False
