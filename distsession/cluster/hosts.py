@@ -498,14 +498,13 @@ class Hosts:
 
     def close(self) -> None:
         """End all agents, give a job back, and leave nothing. Harmless when repeated."""
-        self._links.close()
-        if self._streams is not None:
-            self._streams.close()
-        try:
+        with contextlib.ExitStack() as steps:  # from the last, whatever becomes of one of them
+            steps.callback(self._remove_folder)
             if self._launcher is not None:
-                self._launcher.stop()
-        finally:
-            self._remove_folder()
+                steps.callback(self._launcher.stop)
+            if self._streams is not None:
+                steps.callback(self._streams.close)
+            steps.callback(self._links.close)
 
     def _remove_folder(self) -> None:
         folder_lock.remove(self._folder)

@@ -21,7 +21,7 @@ __all__ = ["LOCK", "PREFIX", "hold", "make", "release", "remove", "remove_unused
 PREFIX = "distsession-"
 """How the names of all sessions' folders begin."""
 
-REMOVE_ATTEMPTS = 10
+REMOVE_ATTEMPTS = 50
 REMOVE_PAUSE_S = 0.02
 LOCK = "lock"
 """The name of the lock's file."""

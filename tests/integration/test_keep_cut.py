@@ -20,6 +20,7 @@ import distsession
 from distsession import EngineDiedError, RunError, Session
 from distsession.cluster.end_kept import end_session
 from distsession.cluster.kept import find_kept, kept_sessions
+from distsession.cluster.kept_session import users
 from distsession.kernel.kept_state import look_at
 from distsession.kernel.kept_table import doing_text
 from tests.integration.host_lab import HostLab, host_lab
@@ -68,7 +69,12 @@ def _nothing_left(lab: HostLab) -> Iterator[None]:
         if kept.name == NAME:  # of a test that has failed
             end_session(kept, "the test is over")
     nothing_left(lab)
-    until(lambda: not list(lab.folder.glob("distsession-*")), "the folder of the start to go")
+    folders = lambda: [str(folder) for folder in lab.folder.glob("distsession-*")]  # noqa: E731
+    try:
+        until(lambda: not folders(), "the folder of the start to go")
+    except AssertionError as error:
+        left = {name: (os.listdir(name), users(name)) for name in folders()}
+        raise AssertionError(f"{error}: {left}") from None
 
 
 def leave(lab: HostLab, *, first: str = "", **options: Any) -> None:
