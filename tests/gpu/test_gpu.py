@@ -185,5 +185,5 @@ def test_who_fills_a_gpu_is_said_at_the_start() -> None:
 
 def test_what_a_notebook_has_on_its_gpu_lands_on_that_of_the_rank(session) -> None:
     """The last one here: this process has a context of CUDA from now on."""
-    session.push({"state": torch.arange(20_000_000.0, device="cuda")})
-    assert session.evaluate("(state.device == device, state[-1].item())")[0] == (True, 19_999_999.0)
+    session.push({"state": torch.arange(20_000_000, device="cuda")})
+    assert session.evaluate("(state.device == device, state[-1].item())")[0] == (True, 19_999_999)
