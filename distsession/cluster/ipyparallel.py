@@ -8,6 +8,7 @@ made; the next one who asks finds what has come about meanwhile.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import glob
 import json
@@ -41,7 +42,6 @@ CONTROLLER_GONE = (
     "ipyparallel's controller has died, so %px and session.client do not work: session.restart() "
     "starts another one. Runs and cells do not need it."
 )
-SESSION_CLOSED = "the session was closed while ipyparallel's client was being connected."
 HEARTBEAT_MS = 200
 """Period of the controller's heartbeat. An engine counts as registered with its first beat, so
 ipyparallel's default of 3 s is what its users wait for."""
@@ -196,18 +196,15 @@ class Controller:
         """Wait until it serves.
 
         Raises:
-            LaunchError: It did not start.
+            LaunchError: It did not start, or is gone again.
         """
         if not self._ready.wait(timeout):
             raise LaunchTimeoutError(
                 f"ipyparallel's controller did not start within {timeout:g} s."
             )
-        if self.has_died:
-            raise LaunchError(CONTROLLER_GONE)
-        if self._connection is None:
-            if self._closed:
-                raise LaunchError(SESSION_CLOSED)
+        if self._connection is None and self._error is not None:
             raise LaunchError(f"ipyparallel's controller did not start: {self._why()}")
+        self._check_lives()
 
     def _why(self) -> str:
         """What prevented the start, with what the controller wrote last."""
@@ -258,13 +255,18 @@ class Controller:
             LaunchError: The controller is gone, or does not answer in time.
         """
         assert self._loop is not None
+        connected = self._connected(set(engines), timeout)
         try:
-            connected = self._connected(set(engines), timeout)
-            client = asyncio.run_coroutine_threadsafe(connected, self._loop).result()
+            future = asyncio.run_coroutine_threadsafe(connected, self._loop)
+            while not concurrent.futures.wait([future], LOOK_MS / 1000).done:
+                if self._loop.is_closed():  # it took this, and ended before it came to it
+                    raise CancelledError
+            client = future.result()
         except DistsessionError:
             raise
         except (CancelledError, RuntimeError):  # the loop has ended
-            raise LaunchError(SESSION_CLOSED) from None
+            connected.close()
+            raise LaunchError(CONTROLLER_GONE) from None
         client.wait_for_engines(len(engines), timeout=timeout, interactive=False)
         return client
 
@@ -372,7 +374,7 @@ class Controller:
 
     def _check_lives(self) -> None:
         if self.has_died or self._closed:
-            raise LaunchError(SESSION_CLOSED if self._closed else CONTROLLER_GONE)
+            raise LaunchError(CONTROLLER_GONE)
 
     def unregister(self, engine_ids: Collection[int]) -> None:
         """Tell the controller that engines are gone; their ids are free when this returns.

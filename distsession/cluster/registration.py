@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from distsession.cluster.channel import SocketChannel
 from distsession.cluster.deaths import AGENT_GONE
 from distsession.cluster.descriptor_limit import check_room, with_remedy
-from distsession.cluster.ipyparallel import SESSION_CLOSED, Controller
+from distsession.cluster.ipyparallel import Controller
 from distsession.cluster.monitor import Monitor
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
 from distsession.ranks import ranks_text
@@ -25,6 +25,7 @@ __all__ = ["Registration"]
 
 log = logging.getLogger(__name__)
 
+SESSION_CLOSED = "the session was closed while ipyparallel's client was being connected."
 CLIENT_DESCRIPTORS, CONTROLLER_DESCRIPTORS = 40, 130
 """How many descriptors ipyparallel (9.2) takes in the kernel, and in its controller beside some for
 each rank. Without them zmq ends the process, or nobody answers any more."""
@@ -90,6 +91,10 @@ class Registration:
         self._asking += 1
         try:
             return self._client(timeout)
+        except Exception:
+            if self._ranks.is_closed:  # whatever the first was that the close took away
+                raise SessionStateError(SESSION_CLOSED) from None
+            raise
         finally:
             self._asking -= 1
 
@@ -119,7 +124,7 @@ class Registration:
     def _check_ranks(self) -> None:
         """Refuse to wait for ranks that cannot register."""
         if not self._ranks.is_alive:
-            raise SessionStateError(SESSION_CLOSED if self._ranks.is_closed else AGENT_GONE)
+            raise SessionStateError(AGENT_GONE)
         if dead := sorted(self._monitor.dead):
             raise SessionStateError(
                 f"ipyparallel's client needs all ranks, and {ranks_text(dead)} "

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,9 @@ import pytest
 from distsession import LaunchError, Session, SessionStateError
 from distsession.cluster import ipyparallel
 from distsession.cluster.base import python_command
+from distsession.cluster.ipyparallel import Controller
+from distsession.cluster.monitor import Monitor
+from distsession.cluster.registration import Registration
 from tests.conftest import assert_nothing_left, traces
 from tests.until import until
 
@@ -173,6 +177,41 @@ def test_a_session_that_is_closed_while_it_starts_leaves_nothing(after: float) -
         session.close()
         problem = asking.exception(30)
     assert problem is None or "closed" in str(problem), problem
+    assert_nothing_left(before)
+
+
+@pytest.mark.parametrize(
+    ("home", "step"),
+    [
+        (Controller, "start"),
+        (Controller, "wait_ready"),
+        (Registration, "_tell"),
+        (Monitor, "wait_registered"),
+        (Controller, "client"),
+    ],
+)
+def test_whoever_waits_for_the_client_hears_of_a_close_at_any_step(
+    home: type, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = traces()
+    session = Session(2)
+    closing = threading.Thread(target=session.close)
+    real = getattr(home, step)
+
+    def after_close(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if step == "wait_ready":
+            assert self._ready.wait(30)
+        closing.start()
+        if step == "start":  # that is done under the lock for which the close waits
+            until(lambda: session.launcher.is_closed)
+        else:
+            closing.join(30)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(home, step, after_close)
+    with pytest.raises(SessionStateError, match="closed while ipyparallel's client"):
+        session.client  # noqa: B018
+    closing.join(30)
     assert_nothing_left(before)
 
 
