@@ -767,9 +767,11 @@ def test_strict_ranks_of_several_nodes_meet_before_each_operation(
 def test_strict_ranks_of_several_nodes_alter_nothing_where_they_differ(
     strict_apart: Session,
 ) -> None:
+    # It is said as soon as two differ. The others of their nodes may not have come by then.
+    named = r"(?=.*ranks? (0-1|0|1)\b.* sum)(?=.*ranks? (2-3|2|3)\b.* max).* called all_reduce with"
     strict_apart.execute("t = torch.ones(4) * (1 + rank)")
     for _ in range(3):
-        with pytest.raises(RunError, match=r"ranks 0-1 called all_reduce with sum.* ranks 2-3"):
+        with pytest.raises(RunError, match=named):
             strict_apart.execute(
                 "dist.all_reduce(t, op=dist.ReduceOp.MAX if rank > 1 else dist.ReduceOp.SUM)"
             )
