@@ -15,6 +15,7 @@ import os
 import selectors
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ __all__ = ["Op", "bind", "pack", "serve", "socket_path", "unpack"]
 
 WORD = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of <sys/socket.h>: pid, uid, gid
+OTHERS_S = 0.05
+"""Seconds that those who have brought unlike values wait for the rest, to hear of them too."""
 CHUNK_BYTES = 1 << 16
 BACKLOG = 4096
 
@@ -94,6 +97,7 @@ class _Client:
 class _Comparison:
     """What those have brought who compare something, and who waits for the others."""
 
+    count: int
     brought: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)
     waiting: list[_Client] = field(default_factory=list)
     answered: int = 0
@@ -101,6 +105,10 @@ class _Comparison:
     @property
     def is_alike(self) -> bool:
         return len({value for value, _ in self.brought.values()}) <= 1
+
+    @property
+    def have_all_come(self) -> bool:
+        return len(self.brought) >= self.count
 
 
 class _Server:
@@ -111,13 +119,15 @@ class _Server:
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiting: dict[bytes, set[_Client]] = {}
         self._comparisons: dict[bytes, _Comparison] = {}
+        self._unlike: deque[tuple[float, bytes, _Comparison]] = deque()
+        """Comparisons that wait for the rest, and until when."""
         self._greeting = pack(OK, [os.urandom(16)])
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
 
     def run(self) -> None:
         while True:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(self._time_left()):
                 if key.data is None:
                     self._accept()
                     continue
@@ -130,6 +140,10 @@ class _Server:
                         self._receive(key.data)
                 except (OSError, ValueError, IndexError, struct.error):
                     self._close(key.data)
+            while self._unlike and not self._time_left():
+                _, name, found = self._unlike.popleft()
+                if self._comparisons.get(name) is found and not found.is_alike:
+                    self._answer_comparison(name, found)
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -286,7 +300,7 @@ class _Server:
     def _compare(
         self, client: _Client, key: bytes, name: bytes, count: bytes, value: bytes, says: bytes
     ) -> None:
-        """Answer all who compare their values when all have come, or one has come with another.
+        """Answer all who compare their values when all have come, or soon if values differ.
 
         Args:
             client: Who brings a value.
@@ -296,17 +310,25 @@ class _Server:
             value: Which has to be the same.
             says: What the others are told if it is not.
         """
-        found = self._comparisons.setdefault(key, _Comparison())
+        found = self._comparisons.setdefault(key, _Comparison(int(count)))
         found.brought[name] = value, says
         found.waiting.append(client)
         client.compares = key, name
-        if len(found.brought) < int(count) and found.is_alike:
-            return
+        if found.have_all_come or found.answered:
+            self._answer_comparison(key, found)
+        elif not found.is_alike:
+            self._unlike.append((time.monotonic() + OTHERS_S, key, found))
+
+    def _time_left(self) -> float | None:
+        """Seconds until somebody who compares is answered, whoever comes; None: nobody is."""
+        return max(0.0, self._unlike[0][0] - time.monotonic()) if self._unlike else None
+
+    def _answer_comparison(self, key: bytes, found: _Comparison) -> None:
         code = OK if found.is_alike else UNLIKE
         answer = [part for name, (_, says) in found.brought.items() for part in (name, says)]
         waiting, found.waiting = found.waiting, []
         found.answered += len(waiting)
-        if found.answered >= int(count):
+        if found.answered >= found.count:
             del self._comparisons[key]
         for each in waiting:
             each.compares = None

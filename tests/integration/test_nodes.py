@@ -767,7 +767,7 @@ def test_strict_ranks_of_several_nodes_meet_before_each_operation(
 def test_strict_ranks_of_several_nodes_alter_nothing_where_they_differ(
     strict_apart: Session,
 ) -> None:
-    # It is said as soon as two differ. The others of their nodes may not have come by then.
+    # It is said soon after two differ. On a busy machine others may not have come by then.
     named = r"(?=.*ranks? (0-1|0|1)\b.* sum)(?=.*ranks? (2-3|2|3)\b.* max).* called all_reduce with"
     strict_apart.execute("t = torch.ones(4) * (1 + rank)")
     for _ in range(3):

@@ -416,3 +416,72 @@ def test_a_child_of_a_rank_uses_the_store_and_leaves_its_parent_alone(session: S
         "dist.barrier()"
     )
     assert session.evaluate("got")[0] == [b"x"] * 3
+
+
+# --- comparing, for check="strict" ----------------------------------------------------------------
+
+
+@pytest.fixture
+def compare(ours: store.Store) -> Iterator[Callable[..., concurrent.futures.Future[Any]]]:
+    """Has a rank of three bring a value, in a thread."""
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+
+        def bring(rank: int, value: int, key: str = "k") -> concurrent.futures.Future[Any]:
+            return pool.submit(ours.compare, key, rank, 3, value, f"{rank}: {value}", LIMIT_S)
+
+        yield bring
+
+
+def test_equal_values_are_answered_once_all_have_come(
+    compare: Callable[..., concurrent.futures.Future[Any]],
+) -> None:
+    first = [compare(0, 7), compare(1, 7)]
+    assert not concurrent.futures.wait(first, 4 * store_server.OTHERS_S).done
+    assert [each.result() for each in [*first, compare(2, 7)]] == [{}] * 3
+    again = [compare(rank, 8) for rank in range(3)]
+    assert [each.result() for each in again] == [{}] * 3
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is started after this waits as long as it takes."""
+    monkeypatch.setattr(store_server, "OTHERS_S", LIMIT_S)
+
+
+def test_who_differs_is_told_with_those_that_come_a_moment_later(
+    patient: None, compare: Callable[..., concurrent.futures.Future[Any]]
+) -> None:
+    asked = [compare(0, 7), compare(1, 8)]
+    time.sleep(0.1)
+    asked.append(compare(2, 8))
+    everybody = {0: "0: 7", 1: "1: 8", 2: "2: 8"}
+    assert [each.result() for each in asked] == [everybody] * 3
+
+
+def test_who_differs_waits_no_longer_than_a_moment_for_the_rest(
+    compare: Callable[..., concurrent.futures.Future[Any]],
+) -> None:
+    asked = [compare(0, 7), compare(2, 8)]
+    assert [each.result() for each in asked] == [{0: "0: 7", 2: "2: 8"}] * 2
+    assert compare(1, 7).result() == {0: "0: 7", 1: "1: 7", 2: "2: 8"}
+    again = [compare(rank, 8) for rank in range(3)]  # the key is free again
+    assert [each.result() for each in again] == [{}] * 3
+
+
+def test_many_comparisons_that_differ_are_told_beside_each_other(
+    compare: Callable[..., concurrent.futures.Future[Any]],
+) -> None:
+    for turn in range(20):
+        keys = [f"{turn}/{number}" for number in range(10)]
+        asked = [compare(rank, rank, key) for key in keys for rank in (0, 1)]
+        assert [each.result() for each in asked] == [{0: "0: 0", 1: "1: 1"}] * 20
+        late = [compare(2, 2, key) for key in keys]
+        assert [set(each.result()) for each in late] == [{0, 1, 2}] * 10
+
+
+def test_who_leaves_before_it_was_told_has_not_come(ours: store.Store) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with pytest.raises(TimeoutError):
+            ours.compare("k", 0, 2, 7, "0: 7", 0.2)
+        asked = [pool.submit(ours.compare, "k", rank, 2, 8, "", LIMIT_S) for rank in (0, 1)]
+        assert [each.result() for each in asked] == [{}] * 2
