@@ -487,7 +487,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced_alone(
     cell = f"if rank == 1:\n    {code}\ndist.barrier()"
 
     def press_stop() -> None:
-        until_shown(two, "rank 0 waits in barrier")
+        until_shown(two, "rank 0 waits in barrier", "not answering" if why == "C code" else "")
         time.sleep(0.3)  # until the code is where it cannot be stopped
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -508,7 +508,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced_alone(
 def test_a_submitted_run_with_a_rank_that_cannot_be_stopped_is_given_up(two: Session) -> None:
     source = "def keeps():\n    if rank == 1: ctypes.PyDLL(None).sleep(60)\n    dist.barrier()"
     run = two.submit(by_value(source, "keeps"))
-    until_shown(two, "rank 0 waits in barrier")
+    until_shown(two, "rank 0 waits in barrier", "not answering")  # before that it can be stopped
     assert two.interrupt()
     with pytest.raises(RunInterrupt, match=r"C code.*session\.restart\(\[1\]\) replaces it alone"):
         run.result(LONG)
