@@ -43,9 +43,12 @@ MAX_RANKS = 1024
 MEMBER_WORDS = MAX_RANKS // 64
 NAME_WORDS = 24
 STREAM_HEAD = 5 + MEMBER_WORDS + NAME_WORDS
-STREAM = STREAM_HEAD + (RING + 1) * SLOT
-"""One slot more than the ring has: for an operation that is waited for after its slot was given to
-another."""
+WITHDRAWN = STREAM_HEAD + (RING + 1) * SLOT
+"""Where the operations stand that were posted and withdrawn: how many, then two words for each of
+the last ``MOST_WITHDRAWN``, its sequence and its fingerprint. There is one slot more than the ring
+has: for an operation that is waited for after its slot was given to another."""
+MOST_WITHDRAWN = 64
+STREAM = WITHDRAWN + 1 + 2 * MOST_WITHDRAWN
 TEXT_WORDS = 1 << 18
 LONGEST_TEXT = 8192
 """Bytes; whatever is longer is cut."""
@@ -88,10 +91,12 @@ NAME = MEMBERS + MEMBER_WORDS
 # Words of a slot.
 SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
 DEVICE_STREAM = 6  # of what is ENQUEUED: the number of the device's stream that it runs in, or 0
+ACCEPTED = 6
+"""Of what gloo does, the same word: the sequence again, once gloo is known to have accepted it."""
 CHAIN = 7
 """Stands for all operations up to this one, where members of the group are on several hosts."""
 # States of an operation: what a device was given is ENQUEUED, until it is seen to be complete.
-ISSUED, WAITING, ENQUEUED, DONE, REFUSED = 1, 2, 3, 4, 5  # what is over is not below DONE
+ISSUED, WAITING, ENQUEUED, DONE, REFUSED, FAILED = range(1, 7)  # what is over is not below DONE
 
 WORD_MASK = (1 << 64) - 1
 SEQUENCE_BITS = 40
@@ -290,7 +295,7 @@ class Region:
         words[self.start + INCARNATIONS] = words[at + INCARNATION] = (
             words[self.start + INCARNATIONS] + 1
         )
-        words[at + COUNT] = words[at + BEGUN] = 0
+        words[at + COUNT] = words[at + BEGUN] = words[at + WITHDRAWN] = 0
         bits = sum(1 << rank for rank in set(members))
         for word in range(MEMBER_WORDS):
             words[at + MEMBERS + word] = bits >> (64 * word) & WORD_MASK
@@ -301,6 +306,36 @@ class Region:
         if is_new:
             words[self.start + STREAM_COUNT] = count + 1
         return at
+
+    def add_withdrawn(self, at: int, sequence: int, fingerprint: int) -> None:
+        """An operation is about to be withdrawn.
+
+        Args:
+            at: Where its stream begins.
+            sequence: Its sequence word.
+            fingerprint: What stands for it.
+        """
+        words = self._words
+        count = words[at + WITHDRAWN]
+        entry = at + WITHDRAWN + 1 + 2 * (count % MOST_WITHDRAWN)
+        words[entry], words[entry + 1] = sequence, fingerprint
+        words[at + WITHDRAWN] = count + 1
+
+    def withdrawn(self, at: int, sequence: int) -> list[int]:
+        """What stands for the operations that were withdrawn with a sequence word, oldest first."""
+        count = self._words[at + WITHDRAWN]
+        if not count:
+            return []
+        entries = self._words[at + WITHDRAWN + 1 : at + STREAM].tolist()
+        order = range(max(0, count - MOST_WITHDRAWN), count)
+        places = (2 * (number % MOST_WITHDRAWN) for number in order)
+        return [entries[place + 1] for place in places if entries[place] == sequence]
+
+    def is_accepted(self, at: int) -> bool:
+        """Whether the backend is known to have accepted the operation in the slot at this word."""
+        words = self._words
+        state = words[at + STATE]
+        return state >= ENQUEUED or words[at + ACCEPTED] == words[at + SEQUENCE]
 
     def set_last_line(self, text: str) -> None:
         """Where its main thread has just been seen; empty where it runs nothing."""
@@ -630,18 +665,21 @@ class Region:
     def refused(self) -> tuple[tuple[str, int], ...]:
         """Operations that this rank has posted and not begun, as they do not match: group, number.
 
-        They stay to be seen, so that the peers refuse them as well; nobody may count on them.
+        They stay to be seen, so that the peers refuse them as well; nobody may count on them. Nor
+        on what has failed within the group on a rank that has ended its part. Before that its peers
+        may be about to see it fail as well.
         """
+        over = (REFUSED,) if self.request else (REFUSED, FAILED)
         found = []
         for at, head in self.streams():
-            states = self._words[at + STREAM_HEAD + STATE : at + STREAM : SLOT].tolist()
-            if REFUSED in states:
+            states = self._words[at + STREAM_HEAD + STATE : at + WITHDRAWN : SLOT].tolist()
+            if any(state in states for state in over):
                 incarnation = self._words[at + INCARNATION]
-                posted = self._words[at + STREAM_HEAD + SEQUENCE : at + STREAM : SLOT].tolist()
+                posted = self._words[at + STREAM_HEAD + SEQUENCE : at + WITHDRAWN : SLOT].tolist()
                 found += [
                     (head.name, word & SEQUENCE_MASK)
                     for word, state in zip(posted, states, strict=True)
-                    if state == REFUSED and word >> SEQUENCE_BITS == incarnation
+                    if state in over and word >> SEQUENCE_BITS == incarnation
                 ]
         return tuple(found)
 
@@ -652,7 +690,7 @@ class Region:
         found: list[tuple[bool, int, Operation]] = []
         for at, head in self.streams():
             incarnation = words[at + INCARNATION]
-            slots = words[at + STREAM_HEAD : at + STREAM].tolist()
+            slots = words[at + STREAM_HEAD : at + WITHDRAWN].tolist()
             for offset in range(0, len(slots), SLOT):
                 posted = slots[offset]
                 if slots[offset + STATE] >= DONE or posted >> SEQUENCE_BITS != incarnation:

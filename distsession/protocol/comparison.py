@@ -121,7 +121,10 @@ class Comparison:
             if layout.REFUSED in (mine.state, its.state):
                 continue
             if mine.chain != its.chain:
-                return self._first_difference(first, place, count)
+                different = self._first_difference(first, place, count)
+                if self._is_withdrawn(first, place, different):
+                    continue
+                return different
             self._compared[key, node] = count
         return self._compare_sizes(key, places)
 
@@ -154,6 +157,18 @@ class Comparison:
             if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
                 return sequence
         return last
+
+    def _is_withdrawn(self, one: _Place, other: _Place, sequence: int) -> bool:
+        """Whether one rank is at an operation that the other's backend refused, as its own may."""
+        for ahead, behind in ((one, other), (other, one)):
+            posted = _posted(self._board, behind, sequence)
+            region, last = self._board.regions[behind.rank], _count(self._board, behind)
+            if posted is None or last > sequence or region.is_accepted(_slot(behind, sequence)):
+                continue
+            withdrawn = self._board.regions[ahead.rank].withdrawn(ahead.at, ahead.base + sequence)
+            if posted.fingerprint in withdrawn:
+                return True
+        return False
 
     def _refused(self, places: list[_Place]) -> int:
         """An operation that ranks of one host have refused and some of another wait in; or 0."""

@@ -547,14 +547,18 @@ class SwappableGroup(Collectives):
         except BaseException:
             stream.fail(at)
             raise
+        work = None
         try:
             work = call(self.inner)
             if work is not None:
-                await_collective(work, recorder)
+                await_collective(work, recorder, stream, at)
         except BaseException as error:
             recorder.connections.lose()
             explained = recorder.explain(error)  # as long as it can be seen what broke off
-            stream.withdraw(at)
+            if work is None:  # gloo has refused it, and goes on as if it had not been called
+                stream.withdraw(at)
+            else:
+                stream.fail_begun(at)
             recorder.leave(at)
             raise explained from None
         stream.end_call(at)
@@ -577,6 +581,7 @@ class SwappableGroup(Collectives):
             number = connections.issue()
             try:
                 work = call(self.inner)
+                stream.accepted(at)
                 if not is_message:
                     connections.follow(number, work)
             except BaseException:

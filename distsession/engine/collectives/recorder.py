@@ -798,14 +798,31 @@ class Stream:
             self.words[at + _CHAIN] = self.chain = self._chain_before
         self.words[at + _STATE] = layout.REFUSED
 
-    def withdraw(self, at: int) -> None:
-        """That operation failed here alone: to its peers it is one that this rank has not begun."""
+    def fail_begun(self, at: int) -> None:
+        """That operation failed after the backend had accepted it, which uses up its number."""
         self.fail(at)
+        self.words[at + _STATE] = layout.FAILED
+
+    def accepted(self, at: int) -> None:
+        """The backend has accepted that operation, and does it."""
+        self.words[at + layout.ACCEPTED] = self.words[at]
+
+    def withdraw(self, at: int) -> None:
+        """The backend has refused that operation: the next one has its number, as in the backend.
+
+        The peers may refuse it as well, and some may not have looked yet. So it is written down
+        what was withdrawn.
+        """
         if self.recorder.abort is None and self.words[at] == self._base + self.count:
+            if self.is_watched:
+                self.recorder.region.add_withdrawn(
+                    self.at, self.words[at], self.words[at + _FINGERPRINT]
+                )
             self.words[at] = self.words[at + _FINGERPRINT] = 0
             self.chain = self._chain_before
             self.count -= 1
             self.words[self.at + _COUNT] = self.count
+        self.fail(at)  # last: what is over and still there counts as accepted
 
     # --- operations that are waited for later, when their slots may be others' --------------------
 
@@ -910,7 +927,7 @@ class Stream:
         count = words[at + _COUNT]
         if count < self.count:
             return False
-        slots = words[at + _HEAD : at + layout.STREAM].tolist()
+        slots = words[at + _HEAD : at + layout.WITHDRAWN].tolist()
         return not any(
             slots[slot] >> _SEQUENCE_BITS == incarnation
             and slots[slot] & _SEQUENCE_MASK <= self.count
@@ -955,7 +972,7 @@ class Stream:
         self.words[at + _STATE] = _WAITING
         try:
             said = compare(
-                f"{self.key:x}/{sequence}",
+                self._attempt(sequence),
                 len(self.members),
                 fingerprint,
                 f"{mine.place}\0{mine.signature}",
@@ -974,6 +991,11 @@ class Stream:
                 name, _, detail = signature.partition(" ")
                 calls.append(Called(rank, name, detail, place))
             raise self._mismatch(sequence, calls)
+
+    def _attempt(self, sequence: int) -> str:
+        """Names an operation, also where others of its number were withdrawn."""
+        count = len(self.recorder.region.withdrawn(self.at, self._base + sequence))
+        return f"{self.key:x}/{sequence}" + (f".{count}" if count else "")
 
     def _wait_for_peers(self, at: int, timeout: float | None) -> None:
         recorder = self.recorder
@@ -1038,6 +1060,8 @@ class Stream:
                 return True
             if words[peer[1] + _COUNT] >= sequence + _RING - 1:  # it is writing a later one there
                 return True
+            if (is_past := self._is_past_withdrawn(peer, mine, at)) is not None:
+                return is_past
             slot = self.recorder.board.regions[peer[0]].slot(at)
             raise self._mismatch(sequence, [self._call(peer[0], slot)], is_async=is_async)
         if posted >> _SEQUENCE_BITS == base >> _SEQUENCE_BITS:
@@ -1045,7 +1069,48 @@ class Stream:
         if words[peer[1] + layout.INCARNATION] != base >> _SEQUENCE_BITS:
             peer[1] = -1  # the peer has no such group any more; its room is another's
             self._found = self._row = None
-        return False
+            return False
+        return not posted and self._is_past_withdrawn(peer, mine, at) is True
+
+    def _is_past_withdrawn(self, peer: list[int], mine: int, its: int) -> bool | None:
+        """Whether a peer is past this operation, which its backend has refused.
+
+        A backend that refuses an operation does so on all ranks as a rule, and not at the same
+        moment. What was withdrawn under the same number says how far each rank is.
+
+        Args:
+            peer: One of the peers.
+            mine: Where this rank has posted its operation.
+            its: Where the peer has posted, or will post, that of the same number.
+
+        Returns:
+            True if the peer has withdrawn the same operation; False if it is still at one that this
+            rank has withdrawn; None if the two operations are to be compared.
+        """
+        words, board = self.words, self.recorder.board
+        if not words[peer[1] + layout.WITHDRAWN] and not words[self.at + layout.WITHDRAWN]:
+            return None
+        sequence, region = words[mine] & _SEQUENCE_MASK, board.regions[peer[0]]
+        ours = self.recorder.region.withdrawn(self.at, self._base + sequence)
+        while True:  # until nothing was withdrawn there meanwhile
+            count, posted = words[peer[1] + layout.WITHDRAWN], words[its]
+            theirs = region.withdrawn(peer[1], peer[2] + sequence)
+            called = words[its + _FINGERPRINT]
+            is_over = region.is_accepted(its) or words[peer[1] + _COUNT] > sequence
+            if words[peer[1] + layout.WITHDRAWN] == count and words[its] == posted:
+                break
+        fingerprint = words[mine + _FINGERPRINT]
+        if len(theirs) > len(ours):
+            if theirs[len(ours)] == fingerprint:
+                return True
+            if len(theirs) == layout.MOST_WITHDRAWN and fingerprint in theirs:
+                return True
+        if posted != peer[2] + sequence:
+            return posted > peer[2] + sequence
+        if called == fingerprint:
+            return True
+        is_behind = len(ours) > len(theirs) and called == ours[len(theirs)]
+        return False if is_behind and not is_over else None
 
     def _find(self, peer: list[int]) -> bool:
         """Look for a peer's stream; whether it is there."""

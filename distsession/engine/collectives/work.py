@@ -164,8 +164,17 @@ class Mark:
         return bool(self._event.query())
 
 
-def await_collective(work: Any, recorder: Recorder) -> bool:
-    """Wait for a collective, for as long as its group is not given up."""
+def await_collective(
+    work: Any, recorder: Recorder, stream: Stream | None = None, at: int = 0
+) -> bool:
+    """Wait for a collective, for as long as its group is not given up.
+
+    Args:
+        work: Its handle.
+        recorder: Knows whether the group was given up.
+        stream: Where it is posted, if its slot is still its own.
+        at: Where in the stream.
+    """
     epoch = recorder.epoch
     while True:
         was_aborted = recorder.abort is not None
@@ -180,6 +189,8 @@ def await_collective(work: Any, recorder: Recorder) -> bool:
                 ) from None
             if was_aborted:
                 raise recorder.abort_error() from None
+            if stream is not None:  # not before, for most are over by now
+                stream.accepted(at)
 
 
 class _Receiver(Protocol):
