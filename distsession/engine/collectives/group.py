@@ -122,11 +122,15 @@ class Groups:
         # Its peers may have it still.
         weakref.finalize(group, connections.lose).atexit = False
 
-    def _meet_to_make(self, ranks: Sequence[int] | None) -> None:
+    def _meet_to_make(self, ranks: Sequence[int] | None, makers: Any = None) -> None:
         """Called by torch on each rank, a member or not, before a new group is made.
 
         torch numbers new groups by counting them, so every rank has to make the same ones in the
         same order; where one does not, groups meet that do not belong together.
+
+        Args:
+            ranks: The members; None for all.
+            makers: The group whose members alone make it. Default: all ranks do.
         """
         world: Any = dist.group.WORLD
         if not isinstance(world, SwappableGroup):
@@ -134,7 +138,8 @@ class Groups:
         members = world.members if ranks is None else list(ranks)
         if len(set(members)) != len(members) or not set(members) <= set(world.members):
             return  # which torch refuses
-        with world.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
+        meeting = makers if isinstance(makers, SwappableGroup) else world
+        with meeting.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
             pass
 
     def _name_of(self, ranks: Sequence[int]) -> str:
@@ -375,6 +380,7 @@ class SwappableGroup(Collectives):
             next(iter(enqueues)) if self._enqueues_all and len(enqueues) == 1 else ""
         )
         """The device type to which every operation is given, if there is but one."""
+        self._takes_parts = not recipe.is_gloo
         self._met: set[str] = set()
         """Device types whose communicator has been used, so that all members have made it."""
         self._coalesced: list[tuple[Stream, int, int]] | None = None

@@ -49,6 +49,10 @@ class Elements(int):
     """How many elements a message has."""
 
 
+class Parts(tuple[int, ...]):
+    """How many elements the part of each member has, where these differ: the same on all ranks."""
+
+
 class Collectives(dist.ProcessGroup):
     """Describes every operation and hands it to the group that is derived from it."""
 
@@ -56,6 +60,8 @@ class Collectives(dist.ProcessGroup):
     inner: Any
     _my_rank: int
     _limit: timedelta
+    _takes_parts: bool
+    """Whether its backend gathers tensors whose shapes differ from rank to rank; gloo does not."""
 
     def _collective(
         self,
@@ -130,7 +136,10 @@ class Collectives(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
-        key = ("all_gather", inputs[0].dtype, inputs[0].shape)
+        shape = inputs[0].shape
+        if self._takes_parts:
+            shape = _parts(outputs[0], shape)
+        key = ("all_gather", inputs[0].dtype, shape)
         return self._collective(
             lambda g: g.allgather(outputs, inputs, opts), key, _is_async(opts), inputs[0]
         )
@@ -177,7 +186,8 @@ class Collectives(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
-        key = ("reduce_scatter", outputs[0].dtype, outputs[0].shape, _op(opts))
+        shape = _parts(inputs[0], outputs[0].shape)
+        key = ("reduce_scatter", outputs[0].dtype, shape, _op(opts))
         return self._collective(
             lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts), outputs[0]
         )
@@ -270,6 +280,13 @@ def _is_async(opts: Any) -> bool:
     return bool(getattr(opts, "asyncOp", True))
 
 
+def _parts(tensors: Sequence[torch.Tensor], shape: torch.Size) -> torch.Size | Parts:
+    """What ranks have to agree on that pass on one tensor for each: its shape, if it is one."""
+    if all(tensor.shape == shape for tensor in tensors):
+        return shape
+    return Parts(tensor.numel() for tensor in tensors)
+
+
 def _kinds(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
     for tensor in tensors:
         yield tensor.dtype
@@ -305,6 +322,8 @@ def _part(part: Any) -> str:
         return part.description
     if isinstance(part, Elements):
         return f"{int(part)} elements"
+    if isinstance(part, Parts):
+        return f"parts of {','.join(map(str, part))}"
     if isinstance(part, (str, int)):
         return str(part)
     if part is None:
@@ -327,4 +346,6 @@ def size(key: tuple[Any, ...]) -> int:
             count *= sum(part.send)
         elif isinstance(part, Elements):
             count *= part
+        elif isinstance(part, Parts):
+            count *= sum(part) // max(1, len(part))
     return total + itemsize * count

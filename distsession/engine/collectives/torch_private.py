@@ -126,7 +126,7 @@ _signature = functools.cache(inspect.signature)
 
 def install_group_factory(
     make: Callable[[Any, Recipe], Any],
-    agree: Callable[[Sequence[int] | None], None],
+    agree: Callable[[Sequence[int] | None, Any], None],
     name: Callable[[Sequence[int]], str],
 ) -> None:
     """Let this function make every group of this process, whoever asks for it.
@@ -144,7 +144,7 @@ def install_group_factory(
         make: Gets torch's ``_DistributedBackendOptions`` and how the group was asked for. What it
             returns says in ``devices`` which it is for; that is set here.
         agree: Called on every rank before a new group is made that all ranks have to make; gets
-            its members, or None for all.
+            its members, or None for all, and the group whose members make it, or None for all.
         name: Names a group that its members make alone, from its members.
     """
     if BACKEND.upper() in dist.Backend._plugins:
@@ -189,20 +189,52 @@ def install_group_factory(
     group_signature = _signature(new_group)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        asked = group_signature.bind(*args, **kwargs).arguments
+        bound = group_signature.bind(*args, **kwargs)
+        asked = bound.arguments
         is_local = asked.get("use_local_synchronization") or asked.get("pg_tag")
-        if not is_local and not _is_native:
-            agree(asked.get("ranks"))
-        return new_group(*args, **kwargs)
+        if is_local or _is_native:
+            return new_group(*args, **kwargs)
+        agree(asked.get("ranks"), _makers[-1] if _makers else None)
+        if not _makers:
+            return new_group(*args, **kwargs)
+        # The other ranks do not count this one, so it may not take its name from that count.
+        asked["use_local_synchronization"] = True
+        made = new_group(*bound.args, **bound.kwargs)
+        return dist.GroupMember.NON_GROUP_MEMBER if made is None else made
 
     _disable_dynamo(checked)
     c10d._new_group_with_tag = checked
     hashed = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
     _disable_dynamo(c10d._hash_ranks_to_str)
+    _divide_groups()
     _batch_messages()
     _end_coalescing()
     _follow_limits()
+
+
+_makers: list[Any] = []
+"""The group whose members alone make new groups just now, if there is one."""
+
+
+def _divide_groups() -> None:
+    """Let the members of a group divide it into smaller ones, while no other rank does so."""
+    native = c10d.new_subgroups
+    signature = _signature(native)
+
+    @functools.wraps(native)
+    def divided(*args: Any, **kwargs: Any) -> Any:
+        group = signature.bind(*args, **kwargs).arguments.get("group")
+        if group is None or group is dist.group.WORLD or not isinstance(group, dist.ProcessGroup):
+            return native(*args, **kwargs)
+        _makers.append(group)
+        try:
+            return native(*args, **kwargs)
+        finally:
+            _makers.pop()
+
+    _disable_dynamo(divided)
+    dist.new_subgroups = c10d.new_subgroups = divided
 
 
 def _follow_limits() -> None:
