@@ -285,3 +285,125 @@ def test_torchs_own_check_can_be_had_instead() -> None:
             session.execute("dist.all_reduce(torch.ones(4 + odd))")
         assert isinstance(caught.value.first, errors.CollectiveMismatchError)
         check(session)
+
+
+# --- what the backend refuses, or takes though it differs -----------------------------------------
+
+REFUSED = """
+import contextlib, random, time
+random.seed(rank)
+agreed = random.Random(5)
+group = dist.new_group(list(range(world_size)))
+lists = [ones(2)] * (world_size - 1)
+refused = {
+    "int16": lambda **how: dist.all_reduce(ones(4, dtype=torch.int16), **how),
+    "float8": lambda **how: dist.all_reduce(ones(4).to(torch.float8_e4m3fn), **how),
+    "BXOR": lambda **how: dist.all_reduce(ones(4), op=dist.ReduceOp.BXOR, **how),
+    "AVG": lambda **how: dist.all_reduce(ones(4), op=dist.ReduceOp.AVG, **how),
+    "sparse": lambda **how: dist.all_reduce(
+        torch.eye(3).to_sparse(), op=dist.ReduceOp.MAX, **how
+    ),
+    "list": lambda **how: dist.all_gather(list(lists), ones(2), **how),
+    "shape": lambda **how: dist.all_gather([ones(3)] * world_size, ones(2), **how),
+    "size": lambda **how: dist.all_gather_into_tensor(ones(99), ones(3), **how),
+}
+caught = []
+for step in range(40):
+    for name in agreed.choices(list(refused), k=agreed.randint(1, 3)):
+        how = {"async_op": agreed.random() < 0.5, "group": agreed.choice([None, group])}
+        time.sleep(random.random() * 0.004)
+        try:
+            work = refused[name](**how)
+            if how["async_op"]:
+                work.wait()
+        except (RuntimeError, ValueError) as error:
+            caught.append(type(error).__name__)
+    work = dist.all_reduce(ones(2), async_op=True, group=how["group"])
+    work.wait()
+    assert kept.tolist() == [world_size] * 2, (step, name, kept)
+"""
+
+
+@only("gloo", "it is gloo that refuses these")
+def test_what_the_backend_refuses_on_all_ranks_is_no_mismatch(session: Session) -> None:
+    session.execute(REFUSED)
+    for caught in session.evaluate("caught").values():
+        assert len(caught) >= 40
+        assert "CollectiveMismatchError" not in caught
+    check(session)
+
+
+@only("gloo", "it is gloo that refuses these")
+def test_who_comes_late_to_what_the_backend_refuses_hears_of_that(session: Session) -> None:
+    session.execute(
+        "import time\n"
+        "if odd: time.sleep(0.3)\n"
+        "try: dist.all_reduce(ones(4, dtype=torch.int16))\n"
+        "except RuntimeError as error: first = str(error)\n"
+        "if rank == 0: time.sleep(0.1)\n"
+        "try: dist.all_gather([ones(2)], ones(2))\n"
+        "except (RuntimeError, ValueError) as error: second = str(error)\n"
+        "dist.all_reduce(ones(2))"
+    )
+    assert set(session.evaluate("first").values()) == {"Invalid scalar type"}
+    assert all("tensor list" in text for text in session.evaluate("second").values())
+    check(session)
+
+
+WRONG_ON_ONE = """
+outputs = [torch.zeros(2) for _ in range(world_size)]
+try:
+    dist.all_gather(outputs[: 1 if odd else world_size], ones(2))
+except (RuntimeError, ValueError):
+    {then}
+"""
+
+
+@only("gloo", "it is gloo that refuses these")
+def test_what_one_ranks_backend_refuses_it_may_call_again(session: Session) -> None:
+    session.execute(WRONG_ON_ONE.format(then="dist.all_gather(outputs, ones(2))"))
+    assert set(session.evaluate("sum(outputs).tolist()[0]").values()) == {session.world_size}
+    check(session)
+
+
+@only("gloo", "it is gloo that refuses these")
+def test_who_goes_on_after_a_refusal_of_its_own_is_told_of_a_mismatch(session: Session) -> None:
+    with pytest.raises(RunError, match=r"called all_gather \(float32 \[2\]\)") as caught:
+        session.execute(WRONG_ON_ONE.format(then="if odd: dist.all_reduce(ones(3))"))
+    assert "called all_reduce (float32 [3], sum)" in str(caught.value)
+    check(session)
+
+
+def test_each_rank_may_get_a_part_of_another_size(session: Session) -> None:
+    session.execute(
+        "part = torch.zeros(rank + 1)\n"
+        "dist.reduce_scatter(part, [ones(n + 1) for n in range(world_size)])"
+    )
+    for rank, part in session.evaluate("part.tolist()").items():
+        assert part == [float(session.world_size)] * (rank + 1)
+    code = (
+        "sizes = range(world_size, 0, -1) if odd else range(1, world_size + 1)\n"
+        "dist.reduce_scatter(torch.zeros(1 if odd else rank + 1), [ones(n) for n in sizes])"
+    )
+    with pytest.raises(RunError, match=r"reduce_scatter with parts of .* with parts of "):
+        session.execute(code)
+    check(session)
+
+
+def test_the_members_of_a_group_divide_it_alone(session: Session) -> None:
+    session.execute(
+        "sub = dist.new_group([0, 1])\n"
+        "if rank < 2:\n"
+        "    mine, subgroups = dist.new_subgroups(1, group=sub)\n"
+        "    pair, _ = dist.new_subgroups(2, group=sub)\n"
+        "    dist.all_reduce(ones(1), group=pair)\n"
+        "    assert kept.item() == 2\n"
+        "    assert subgroups[1 - rank] == dist.GroupMember.NON_GROUP_MEMBER\n"
+        "    assert dist.get_process_group_ranks(mine) == [rank]\n"
+        "everyone = dist.new_group()\n"
+        "dist.all_reduce(ones(1), group=everyone)\n"
+        "assert kept.item() == world_size"
+    )
+    with pytest.raises(RunError, match=r"new_group .*with ranks 0, rank 1 with ranks 0-1"):
+        session.execute("if rank < 2: dist.new_subgroups(1 + rank, group=sub)")
+    check(session)

@@ -344,6 +344,28 @@ def test_an_operation_that_failed_here_alone_leaves_no_mismatch(nodes: Nodes) ->
     assert nodes.find() is None
 
 
+def test_what_backends_refuse_one_after_the_other_leaves_no_mismatch(nodes: Nodes) -> None:
+    late = [nodes.post(rank, MAX) for rank in (2, 3)]
+    for rank in (0, 1):
+        nodes.stream(rank).withdraw(nodes.post(rank, MAX))
+        nodes.post(rank, SUM)
+    assert nodes.find() is None
+    for rank, at in zip((2, 3), late, strict=True):
+        nodes.stream(rank).withdraw(at)
+        nodes.post(rank, SUM)
+    assert nodes.find() is None
+
+
+def test_what_a_backend_refuses_on_one_host_alone_is_a_mismatch(nodes: Nodes) -> None:
+    late = nodes.post(2, MAX)
+    for rank in (0, 1):
+        nodes.stream(rank).withdraw(nodes.post(rank, MAX))
+        nodes.post(rank, SUM)
+    assert nodes.find() is None
+    nodes.stream(2).accepted(late)
+    assert nodes.find() is not None
+
+
 def test_who_waits_for_ranks_that_have_refused_is_found(nodes: Nodes) -> None:
     nodes.post(0, SUM)
     nodes.post(2, SUM)

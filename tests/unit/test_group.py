@@ -244,6 +244,21 @@ def test_what_fails_in_the_inner_group_is_withdrawn_and_raised(rank: Process) ->
         assert not rank.recorder.is_blocked
 
 
+def test_what_fails_once_the_inner_group_has_accepted_it_uses_up_its_number(rank: Process) -> None:
+    group = rank.hold([0])
+
+    class Failing(Given):
+        def wait(self, *_: Any) -> bool:
+            raise RuntimeError("Invalid scalar type")
+
+    group.inner.make_work = Failing
+    with pytest.raises(RuntimeError, match=r"^Invalid scalar type$"):
+        all_reduce(group)
+    assert rank.region.sequences() == {"group 0 (ranks 0)": 1}
+    assert rank.region.refused() == (("group 0 (ranks 0)", 1),)  # for it runs nothing any more
+    assert under_way(rank) == []
+
+
 def test_a_connection_that_breaks_since_the_group_was_given_up_says_why(rank: Process) -> None:
     group = rank.hold([0])
 

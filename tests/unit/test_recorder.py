@@ -233,6 +233,39 @@ def test_what_failed_on_one_rank_alone_is_not_begun_for_its_peers(streams: list[
     assert streams[1].posted_by(0) == 1
 
 
+def test_who_comes_to_what_a_peer_has_withdrawn_does_not_wait_for_it(streams: list[Stream]) -> None:
+    late = streams[1].post(SUM)
+    streams[0].withdraw(streams[0].post(SUM))
+    streams[2].withdraw(streams[2].post(SUM))
+    streams[1].meet(late, 0.0)  # each of them has been there
+    first = streams[0].post(WIDE)
+    streams[1].meet(late, 0.0)
+    streams[0].compare(first)  # rank 1 is about to withdraw, too
+    streams[1].withdraw(late)
+    streams[1].compare(streams[1].post(WIDE))
+    assert [stream.count for stream in streams] == [1, 1, 0]
+
+
+def test_what_a_peer_does_for_which_this_rank_has_withdrawn_it_is_a_mismatch(
+    streams: list[Stream],
+) -> None:
+    its = streams[1].post(SUM)
+    streams[0].withdraw(streams[0].post(SUM))
+    mine = streams[0].post(WIDE)
+    streams[0].compare(mine)
+    streams[1].accepted(its)
+    with pytest.raises(CollectiveMismatchError, match=r"rank 1 with float32 \[4\]"):
+        streams[0].compare(mine)
+
+
+def test_who_repeats_what_a_peer_has_withdrawn_once_is_compared(streams: list[Stream]) -> None:
+    for stream in streams[:2]:
+        stream.withdraw(stream.post(SUM))
+    streams[0].post(WIDE)
+    with pytest.raises(CollectiveMismatchError):
+        streams[1].compare(streams[1].post(SUM))
+
+
 def test_an_operation_is_seen_while_it_is_waited_for_and_not_after(streams: list[Stream]) -> None:
     region = streams[0].recorder.region
     at = streams[0].post(SUM)

@@ -224,12 +224,13 @@ def _divide_groups() -> None:
 
     @functools.wraps(native)
     def divided(*args: Any, **kwargs: Any) -> Any:
+        new_subgroups: Any = native
         group = signature.bind(*args, **kwargs).arguments.get("group")
         if group is None or group is dist.group.WORLD or not isinstance(group, dist.ProcessGroup):
-            return native(*args, **kwargs)
+            return new_subgroups(*args, **kwargs)
         _makers.append(group)
         try:
-            return native(*args, **kwargs)
+            return new_subgroups(*args, **kwargs)
         finally:
             _makers.pop()
 
