@@ -227,6 +227,7 @@ class Rank:
             self._store.record_wait = self._groups.record_store_wait
         self._user_groups = UserGroups(self._place, self._recorder)
         self._imports = ImportWatch()
+        self._cpp_warnings = torch_private.CppWarnings()
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._still: tuple[int, float] = 0, 0.0
@@ -433,6 +434,7 @@ class Rank:
             self._debugger,
             self._trace,
             self._user_groups,
+            self._cpp_warnings,
         )
         self._on_begin = told(listeners, "begin_request")
         self._on_code_end = told(reversed(listeners), "end_code")
@@ -733,6 +735,7 @@ class Rank:
             if message.generation < self._generation:  # it has been connected anew already
                 return None
             self._recorder.note_completed()
+            self._cpp_warnings.mute()
             # Before it is freed, or it might have gone on with what was not computed, to its end.
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
             if is_cut_off:
