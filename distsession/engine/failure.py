@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "forget_frames",
     "innermost",
+    "is_in_collective",
     "is_own",
     "is_own_file",
     "is_user_code",
@@ -211,6 +212,11 @@ def is_own(frame: FrameType) -> bool:
 def is_own_file(filename: str) -> bool:
     """The same, of a file of code."""
     return os.path.dirname(os.path.abspath(filename)) == _OWN
+
+
+def is_in_collective(filename: str) -> bool:
+    """Whether a file is of those that raise what went wrong in a collective."""
+    return filename.startswith(os.path.join(_OWN, "collectives", ""))
 
 
 def _is_of(frame: FrameType, *paths: str) -> bool:

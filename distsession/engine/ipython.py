@@ -15,6 +15,7 @@ import inspect
 import json
 import logging
 import os
+import pdb
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -97,6 +98,20 @@ class EngineShell(ZMQInteractiveShell):
         raise UsageError(
             "exit and quit would end the rank's process: use session.restart() or session.close()."
         )
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **keys: Any) -> None:
+        """``%tb`` shows the error of the run before it, in the frames of the user's code alone."""
+        if exc_tuple is None and sys.exception() is None:
+            if not hasattr(sys, "last_traceback"):
+                pdb.pm()  # says why there is none
+                return
+            keys.setdefault("tb_offset", 0)
+        super().showtraceback(exc_tuple, *args, **keys)
+
+    def debugger(self, force: bool = False) -> None:
+        """``%debug`` opens the debugger of the rank."""
+        if force or self.call_pdb:
+            pdb.pm()
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
         """What a widget's callback has raised; outside of ``%%px`` nobody waits for a message."""
