@@ -38,6 +38,7 @@ from IPython.core.interactiveshell import ExecutionInfo
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
+from distsession.engine import cell_source
 from distsession.engine.capture import Capture, redirected
 from distsession.engine.comms import Comms
 from distsession.protocol.messages import ClearOutput, ControllerInfo, Display
@@ -135,6 +136,7 @@ class ShellFront:
         return str(self._shell.transform_cell(source))
 
     def before(self, source: str) -> None:
+        cell_source.show_to_line_profiler(source)
         info = ExecutionInfo(source, False, True, True, None)
         self._shell.events.trigger("pre_execute")
         self._shell.events.trigger("pre_run_cell", info)
@@ -219,6 +221,7 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Co
     else:
         shell = _new_shell(namespace)
     sys.argv = [""]  # argparse would take the agent's own arguments for the user's
+    cell_source.keep_in_linecache()
     publisher = shell.display_pub
     assert isinstance(publisher, _Publisher)
     publisher.capture = capture

@@ -7,7 +7,9 @@ import pytest
 from distsession.notebook.autopx import rewrite
 
 
-@pytest.mark.parametrize("cell", ["x = 1\n", "%time f()\n", "%debug f(3)\n", "!ls\n", "x?\n", "# why\nx\n"])
+@pytest.mark.parametrize(
+    "cell", ["x = 1\n", "%time f()\n", "%debug f(3)\n", "!ls\n", "x?\n", "# why\nx\n"]
+)
 def test_a_plain_cell_goes_to_the_ranks_only_while_it_is_on(cell: str) -> None:
     assert rewrite(cell, True) == f"%%distributed --auto\n{cell}"
     assert rewrite(cell, False) == cell
