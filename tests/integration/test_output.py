@@ -10,7 +10,6 @@ import pytest
 from distsession import OptionsError, RunInterrupt, Session
 from distsession.kernel.output import Output
 from distsession.protocol.messages import ClearOutput, Display, Text
-
 from tests.until import Press
 
 from .conftest import Recorder
