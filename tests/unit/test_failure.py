@@ -82,9 +82,7 @@ def test_a_recursion_is_told_once_with_how_often_it_came() -> None:
 
 
 def test_functions_that_call_each_other_are_told_once() -> None:
-    info = from_cell(
-        "def f(n):\n    g(n)\ndef g(n):\n    if n == 0: 1 / 0\n    f(n - 1)\nf(30)"
-    )
+    info = from_cell("def f(n):\n    g(n)\ndef g(n):\n    if n == 0: 1 / 0\n    f(n - 1)\nf(30)")
     told = [(frame.name, frame.lineno, frame.cycle, frame.again) for frame in info.frames]
     assert told[-5:] == [
         ("<module>", 6, 0, 0), ("f", 2, 0, 0), ("g", 5, 2, 29), ("f", 2, 0, 0), ("g", 4, 0, 0),
