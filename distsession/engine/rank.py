@@ -68,7 +68,7 @@ from distsession.engine.signals import UserHandlers
 from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
 from distsession.engine.torch_errors import is_from_gloo, is_without_group
-from distsession.errors import CollectiveError, SessionStateError
+from distsession.errors import CollectiveError, SerializationError, SessionStateError
 from distsession.protocol import attach, serialize, shared_memory
 from distsession.protocol import board as layout
 from distsession.protocol.agent_messages import StartRanks
@@ -639,12 +639,20 @@ class Rank:
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Segment:
         """A value as frames, or in shared memory if it is large."""
         began = time.monotonic_ns()
-        what = f"the result of rank {self._rank}"
         lend = None
         if isinstance(request, PullRequest) and request.lend:
             self._loans.begin()
             lend = self._loans.lend
-        frames = serialize.dump_value(value, what=what, may_be_remote=True, lend=lend)
+        try:
+            frames = serialize.dump_value(
+                value,
+                what="the result",
+                named=isinstance(request, PullRequest),
+                may_be_remote=True,
+                lend=lend,
+            )
+        except SerializationError as error:  # its frames are ours, and explain nothing
+            raise error.with_traceback(None) from None
         size = shared_memory.nbytes(frames)
         try:
             offered = shared_memory.offer(frames, self._note_progress)

@@ -125,8 +125,8 @@ def collect(
             except Exception as error:
                 refused = RemoteError(
                     "SerializationError",
-                    f"the result of rank {rank} cannot be rebuilt in the notebook: "
-                    f"{type(error).__name__}: {error}",
+                    f"the result cannot be rebuilt in the notebook: {type(error).__name__}: "
+                    f"{error}",
                 )
                 info = ErrorInfo("SerializationError", refused.evalue)
                 failed[rank] = Failure(refused, info, at=at)
@@ -391,6 +391,9 @@ def _block(
             info = infos[kind.ranks[0]]  # it says who, and has no frames
             return render.remote_traceback(info, colors=colors)
         case _:
+            info = infos[kind.ranks[0]]
+            if info == ErrorInfo(info.ename, info.evalue) and _NEWLINE not in info.evalue:
+                return line  # which says all
             return f"{line}\n\n{_folded_traceback(infos, colors)}"
     # What each rank's own exception says is in the line, so where it stands is enough.
     stands = {
