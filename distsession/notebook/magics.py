@@ -296,6 +296,7 @@ class Magics:
             slurm=arguments.slurm,
             check=names,
             tolerance=arguments.tolerance,
+            hash_seeds=arguments.hash_seeds,
         )
         batch = f" and {script.with_suffix('.sbatch')}" if arguments.slurm else ""
         checked = f" It gives the same {', '.join(names)}." if names else ""

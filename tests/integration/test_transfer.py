@@ -645,8 +645,8 @@ CANNOT_BE_PULLED = {
     "DDP": (
         "bad = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))]",
         "bad[0] cannot be sent: a torch.nn.parallel.distributed.DistributedDataParallel: its "
-        "process group lives on its rank alone. session.pull('bad[0].module') brings the module within, "
-        "session.evaluate('bad[0].module.state_dict()') its weights.",
+        "process group lives on its rank alone. session.pull('bad[0].module') brings the module "
+        "within, session.evaluate('bad[0].module.state_dict()') its weights.",
     ),
     "FSDP2": (
         "from torch.distributed.fsdp import fully_shard\n"
