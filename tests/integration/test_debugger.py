@@ -278,6 +278,9 @@ def test_they_do_so_in_a_cell_of_the_ranks(notebook: Notebook, way: str) -> None
         assert "-> return local / 0\n[rank 1] 42" in shown.plain
 
 
+LAST = "%%distributed\nimport sys\nhasattr(sys, 'last_value')"
+
+
 def test_tb_in_a_cell_of_the_ranks_shows_the_users_frames(notebook: Notebook) -> None:
     notebook.run(FAILS)
     shown = notebook.run("%%distributed 1\n%tb")
@@ -289,7 +292,7 @@ def test_tb_in_a_cell_of_the_ranks_shows_the_users_frames(notebook: Notebook) ->
     )
     assert shown.plain == "[rank 1] (ZeroDivisionError, 6)"
     notebook.run("%%distributed\n1")
-    assert notebook.run("%%distributed\nhasattr(sys, 'last_value')").plain == "[ranks 0-1] False"
+    assert notebook.run(LAST).plain == "[ranks 0-1] False"
 
 
 def test_in_auto_mode_they_are_about_what_the_notebook_has_shown(notebook: Notebook) -> None:
