@@ -253,6 +253,13 @@ class RunError(DistsessionError, RuntimeError):
         by_rank: The exception of each rank that failed: the cause first, last those of ranks that
             only suffered from it. Each carries a note that names its rank, host and device.
         results: The values of the ranks that finished.
+
+    Args:
+        message: Its first line, and how the ranks are afterwards.
+        by_rank: See above.
+        results: See above.
+        details: All of it, as a notebook shows it.
+        tracebacks: Of the ranks. They are a note of the error, which Python shows below it.
     """
 
     def __init__(
@@ -262,11 +269,15 @@ class RunError(DistsessionError, RuntimeError):
         by_rank: Mapping[int, BaseException],
         results: Mapping[int, Any],
         details: str = "",
+        tracebacks: str = "",
     ):
         super().__init__(message)
         self.by_rank = dict(by_rank)
         self.results = results
         self._details = details
+        self._tracebacks = f"\n{tracebacks}" if tracebacks else ""
+        if tracebacks:
+            self.add_note(self._tracebacks)
 
     @property
     def first(self) -> BaseException:
@@ -283,20 +294,29 @@ class RunError(DistsessionError, RuntimeError):
         return BaseExceptionGroup(str(self), list(self.by_rank.values()))
 
     def _render_traceback_(self) -> list[str]:
-        notes: list[str] = getattr(self, "__notes__", [])
+        notes = [each for each in getattr(self, "__notes__", []) if each != self._tracebacks]
         return [*(self._details or str(self)).splitlines(), *(["", *notes] if notes else [])]
 
     def __str__(self) -> str:
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_run_error, (str(self), self.by_rank, self.results, self._details)
+        tracebacks = self._tracebacks.removeprefix("\n")
+        return _rebuild_run_error, (
+            str(self), self.by_rank, self.results, self._details, tracebacks
+        )  # fmt: skip
 
 
 def _rebuild_run_error(
-    message: str, by_rank: Mapping[int, BaseException], results: Mapping[int, Any], details: str
+    message: str,
+    by_rank: Mapping[int, BaseException],
+    results: Mapping[int, Any],
+    details: str,
+    tracebacks: str = "",
 ) -> RunError:
-    return RunError(message, by_rank=by_rank, results=results, details=details)
+    return RunError(
+        message, by_rank=by_rank, results=results, details=details, tracebacks=tracebacks
+    )
 
 
 class RunInterrupt(KeyboardInterrupt):

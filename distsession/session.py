@@ -375,6 +375,7 @@ class Session(RankView):
         slurm: bool = False,
         check: str | Sequence[str] = (),
         tolerance: float = 0.0,
+        hash_seeds: bool = False,
     ) -> Path:
         """Write what ran on the ranks as a script for ``torchrun`` or ``distsession run``.
 
@@ -387,6 +388,7 @@ class Session(RankView):
             slurm: Write a Slurm batch file beside it, too.
             check: Names of variables for :meth:`check_export`, which is called with these.
             tolerance: For the same.
+            hash_seeds: For the same.
 
         Returns:
             The script's path.
@@ -397,7 +399,7 @@ class Session(RankView):
         self.check_open()
         script = export_script.write_script(self, path, cells, slurm=slurm)
         if check:
-            export_script.check_script(self, Session, script, check, tolerance)
+            export_script.check_script(self, Session, script, check, tolerance, hash_seeds)
         return script
 
     def check_export(
@@ -406,6 +408,7 @@ class Session(RankView):
         names: str | Sequence[str],
         *,
         tolerance: float = 0.0,
+        hash_seeds: bool = False,
     ) -> dict[str, float]:
         """Run a script on as many ranks as there are here, and compare variables with those here.
 
@@ -415,6 +418,8 @@ class Session(RankView):
                 ``state_dict()``.
             tolerance: By how much numbers may differ, relative to the session's where these are
                 above 1. Default: not at all.
+            hash_seeds: Give each rank another seed for the hashes of strings, as under torchrun,
+                so that sets of strings are ordered differently. That takes longer to start.
 
         Returns:
             The largest difference of each.
@@ -423,7 +428,7 @@ class Session(RankView):
             ExportError: The script fails, or a value differs.
         """
         self.check_open()
-        return export_script.check_script(self, Session, path, names, tolerance)
+        return export_script.check_script(self, Session, path, names, tolerance, hash_seeds)
 
     # --- facts ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ __all__ = [
     "node_gone_text",
     "node_text",
     "relay_gone_text",
+    "replace_text",
     "restart_text",
 ]
 
@@ -168,8 +169,23 @@ def relay_gone_text(node: int, ranks: Sequence[int], host: str = "") -> str:
     )
 
 
-def restart_text(ranks: Sequence[int]) -> str:
-    """What to do about the death of some ranks, where others stay."""
+def replace_text(ranks: Sequence[int], world: int) -> str:
+    """What to do about ranks that live and do not come back."""
+    if len(ranks) == world:
+        return "session.restart() replaces all ranks, without their variables."
+    them = "it" if len(ranks) == 1 else "them"
+    return f"session.restart({list(ranks)}) replaces {them} alone; the others keep their variables."
+
+
+def restart_text(ranks: Sequence[int], world: int = 0) -> str:
+    """What to do about the death of some ranks.
+
+    Args:
+        ranks: Which.
+        world: How many there were, where these may be all.
+    """
+    if len(ranks) == world:
+        return "session.restart() replaces all ranks, without their variables."
     return (
         f"session.restart({list(ranks)}) replaces {'it' if len(ranks) == 1 else 'them'}; "
         "restore=[...] copies variables from a rank that stays."

@@ -401,6 +401,15 @@ def remote_traceback(error: ErrorInfo, *, message: bool = True, colors: Colors =
 
 
 def _frame_text(frame: FrameInfo, colors: Colors = PLAIN) -> str:
+    text = _one_frame_text(frame, colors)
+    if not frame.again:
+        return text
+    what = "frame" if frame.cycle == 1 else f"{frame.cycle} frames"
+    told = f"  [Previous {what} repeated {frame.again} more times]"
+    return f"{text}{told}\n" if text.endswith("\n") else f"{text}\n{told}"
+
+
+def _one_frame_text(frame: FrameInfo, colors: Colors) -> str:
     inside = "" if frame.name == "<module>" else f", in {frame.name}"
     lines = frame.context or local_lines(frame)
     at = f", line {frame.lineno}"

@@ -11,6 +11,7 @@ import bdb
 import io
 import os
 import pdb
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,13 +28,26 @@ from distsession.protocol import board as layout
 from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import CellRequest, Request
 
-__all__ = ["Debugger", "DebuggerQuit"]
+__all__ = ["KEEPS_NONE", "Debugger", "DebuggerQuit"]
+
+KEEPS_NONE = (
+    "keeps no error: only that of the last cell or call is kept, on the ranks where it was raised, "
+    "until the next one begins"
+)
 
 _OWN_MODULES = "distsession.engine.*"
 """The debugger steps over these: they are how user code is called, and what it calls in torch."""
 
 
 _NAMES_OF_PDB = ("__return__", "__exception__", "__pdb_convenience_variables")
+
+
+_LOOKS_BACK = re.compile(
+    r"%(debug|tb|pdb)\b|\b(pm|post_mortem|print_last|last_(exc|value|type|traceback))\b"
+)
+"""Code that may look at the error of the run before it."""
+_LAST = ("last_exc", "last_value", "last_type", "last_traceback")
+"""Where Python and IPython have it, in ``sys``."""
 
 
 class DebuggerQuit(KeyboardInterrupt):
@@ -86,12 +100,19 @@ class Debugger(RequestListener):
                 raise ValueError("there is no traceback to look at.")
             self._open_at(found)
 
+        def pm() -> None:
+            if hasattr(sys, "last_traceback"):
+                post_mortem(sys.last_traceback)
+            else:
+                self.stream.write(f"rank {self.stdin.rank} {KEEPS_NONE}.\n")
+
         def interrupt(_: pdb.Pdb, number: int, frame: FrameType | None) -> None:
             on_interrupt(number, frame)
 
         self._hook = sys.breakpointhook = hook
         pdb.set_trace = set_trace
         pdb.post_mortem = post_mortem
+        pdb.pm = pm
         pdb.Pdb.sigint_handler = interrupt  # type: ignore[method-assign,assignment]
 
     # --- around each request ----------------------------------------------------------------------
@@ -100,7 +121,7 @@ class Debugger(RequestListener):
         self._is_disabled = False
         # What ipyparallel's engine imports between two requests sets a hook of its own (debugpy).
         sys.breakpointhook = self._hook
-        if is_run(request) and not getattr(request, "expression", False):
+        if is_run(request) and not _looks_back(request):
             self.forget_error()
         if isinstance(request, CellRequest) and self.stdin.rank in request.debug:
             self._pdb = _RankPdb(self)
@@ -160,7 +181,15 @@ class Debugger(RequestListener):
         is_freed = isinstance(error, CollectiveError) and self._recorder.abort is not None
         if is_freed or isinstance(error, (KeyboardInterrupt, bdb.BdbQuit)):
             return False
+        if error is not self._failed:
+            self.forget_error()
         self._failed = error
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None and failure.is_own(trace.tb_frame):
+            trace = trace.tb_next
+        last = error, error, type(error), trace
+        for name, value in zip(_LAST, last, strict=True):  # for %tb, %debug and pdb.pm()
+            setattr(sys, name, value)
         return True
 
     def forget_error(self) -> None:
@@ -168,15 +197,14 @@ class Debugger(RequestListener):
         if self._failed is not None:
             failure.forget_frames(self._failed)
             self._failed = None
+            for name in _LAST:
+                vars(sys).pop(name, None)
 
     def post_mortem(self) -> str:
         """Open the debugger where the error was raised; gives why that cannot be."""
         error = self._failed
         if error is None or error.__traceback__ is None:
-            return (
-                "keeps no error: only that of the last cell or call is kept, on the ranks where it "
-                "was raised, until the next one begins"
-            )
+            return KEEPS_NONE
         last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1:]
         self.stream.write("".join(f"{line}\n" for line in last))
         self._open_at(error.__traceback__)
@@ -251,6 +279,10 @@ class _RankPdb(pdb.Pdb):
         start = own.index(True) if True in own[:at] else 0  # before it, the start of the process
         while start < at and own[start]:
             start += 1
+        # What a collective has raised is looked at where it was called; ``d`` goes deeper.
+        if t is not None and failure.is_in_collective(stack[-1][0].f_code.co_filename):
+            names = [frame.f_code.co_filename for frame, _ in stack]
+            at = max((i for i, name in enumerate(names) if failure.is_user_code(name)), default=at)
         return stack[start:], at - start
 
     def user_call(self, frame: FrameType, argument_list: None) -> None:
@@ -316,6 +348,13 @@ class _StdinLines(io.TextIOBase):
             return f"{self._stdin.read_line('')}\n"
         except EOFError:
             return ""
+
+
+def _looks_back(request: Request) -> bool:
+    """Whether it may want the error of the run before it."""
+    return isinstance(request, CellRequest) and (
+        request.expression or _LOOKS_BACK.search(request.source) is not None
+    )
 
 
 def _is_cell(code: CodeType) -> bool:

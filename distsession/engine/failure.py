@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "forget_frames",
     "innermost",
+    "is_in_collective",
     "is_own",
     "is_own_file",
     "is_user_code",
@@ -55,6 +56,10 @@ _INSTALLED = (
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _CONTEXT = 2
 _MAX_FRAMES = 60
+_MAX_CYCLE = 8
+"""Of how many functions that call each other the recursion is recognised."""
+_SHOWN_REPEATS = 3
+"""How often the same may be called by itself before that is told as a number."""
 _MAX_CHAIN = 8
 _MAX_VALUE = 20_000
 _notebook_cells: dict[str, str] = {}
@@ -133,14 +138,7 @@ def _frames(error: BaseException) -> Iterator[FrameInfo]:
     if isinstance(error, CollectiveError):  # raised by us within torch: neither explains anything
         while frames and _is_of(frames[-1][0], _TORCH, _OWN, contextlib.__file__):
             frames.pop()
-    for frame, lineno in frames[-_MAX_FRAMES:]:
-        code = frame.f_code
-        yield FrameInfo(
-            filename=_notebook_cells.get(code.co_filename, code.co_filename),
-            lineno=lineno or 0,
-            name=code.co_name,
-            context=_context(code.co_filename, lineno or 0, frame.f_globals),
-        )
+    yield from _folded(frames)
 
 
 def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
@@ -150,15 +148,42 @@ def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
         frames.pop(0)  # Python's own start of the process
     while frames and is_own(frames[0][0]):
         frames.pop(0)
-    return tuple(
-        FrameInfo(
-            _notebook_cells.get(f.f_code.co_filename, f.f_code.co_filename),
-            lineno or 0,
-            f.f_code.co_name,
-            _context(f.f_code.co_filename, lineno or 0, f.f_globals),
+    return tuple(_folded(frames))
+
+
+def _folded(frames: Sequence[tuple[FrameType, int | None]]) -> Iterator[FrameInfo]:
+    """Frames as data. Those that a recursion repeats come once, of too many the last ones."""
+    points = [(frame.f_code, lineno) for frame, lineno in frames]
+    shown: list[tuple[FrameType, int, int, int]] = []
+    start = 0
+    while start < len(frames):
+        cycle, times = _cycle(points, start)
+        for at in range(start, start + cycle):
+            is_last = times > 1 and at == start + cycle - 1
+            frame, lineno = frames[at]
+            shown.append((frame, lineno or 0, *((cycle, times - 1) if is_last else (0, 0))))
+        start += cycle * times
+    for frame, lineno, cycle, again in shown[-_MAX_FRAMES:]:
+        code = frame.f_code
+        yield FrameInfo(
+            filename=_notebook_cells.get(code.co_filename, code.co_filename),
+            lineno=lineno,
+            name=code.co_name,
+            context=_context(code.co_filename, lineno, frame.f_globals),
+            cycle=cycle,
+            again=again,
         )
-        for f, lineno in frames[-_MAX_FRAMES:]
-    )
+
+
+def _cycle(points: Sequence[object], start: int) -> tuple[int, int]:
+    """How many points from here on come again and again, and how often; 1 and 1 if none do."""
+    for length in range(1, _MAX_CYCLE + 1):
+        first, times = points[start : start + length], 1
+        while points[start + times * length : start + (times + 1) * length] == first:
+            times += 1
+        if times > _SHOWN_REPEATS:
+            return length, times
+    return 1, 1
 
 
 def innermost(frames: Sequence[FrameInfo]) -> str:
@@ -211,6 +236,11 @@ def is_own(frame: FrameType) -> bool:
 def is_own_file(filename: str) -> bool:
     """The same, of a file of code."""
     return os.path.dirname(os.path.abspath(filename)) == _OWN
+
+
+def is_in_collective(filename: str) -> bool:
+    """Whether a file is of those that raise what went wrong in a collective."""
+    return filename.startswith(os.path.join(_OWN, "collectives", ""))
 
 
 def _is_of(frame: FrameType, *paths: str) -> bool:

@@ -104,7 +104,7 @@ class InlineRank:
                 value, shown = self._dispatcher.perform(request, payload)
             if value is not NOTHING:
                 packed = time.monotonic_ns()
-                frames = serialize.dump_value(value, what="the result of rank 0")
+                frames = serialize.dump_value(value, what="the result")
                 answer = [bytearray(frame) for frame in frames]
                 self._trace.moved(request, shared_memory.nbytes(answer), packed)
         except KeyboardInterrupt:

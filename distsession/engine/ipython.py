@@ -15,6 +15,7 @@ import inspect
 import json
 import logging
 import os
+import pdb
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from IPython.core.interactiveshell import ExecutionInfo
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
+from distsession.engine import cell_source
 from distsession.engine.capture import Capture, redirected
 from distsession.engine.comms import Comms
 from distsession.protocol.messages import ClearOutput, ControllerInfo, Display
@@ -98,6 +100,20 @@ class EngineShell(ZMQInteractiveShell):
             "exit and quit would end the rank's process: use session.restart() or session.close()."
         )
 
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **keys: Any) -> None:
+        """``%tb`` shows the error of the run before it, in the frames of the user's code alone."""
+        if exc_tuple is None and sys.exception() is None:
+            if not hasattr(sys, "last_traceback"):
+                pdb.pm()  # says why there is none
+                return
+            keys.setdefault("tb_offset", 0)
+        super().showtraceback(exc_tuple, *args, **keys)
+
+    def debugger(self, force: bool = False) -> None:
+        """``%debug`` opens the debugger of the rank."""
+        if force or self.call_pdb:
+            pdb.pm()
+
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
         """What a widget's callback has raised; outside of ``%%px`` nobody waits for a message."""
         if self.display_pub.is_px:
@@ -120,6 +136,7 @@ class ShellFront:
         return str(self._shell.transform_cell(source))
 
     def before(self, source: str) -> None:
+        cell_source.show_to_line_profiler(source)
         info = ExecutionInfo(source, False, True, True, None)
         self._shell.events.trigger("pre_execute")
         self._shell.events.trigger("pre_run_cell", info)
@@ -204,6 +221,7 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Co
     else:
         shell = _new_shell(namespace)
     sys.argv = [""]  # argparse would take the agent's own arguments for the user's
+    cell_source.keep_in_linecache()
     publisher = shell.display_pub
     assert isinstance(publisher, _Publisher)
     publisher.capture = capture

@@ -55,8 +55,6 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        # For each connection that is shut to free a rank, torch would print a C++ stack.
-        "TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         # Counting GPUs must not initialise CUDA.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }

@@ -68,7 +68,7 @@ from distsession.engine.signals import UserHandlers
 from distsession.engine.stdin import RankStdin
 from distsession.engine.timeline import Trace
 from distsession.engine.torch_errors import is_from_gloo, is_without_group
-from distsession.errors import CollectiveError, SessionStateError
+from distsession.errors import CollectiveError, SerializationError, SessionStateError
 from distsession.protocol import attach, serialize, shared_memory
 from distsession.protocol import board as layout
 from distsession.protocol.agent_messages import StartRanks
@@ -227,6 +227,7 @@ class Rank:
             self._store.record_wait = self._groups.record_store_wait
         self._user_groups = UserGroups(self._place, self._recorder)
         self._imports = ImportWatch()
+        self._cpp_warnings = torch_private.CppWarnings()
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
         self._still: tuple[int, float] = 0, 0.0
@@ -433,6 +434,7 @@ class Rank:
             self._debugger,
             self._trace,
             self._user_groups,
+            self._cpp_warnings,
         )
         self._on_begin = told(listeners, "begin_request")
         self._on_code_end = told(reversed(listeners), "end_code")
@@ -637,12 +639,20 @@ class Rank:
     def _pack(self, request: Request, value: Any) -> serialize.Frames | Segment:
         """A value as frames, or in shared memory if it is large."""
         began = time.monotonic_ns()
-        what = f"the result of rank {self._rank}"
         lend = None
         if isinstance(request, PullRequest) and request.lend:
             self._loans.begin()
             lend = self._loans.lend
-        frames = serialize.dump_value(value, what=what, may_be_remote=True, lend=lend)
+        try:
+            frames = serialize.dump_value(
+                value,
+                what="the result",
+                named=isinstance(request, PullRequest),
+                may_be_remote=True,
+                lend=lend,
+            )
+        except SerializationError as error:  # its frames are ours, and explain nothing
+            raise error.with_traceback(None) from None
         size = shared_memory.nbytes(frames)
         try:
             offered = shared_memory.offer(frames, self._note_progress)
@@ -733,6 +743,7 @@ class Rank:
             if message.generation < self._generation:  # it has been connected anew already
                 return None
             self._recorder.note_completed()
+            self._cpp_warnings.mute()
             # Before it is freed, or it might have gone on with what was not computed, to its end.
             is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
             if is_cut_off:

@@ -9,14 +9,14 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
 from distsession.engine.world import leave_group
 
-__all__ = ["run_script", "variables"]
+__all__ = ["run_script", "set_place", "variables"]
 
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -68,6 +68,11 @@ def _set_first_path(folder: str) -> None:
     if sys.path and os.path.abspath(sys.path[0]) != _PACKAGE_ROOT:
         sys.path.pop(0)  # the folder of the command, or the working folder
     sys.path.insert(0, folder)
+
+
+def set_place(places: Mapping[int, Mapping[str, str]]) -> None:
+    """Have the environment say where other ranks of the same numbers are."""
+    os.environ.update(places[int(os.environ["RANK"])])
 
 
 def variables() -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from distsession.engine.script import run_script
+from distsession.engine.script import run_script, set_place
 from distsession.errors import DistsessionError, ExportError
 from distsession.export import templates
 from distsession.export.calls import call_to_python
@@ -213,6 +214,7 @@ def check_script(
     path: str | os.PathLike[str],
     names: Sequence[str],
     tolerance: float = 0.0,
+    hash_seeds: bool = False,
 ) -> dict[str, float]:
     """Run a script and compare variables; see :meth:`Session.check_export`.
 
@@ -232,14 +234,39 @@ def check_script(
         if missing:
             raise ExportError(f"no rank of the session has {', '.join(missing)}.")
         options = replace(session.options, ranks=session.world_size, launcher="local")
+        if hash_seeds:  # each node has an agent of its own, from which its ranks are forked
+            options = replace(options, nodes=session.world_size)
         given = {name: value for name, value in vars(options).items() if value is not None}
         try:
-            with start(output=Silent, **given) as other:
+            with _fresh_hash_seeds(hash_seeds), start(output=Silent, **given) as other:
+                if hash_seeds:
+                    other.run(set_place, _places(session))
                 other.run(run_script, script, [str(path)])
                 found = _evaluate(other, f"{module}.compare({names!r}, {folder!r})")
         except DistsessionError as error:
             raise ExportError(f"{path} does not run through: {error}") from error
     return _verdict(names, found, tolerance, str(path), session.options.seed is None)
+
+
+@contextlib.contextmanager
+def _fresh_hash_seeds(wanted: bool) -> Iterator[None]:
+    """Processes that start within choose a seed for the hashes of strings by themselves."""
+    before = os.environ.pop(_HASH_SEED, None) if wanted else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_HASH_SEED] = before
+
+
+_HASH_SEED = "PYTHONHASHSEED"
+_PLACE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def _places(session: Exported) -> dict[int, dict[str, str]]:
+    """Where the session's ranks are, for ranks that are to think that they are there."""
+    names = f"{{n: __import__('os').environ[n] for n in {_PLACE!r}}}"
+    return dict(_evaluate(session, names))
 
 
 def _evaluate(session: Exported, expression: str) -> Any:

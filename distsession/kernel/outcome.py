@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from distsession.cluster.deaths import restart_text
 from distsession.cluster.pending import PendingRequest
 from distsession.display import render
 from distsession.display.colors import PLAIN, Colors
@@ -124,8 +125,8 @@ def collect(
             except Exception as error:
                 refused = RemoteError(
                     "SerializationError",
-                    f"the result of rank {rank} cannot be rebuilt in the notebook: "
-                    f"{type(error).__name__}: {error}",
+                    f"the result cannot be rebuilt in the notebook: {type(error).__name__}: "
+                    f"{error}",
                 )
                 info = ErrorInfo("SerializationError", refused.evalue)
                 failed[rank] = Failure(refused, info, at=at)
@@ -155,6 +156,7 @@ def run_error(
         places: Where ranks were that others had waited for in vain.
     """
     waited = waited or {}
+    failed = _with_one_remedy(failed, len(infos))
     where = {
         info.rank: f"{info.host}, {info.device.device}" for info in infos if info.rank in failed
     }
@@ -168,7 +170,11 @@ def run_error(
     if others := sorted(rank for kind in causes[1:] for rank in kind.ranks):
         summary += f" (and on {ranks_text(others)})"
     colors = PLAIN if error_colors is None else error_colors()
-    details = "\n\n".join(_block(kind, failed, where, places or {}, colors) for kind in causes)
+    details, plain = (
+        "\n\n".join(_block(kind, failed, where, places or {}, each) for kind in causes)
+        for each in (colors, PLAIN)
+    )
+    tracebacks = plain.partition(_NEWLINE)[2].strip()
     if suffered:
         freed = any(isinstance(failed[r].reason, Aborted) or r in waited for r in suffered)
         text, after = _suffered_text(suffered, failed, waited), then if freed else ""
@@ -176,7 +182,48 @@ def run_error(
         details = f"{details.rstrip()}\n\n{text}\n{after.strip()}".rstrip()
     by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
     by_rank |= {rank: failed[rank].error for rank in suffered}
-    return RunError(summary, by_rank=by_rank, results=results, details=details)
+    return RunError(
+        summary, by_rank=by_rank, results=results, details=details, tracebacks=tracebacks
+    )
+
+
+def _with_one_remedy(failed: Failures, world: int) -> Failures:
+    """What failed, with ranks that died alike told as one, and once what to do about all of them.
+
+    Args:
+        failed: What failed.
+        world: How many ranks there are.
+    """
+    deaths = {
+        rank: failure.error
+        for rank, failure in failed.items()
+        if isinstance(failure.error, EngineDiedError)
+    }
+    told = [rank for rank in sorted(deaths) if _says_remedy(failed[rank])]
+    if len(deaths) < 2 and len(deaths) < world:
+        return failed
+    first_at = min((failed[rank].at for rank in told), default=0.0)
+    first = next((rank for rank in told if failed[rank].at - first_at <= APART_S), None)
+    remedies = dict.fromkeys(deaths[rank].remedy for rank in told)
+    if all(deaths[rank].remedy == restart_text([rank]) for rank in told):
+        remedies = {restart_text(told, world): None}
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(deaths):
+        alike.setdefault((deaths[rank].how, deaths[rank].details), []).append(rank)
+    result = dict(failed)
+    for (how, details), ranks in alike.items():
+        what = str(deaths[ranks[0]].args[0])
+        if len(ranks) > 1:
+            what = sentence(f"{ranks_text(ranks)}: each {how}")
+        remedy = f" {' '.join(remedies)}" if first in ranks else ""
+        info = ErrorInfo("EngineDiedError", f"{what}{remedy}{details}")
+        result |= {rank: replace(failed[rank], info=info) for rank in ranks}
+    return result
+
+
+def _says_remedy(failure: Failure) -> bool:
+    remedy = getattr(failure.error, "remedy", "")
+    return bool(remedy) and remedy in failure.info.evalue
 
 
 def with_mismatch(failed: Failures, mismatch: Mismatch) -> Failures:
@@ -344,6 +391,9 @@ def _block(
             info = infos[kind.ranks[0]]  # it says who, and has no frames
             return render.remote_traceback(info, colors=colors)
         case _:
+            info = infos[kind.ranks[0]]
+            if info == ErrorInfo(info.ename, info.evalue) and _NEWLINE not in info.evalue:
+                return line  # which says all
             return f"{line}\n\n{_folded_traceback(infos, colors)}"
     # What each rank's own exception says is in the line, so where it stands is enough.
     stands = {

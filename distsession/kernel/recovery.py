@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from distsession.cluster.base import Launcher
-from distsession.cluster.deaths import SilentHost
+from distsession.cluster.deaths import SilentHost, replace_text
 from distsession.cluster.pending import PendingRequest
 from distsession.engine.process_state import ENDED
 from distsession.errors import EngineDiedError
@@ -333,21 +334,32 @@ class Recovery:
 
     def explain_stuck(self, pending: PendingRequest) -> str:
         """What to do about ranks that did not come back from a run that was stopped."""
-        parts = []
         reports = self.reports(pending.missing, ask=True)
-        for rank in pending.missing:
-            report = reports[rank]
-            if report.request not in (0, pending.request):
-                parts.append(
-                    f"Rank {rank} is still busy with an earlier run; this one will not begin there."
-                )
-                continue
-            why = _stuck_text(report)
-            parts.append(
-                f"Rank {rank} {why}: session.restart([{rank}]) replaces it alone; the others keep "
-                "their variables."
+        busy, stuck = list[int](), dict[str, list[int]]()
+        for rank in sorted(pending.missing):
+            if reports[rank].request not in (0, pending.request):
+                busy.append(rank)
+            else:
+                stuck.setdefault(_stuck_text(reports[rank]), []).append(rank)
+        text = ""
+        if stuck:
+            told = (
+                f"{ranks_text(ranks)} {why}"
+                if len(ranks) == 1
+                else f"{ranks_text(ranks)} each {why}"
+                for why, ranks in stuck.items()
             )
-        return "".join(f" {part}" for part in parts)
+            remedy = replace_text(
+                sorted(itertools.chain(*stuck.values())), len(self.launcher.infos)
+            )
+            text = f" {_capital('; '.join(told))}: {remedy}"
+        if busy:
+            is_, there = ("is", "there") if len(busy) == 1 else ("are", "on them")
+            text += (
+                f" {_capital(ranks_text(busy))} {is_} still busy with an earlier run; this "
+                f"one will not begin {there}."
+            )
+        return text
 
     # --- hosts that do not answer -----------------------------------------------------------------
 
@@ -469,6 +481,10 @@ def _given(region: Region) -> dict[str, int]:
     """How many operations of each group a rank has begun, without those that it refused."""
     refused = Counter(group for group, _ in region.refused())
     return {group: count - refused[group] for group, count in region.sequences().items()}
+
+
+def _capital(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _stuck_text(report: RankReport) -> str:

@@ -17,7 +17,6 @@ from distsession.errors import (
     OptionsError,
     RunError,
     RunInterrupt,
-    SerializationError,
     SessionStateError,
 )
 from distsession.kernel.outcome import notebook_cells
@@ -79,12 +78,7 @@ def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
 
 
 def _dump(values: dict[str, Any], files: set[str] | None = None) -> serialize.Frames:
-    try:
-        return serialize.dump_value(values, what="what is pushed", files=files)
-    except SerializationError:
-        for name, value in values.items():  # which of them is it?
-            serialize.dump_value(value, what=name, path=name)
-        raise
+    return serialize.dump_value(values, what="what is pushed", files=files, named=True)
 
 
 def _push_frames(

@@ -16,12 +16,15 @@ _OUR_MAGICS = re.compile(
 )
 
 
+_OF_LAST_ERROR = re.compile(r"\s*%(?:(?:debug|pdb)[ \t]*(?:on|off|[01])?|tb\b[^\n]*)\s*")
+"""Magics about the error that the notebook has shown, alone in their cell."""
+
 _HELP_ALONE = re.compile(r"\s*%%distributed\b[^\n]*\s(?:-h|--help)\b[^\n]*\s*")
 
 
 def is_plain(cell: str) -> bool:
     """Whether a cell has neither a cell magic nor one of this package's, and does something."""
-    if cell.lstrip().startswith("%%") or _OUR_MAGICS.search(cell):
+    if cell.lstrip().startswith("%%") or _OUR_MAGICS.search(cell) or _OF_LAST_ERROR.fullmatch(cell):
         return False
     return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
 

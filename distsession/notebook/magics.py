@@ -40,6 +40,7 @@ from distsession.notebook.parsers import (
     session_help,
     session_parser,
 )
+from distsession.notebook.post_mortem import PostMortem
 from distsession.notebook.running_cell import cell_number, cell_of_file, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput
 from distsession.options import SessionOptions
@@ -66,6 +67,7 @@ class Magics:
         self.completer = RankCompleter(shell, parsers, lambda: self.auto.is_on)
         self.hints = NameHints(shell)
         self._notes = Notes(shell)
+        self._post_mortem = PostMortem(shell)
         self._checker = SessionChecker(shell)
         self._started: Session | None = None  # by %session start
         self._viewer: SessionViewer | None = None
@@ -79,6 +81,7 @@ class Magics:
         self.completer.register()
         self.hints.register()
         self._notes.register()
+        self._post_mortem.register()
         self._shell.prefilter_manager.register_checker(self._checker)
         formatter = self._shell.display_formatter.mimebundle_formatter
         for kind in (Session, SessionViewer):
@@ -90,6 +93,7 @@ class Magics:
         self.completer.unregister()
         self.hints.unregister()
         self._notes.unregister()
+        self._post_mortem.unregister()
         self._shell.prefilter_manager.unregister_checker(self._checker)
         for kind in (Session, SessionViewer):
             self._shell.display_formatter.mimebundle_formatter.pop(kind, None)
@@ -292,6 +296,7 @@ class Magics:
             slurm=arguments.slurm,
             check=names,
             tolerance=arguments.tolerance,
+            hash_seeds=arguments.hash_seeds,
         )
         batch = f" and {script.with_suffix('.sbatch')}" if arguments.slurm else ""
         checked = f" It gives the same {', '.join(names)}." if names else ""

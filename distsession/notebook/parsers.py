@@ -226,6 +226,11 @@ def session_parser() -> Parser:
     export.add_argument(
         "--tolerance", type=float, default=0.0, metavar="X", help="by how much they may differ"
     )
+    export.add_argument(
+        "--hash-seeds",
+        action="store_true",
+        help="run it with other hashes of strings on each rank, as under torchrun",
+    )
     return parser
 
 

@@ -403,12 +403,16 @@ class FrameInfo(Message):
 
     Attributes:
         context: Lines around the failing one as (number, text); empty where no source is known.
+        cycle: How many frames, up to this one, came again and again; 0 if none did.
+        again: How often they came again, and are left out.
     """
 
     filename: str
     lineno: int
     name: str
     context: tuple[tuple[int, str], ...] = ()
+    cycle: int = 0
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import cloudpickle
 from distsession.errors import SerializationError
 from distsession.protocol.cells import is_notebook_file
 from distsession.protocol.tensor_memory import RemoteBytes, in_memory
+from distsession.protocol.unsendable import Unsendable, is_refused, unsendable
 
 __all__ = [
     "Frames",
@@ -74,6 +75,8 @@ class _Pickler(cloudpickle.Pickler):
             file = obj.__code__.co_filename
             if is_notebook_file(file):
                 self._files.add(file)
+        if is_refused(obj):
+            raise Unsendable(type(obj).__name__)
         if self._reducer is not None:
             reduced = self._reducer(obj)
             if reduced is not NotImplemented:
@@ -131,6 +134,7 @@ def dump_value(
     what: str,
     path: str = "",
     files: set[str] | None = None,
+    named: bool = False,
     may_be_remote: bool = False,
     lend: Lend | None = None,
 ) -> Frames:
@@ -142,6 +146,7 @@ def dump_value(
         path: Its name, if it has one: the message then calls the part at fault by its path, such
             as ``cfg.hooks[2]``.
         files: Gets what the notebook's functions within have for a file.
+        named: It is a dictionary of values by their names, of which the message names one.
         may_be_remote: Frames may be ``RemoteBytes``, for who writes them to shared memory.
         lend: Is asked of those, for a receiver that copies them by itself.
 
@@ -151,7 +156,9 @@ def dump_value(
     try:
         return _dump(value, files, may_be_remote, lend)
     except Exception as error:
-        raise SerializationError(_explain(value, what, error, path)) from None
+        for name, part in value.items() if named else ():
+            dump_value(part, what=name, path=name)
+        raise _error(value, what, error, path) from None
 
 
 def dump_call(
@@ -182,20 +189,32 @@ def dump_call(
             try:
                 _dump(part)
             except Exception as error:
-                raise SerializationError(_explain(part, what, error)) from None
-        raise SerializationError(_explain(function, f"the call of {name}", whole)) from None
+                raise _error(part, what, error) from None
+        raise _error(function, f"the call of {name}", whole) from None
 
 
-def _explain(obj: Any, what: str, error: Exception, name: str = "") -> str:
-    path, culprit = _find_culprit(obj)
-    where = f" (at {path})" if path else ""
-    if name:
-        what, where = f"{name}{path}", ""
+def _error(obj: Any, what: str, error: Exception, name: str = "") -> SerializationError:
+    chain = _find_culprit(obj)
+    for path, part in chain:
+        if (known := unsendable(part, f"{name}{path}" if name else "")) is not None:
+            why, remedy = known
+            text = f"{_place(what, name, path)}: {_kind(part)}{_at(name, path)}: {why}."
+            return SerializationError(text, remedy=remedy)
+    path, culprit = chain[-1]
     reason = str(error).strip() or type(error).__name__
-    return (
-        f"{what} cannot be sent: {_kind(culprit)}{where}, {_size(culprit):,} bytes: {reason}. "
-        "Make it on the rank instead, or leave it out of what is sent."
+    return SerializationError(
+        f"{_place(what, name, path)}: {_kind(culprit)}{_at(name, path)}, {_size(culprit):,} bytes: "
+        f"{reason}.",
+        remedy="Make it on the rank instead, or leave it out of what is sent.",
     )
+
+
+def _place(what: str, name: str, path: str) -> str:
+    return f"{f'{name}{path}' if name else what} cannot be sent"
+
+
+def _at(name: str, path: str) -> str:
+    return f" (at {path})" if path and not name else ""
 
 
 def _kind(obj: Any) -> str:
@@ -214,19 +233,21 @@ def _size(obj: Any) -> int:
         return 0
 
 
-def _find_culprit(obj: Any, depth: int = 6) -> tuple[str, Any]:
-    """Walk down to the smallest part that cannot be pickled; gives its path and itself."""
+def _find_culprit(obj: Any, depth: int = 6) -> list[tuple[str, Any]]:
+    """Walk down to the smallest part that cannot be pickled; gives all on the way, by path."""
     path = ""
+    chain = [(path, obj)]
     for _ in range(depth):
         for step, part in _parts(obj):
             try:
                 _dump(part)
             except Exception:
                 path, obj = path + step, part
+                chain.append((path, obj))
                 break
         else:
             break
-    return path, obj
+    return chain
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:

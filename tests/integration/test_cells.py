@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +153,43 @@ def test_a_run_that_waits_behind_a_stopped_one_is_not_run(session: Session) -> N
     with pytest.raises(RunInterrupt, match="before it began"):
         second.result(10)
     assert session.evaluate("'ran' in globals()")[0] is False
+
+
+LINE_PROFILER = """
+import inspect, linecache, os
+
+def is_generated_code(filename):
+    return filename.startswith(("<generated", "<ipython-input-", "/tmp/ipykernel_"))
+
+def show_func(filename, start_lineno):
+    if not (os.path.exists(filename) or is_generated_code(filename)):
+        return f"Could not find file {filename}"
+    if os.path.exists(filename):
+        linecache.clearcache()
+    return "".join(inspect.getblock(linecache.getlines(filename)[start_lineno - 1 :]))
+"""
+"""How line_profiler 4 and 5 look for the source of a function."""
+
+
+def test_profilers_find_the_source_of_a_cells_function(session: Session, tmp_path: Path) -> None:
+    package = tmp_path / "line_profiler"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "line_profiler.py").write_text(LINE_PROFILER)
+    session.execute("def of_cell(n):\n    return n + 1")
+    session.execute(f"import sys\nsys.path.append({str(tmp_path)!r})")
+    shown = session.execute(
+        "from line_profiler import line_profiler\n"
+        "code = of_cell.__code__\n"
+        "line_profiler.show_func(code.co_filename, code.co_firstlineno)",
+        fetch=True,
+    )
+    assert shown[0] == "def of_cell(n):\n    return n + 1\n"
+    source = session.execute(
+        "import inspect, linecache\n"
+        "linecache.clearcache()\n"
+        "linecache.checkcache()\n"
+        "inspect.getsource(of_cell)",
+        fetch=True,
+    )
+    assert source[0] == shown[0]

@@ -233,6 +233,79 @@ def test_the_failed_rank_is_looked_at_post_mortem(notebook: Notebook) -> None:
     assert "no rank 5" in notebook.run("%session debug 5").error
 
 
+FAILS = (
+    "%%distributed\ndef f(a):\n    local = a * 2\n    return local / 0\nif rank == 1:\n    f(21)"
+)
+
+
+def test_ipythons_own_ways_open_the_debugger_of_the_rank(notebook: Notebook) -> None:
+    notebook.run(FAILS)
+    for way in ("%debug", "import pdb; pdb.pm()", "%debug"):
+        shown = notebook.run(way, answers=["p local", "q"])
+        assert shown.prompts == ["[rank 1] (Pdb) "] * 2, shown
+        assert "-> return local / 0\n[rank 1] 42" in shown.plain
+    assert "ZeroDivisionError on rank 1" in notebook.run("%tb").error
+    notebook.run("%%distributed\n1")
+    shown = notebook.run("%debug", answers=["q"])
+    assert shown.text["stderr"].startswith("rank 1 keeps no error: only that of the last cell")
+    assert not shown.prompts
+    notebook.run("try: 1 / 0\nexcept ZeroDivisionError as e: raise OSError('mine') from e")
+    assert notebook.run("%debug", answers=["q"]).prompts == ["ipdb> "]  # an error of the notebook's
+
+
+def test_pdb_on_opens_the_debugger_of_the_rank_that_fails(notebook: Notebook) -> None:
+    notebook.run("%pdb on")
+    try:
+        shown = notebook.run(FAILS, answers=["p local", "q"])
+        assert shown.prompts == ["[rank 1] (Pdb) "] * 2
+        assert "[rank 1] 42" in shown.plain
+        assert "ZeroDivisionError on rank 1" in shown.error
+        shown = notebook.run(
+            "%%distributed\nif rank == 0: dist.barrier()", answers=["p 2 + 3", "q"]
+        )
+        assert shown.plain.endswith("-> if rank == 0: dist.barrier()\n[rank 0] 5")
+    finally:
+        notebook.run("%pdb off")
+
+
+@pytest.mark.parametrize("way", ["%debug", "import pdb; pdb.pm()"])
+def test_they_do_so_in_a_cell_of_the_ranks(notebook: Notebook, way: str) -> None:
+    notebook.run(FAILS)
+    for _ in range(2):  # what looks back keeps the error
+        shown = notebook.run(f"%%distributed\n{way}", answers=["p local", "q"])
+        assert shown.prompts == ["[rank 1] (Pdb) "] * 2, shown
+        assert "[rank 0] rank 0 keeps no error: only that of the last cell" in shown.plain
+        assert "-> return local / 0\n[rank 1] 42" in shown.plain
+
+
+LAST = "%%distributed\nimport sys\nhasattr(sys, 'last_value')"
+
+
+def test_tb_in_a_cell_of_the_ranks_shows_the_users_frames(notebook: Notebook) -> None:
+    notebook.run(FAILS)
+    shown = notebook.run("%%distributed 1\n%tb")
+    assert "----> 6     f(21)" in shown.plain
+    assert "----> 4     return local / 0" in shown.plain
+    assert "distsession" not in shown.plain
+    shown = notebook.run(
+        "%%distributed 1\nimport sys\ntype(sys.last_value), sys.last_traceback.tb_lineno"
+    )
+    assert shown.plain == "[rank 1] (ZeroDivisionError, 6)"
+    notebook.run("%%distributed\n1")
+    assert notebook.run(LAST).plain == "[ranks 0-1] False"
+
+
+def test_in_auto_mode_they_are_about_what_the_notebook_has_shown(notebook: Notebook) -> None:
+    notebook.run("%session auto on")
+    try:
+        notebook.run(FAILS.partition("\n")[2])
+        shown = notebook.run("%debug", answers=["p local", "q"])
+        assert shown.prompts == ["[rank 1] (Pdb) "] * 2, shown
+        assert "ZeroDivisionError on rank 1" in notebook.run("%tb").error
+    finally:
+        notebook.run("%session auto off")
+
+
 def test_a_frame_is_kept_until_the_next_cell_only(notebook: Notebook) -> None:
     notebook.run(
         "%%distributed\nimport weakref, gc\nclass Big: pass\nseen = []\n"

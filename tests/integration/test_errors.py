@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 
 import pytest
 
@@ -55,6 +56,18 @@ def test_one_error_on_all_ranks_is_one_traceback_with_the_cells_lines(session: S
     assert "Cell In[5], line 4, in inner" in text
     assert "return a / 0" in text
     assert "distsession" not in text  # our own frames explain nothing
+
+
+def test_a_scripts_traceback_ends_with_the_ranks_and_a_recursion_is_folded(
+    session: Session,
+) -> None:
+    source = "def f(n):\n    return f(n - 1) if n else 1 / 0\n"
+    with pytest.raises(RunError) as caught:
+        session.execute(f"{source}f(30)", label="In[5]")
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert "  [Previous frame repeated 30 more times]" in lines
+    assert lines.count("Cell In[5], line 2, in f") == 1
+    assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_different_errors_get_a_block_each(session: Session) -> None:

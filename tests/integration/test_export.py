@@ -175,3 +175,25 @@ def test_a_notebook_writes_its_cells(tmp_path):
     assert "# %% In[3]\nx = torch.rand(2)\nsubprocess.run('true', shell=True, check=False)" in text
     assert "def _call_2():\n    scale = 3\n" in text
     assert "%distributed" not in text
+
+
+def test_other_hash_seeds_show_what_leans_on_the_order_of_a_set(
+    session, tmp_path, monkeypatch, cold_agents
+):
+    session.execute(
+        "import os\n"
+        "order = list({f'layer.{n}' for n in range(40)})\n"
+        "first = [order]\n"
+        "dist.broadcast_object_list(first)\n"
+        "alike = first[0] == order\n"
+        "names = sorted(order)\n"
+        "place = [os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')]"
+    )
+    assert dict(session.evaluate("alike")) == {0: True, 1: True}
+    script = session.export(tmp_path / "sets.py")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    found = session.check_export(script, ["names", "place"], hash_seeds=True)
+    assert found == {"names": 0.0, "place": 0.0}
+    with pytest.raises(ExportError, match="alike, rank 1: alike is True in the session, False in"):
+        session.export(script, check="alike", hash_seeds=True)
+    assert os.environ["PYTHONHASHSEED"] == "0"

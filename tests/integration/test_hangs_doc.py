@@ -516,6 +516,25 @@ def test_a_submitted_run_with_a_rank_that_cannot_be_stopped_is_given_up(two: Ses
     two[1].execute(SETUP)
 
 
+def test_what_to_do_about_ranks_that_cannot_be_stopped_comes_once(two: Session) -> None:
+    def press_stop() -> None:
+        until_shown(two, "not answering")
+        time.sleep(0.3)  # until the code is where it cannot be stopped
+        two.interrupt()
+
+    presses = threading.Thread(target=press_stop)
+    presses.start()
+    with pytest.raises(RunInterrupt) as caught:
+        two.execute("ctypes.PyDLL(None).sleep(60)")
+    presses.join()
+    text = str(caught.value)
+    assert "Ranks 0-1 each computes in C code" in text
+    assert "session.restart() replaces all ranks, without their variables." in text
+    assert text.count("session.restart(") == 1
+    two.restart()
+    two.execute(SETUP)
+
+
 # --- diagnose -------------------------------------------------------------------------------------
 
 

@@ -7,9 +7,10 @@ import time
 import psutil
 import pytest
 
-from distsession import OptionsError, Session
+from distsession import OptionsError, RunInterrupt, Session
 from distsession.kernel.output import Output
 from distsession.protocol.messages import ClearOutput, Display, Text
+from tests.until import Press
 
 from .conftest import Recorder
 
@@ -53,6 +54,28 @@ def test_subprocesses_and_c_libraries_are_heard(session: Session, output: Record
     lines = output.text(0).split()
     assert lines == ["python", "subprocess", "descriptor", "c", "library", "python", "again"]
     assert output.text(0, "stderr") == "error\n"
+
+
+def test_what_torch_warns_of_in_c_is_shown_but_not_what_a_stop_has_caused(
+    session: Session, output: Recorder
+) -> None:
+    with Press(session, session.interrupt), pytest.raises(RunInterrupt):
+        session.execute(
+            "own = dist.TCPStore('localhost', 0, is_master=True, wait_for_workers=False)\n"
+            "own.wait(['what nobody sets'])"
+        )
+    assert "[W" not in output.text(0, "stderr")  # a stack of C++ for each connection that was shut
+    session.execute(
+        "ddp = torch.nn.parallel.DistributedDataParallel(\n"
+        "    torch.nn.Linear(2, 2), find_unused_parameters=True\n"
+        ")\n"
+        "for _ in range(2):\n"
+        "    ddp(torch.ones(1, 2)).sum().backward()"
+    )
+    for rank in (0, 1):
+        warned = output.text(rank, "stderr")
+        assert f"[rank{rank}]:[W" in warned
+        assert "find_unused_parameters=True was specified" in warned
 
 
 def test_c_code_that_holds_the_interpreter_may_print_without_end(

@@ -639,3 +639,56 @@ def _on_rank_zero_only() -> int:
     if os.environ.get("RANK") != "0":
         raise RuntimeError("not on this rank")
     return 5
+
+
+CANNOT_BE_PULLED = {
+    "DDP": (
+        "bad = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))]",
+        "bad[0] cannot be sent: a torch.nn.parallel.distributed.DistributedDataParallel: its "
+        "process group lives on its rank alone. session.pull('bad[0].module') brings the module "
+        "within, session.evaluate('bad[0].module.state_dict()') its weights.",
+    ),
+    "FSDP2": (
+        "from torch.distributed.fsdp import fully_shard\n"
+        "bad = fully_shard(torch.nn.Linear(2, 2), "
+        "mesh=dist.init_device_mesh(device.type, (2,)))",
+        "FSDPLinear: each rank has a part of its weights, and its process group. "
+        "get_model_state_dict(bad, options=",
+    ),
+    "a group": ("bad = dist.group.WORLD", "dist.get_process_group_ranks(bad) gives its ranks."),
+    "a work": ("bad = dist.barrier(async_op=True)", "Wait for it there with bad.wait()"),
+    "a store": ("bad = dist.HashStore()", "bad.get(KEY) gives what a key has."),
+    "a generator": ("bad = (n for n in ())", "list(bad) gives its values"),
+    "an iterator": (
+        "bad = iter(torch.utils.data.DataLoader([1]))", "Pull the DataLoader, or next(bad)."
+    ),
+    "a lock": ("import threading\nbad = threading.Lock()", "cannot pickle '_thread.lock' object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "text"), CANNOT_BE_PULLED.values(), ids=CANNOT_BE_PULLED)
+def test_what_cannot_be_pulled_is_told_once_with_what_can(
+    session: Session, code: str, text: str
+) -> None:
+    session.execute(f"good = 1\n{code}")
+    with pytest.raises(RunError) as caught:
+        session.pull("good", "bad")
+    shown = caught.value._render_traceback_()
+    assert len(shown) == 1, shown
+    assert shown[0].startswith("SerializationError on ranks 0-1 (")
+    assert text in shown[0]
+    assert isinstance(caught.value.first, SerializationError)
+    session.execute("del bad")
+
+
+def test_a_value_that_is_no_variable_is_told_alike(session: Session) -> None:
+    with pytest.raises(RunError, match=r"ranks 0-1.*: the result .* VALUE.module, the module"):
+        session.evaluate("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
+    with pytest.raises(RunError, match=r"ranks 0-1.*: the result cannot be rebuilt"):
+        session.execute(
+            "class Odd:\n    def __reduce__(self): return int, ('x',)\nOdd()", fetch=True
+        )
+    weights = session.evaluate(
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)).module.state_dict()"
+    )
+    assert list(weights[1]) == ["weight", "bias"]

@@ -7,7 +7,9 @@ import pytest
 from distsession.notebook.autopx import rewrite
 
 
-@pytest.mark.parametrize("cell", ["x = 1\n", "%time f()\n", "!ls\n", "x?\n", "# why\nx\n"])
+@pytest.mark.parametrize(
+    "cell", ["x = 1\n", "%time f()\n", "%debug f(3)\n", "!ls\n", "x?\n", "# why\nx\n"]
+)
 def test_a_plain_cell_goes_to_the_ranks_only_while_it_is_on(cell: str) -> None:
     assert rewrite(cell, True) == f"%%distributed --auto\n{cell}"
     assert rewrite(cell, False) == cell
@@ -26,6 +28,9 @@ def test_a_plain_cell_goes_to_the_ranks_only_while_it_is_on(cell: str) -> None:
         "y = %distributed rank\n",
         "%unload_ext distsession\n",
         "%px rank\n",
+        "%debug\n",
+        "%pdb on\n",
+        "%tb Plain\n",
     ],
 )
 def test_other_cells_stay_as_they_are(cell: str) -> None:

@@ -69,6 +69,7 @@ def run_error() -> RunError:
         by_rank={2: ValueError("two"), 0: KeyError("zero")},
         results={1: "fine"},
         details="ValueError on rank 2\n\nCell In[3], line 1",
+        tracebacks="Cell In[3], line 1",
     )
 
 
@@ -91,6 +92,7 @@ def test_a_run_error_travels_with_every_ranks_exception() -> None:
     }
     assert arrived.results == {1: "fine"}
     assert arrived._render_traceback_() == run_error()._render_traceback_()
+    assert arrived.__notes__ == run_error().__notes__ == ["\nCell In[3], line 1"]
 
 
 def test_a_remote_error_travels() -> None:

@@ -72,11 +72,28 @@ def test_a_frame_without_source_has_no_lines() -> None:
     assert describe(error).frames[-1].context == ()
 
 
-def test_a_very_deep_recursion_keeps_its_last_frames() -> None:
+def test_a_recursion_is_told_once_with_how_often_it_came() -> None:
     info = from_cell("def f():\n    f()\n\nf()")
     assert info.ename == "RecursionError"
-    assert 10 < len(info.frames) <= 100
-    assert info.frames[-1].name == "f"
+    *_, first, repeated = info.frames
+    assert (first.name, first.lineno, first.again) == ("<module>", 4, 0)
+    assert (repeated.name, repeated.lineno, repeated.cycle) == ("f", 2, 1)
+    assert repeated.again > 800
+
+
+def test_functions_that_call_each_other_are_told_once() -> None:
+    info = from_cell("def f(n):\n    g(n)\ndef g(n):\n    if n == 0: 1 / 0\n    f(n - 1)\nf(30)")
+    told = [(frame.name, frame.lineno, frame.cycle, frame.again) for frame in info.frames]
+    assert told[-5:] == [
+        ("<module>", 6, 0, 0), ("f", 2, 0, 0), ("g", 5, 2, 29), ("f", 2, 0, 0), ("g", 4, 0, 0),
+    ]  # fmt: skip
+
+
+def test_a_function_that_calls_itself_twice_is_shown_as_it_is() -> None:
+    info = from_cell("def f(n):\n    return f(n - 1) if n else 1 / 0\nf(2)")
+    assert [(frame.name, frame.again) for frame in info.frames][-4:] == [
+        ("<module>", 0), ("f", 0), ("f", 0), ("f", 0),
+    ]  # fmt: skip
 
 
 def test_a_syntax_error_shows_its_line_with_a_caret() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.cluster.deaths import restart_text
 from distsession.display.colors import Colors
 from distsession.errors import CollectiveError, EngineDiedError
 from distsession.kernel import outcome
@@ -29,6 +31,7 @@ from distsession.protocol.messages import (
     Reason,
     TimedOut,
 )
+from distsession.ranks import DeviceInfo, RankInfo
 from distsession.results import RankResults
 
 NONE: RankResults[None] = RankResults({}, duration=0.0, durations={})
@@ -269,3 +272,64 @@ def test_colours_are_those_of_the_front_end(monkeypatch: pytest.MonkeyPatch) -> 
         "",
         "N(ValueError)",
     ]
+
+
+def killed(rank: int, how: str = "was killed by SIGKILL", details: str = "") -> Failure:
+    death = EngineDiedError(
+        f"rank {rank} (pid 1) {how}.",
+        rank=rank,
+        pid=1,
+        returncode=-9,
+        how=how,
+        remedy=restart_text([rank]),
+        details=details,
+    )
+    return Failure(death, ErrorInfo("EngineDiedError", str(death)))
+
+
+def rank_info(rank: int) -> RankInfo:
+    device = DeviceInfo("cpu", "a processor")
+    return RankInfo(rank, rank, 4, 4, 0, 1, "alpha", 100 + rank, "gloo", device)
+
+
+def of_deaths(failed: Failures, world: int) -> str:
+    infos = [rank_info(rank) for rank in range(world)]
+    return "\n".join(run_error(failed, NONE, infos)._render_traceback_())
+
+
+def test_what_to_do_about_several_deaths_comes_once_and_names_all_of_them() -> None:
+    text = of_deaths({0: killed(0), 2: killed(2)}, 4)
+    assert text == (
+        "EngineDiedError: ranks 0,2: each was killed by SIGKILL. session.restart([0, 2]) replaces "
+        "them; restore=[...] copies variables from a rank that stays."
+    )
+    text = of_deaths({0: killed(0), 1: killed(1, "ended with exit code 3")}, 4)
+    assert text.count("restart(") == 1
+    assert "session.restart([0, 1]) replaces them" in text.splitlines()[0]
+    assert text.splitlines()[2] == "EngineDiedError: rank 1 (pid 1) ended with exit code 3."
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_where_no_rank_stays_nothing_is_copied_from_one(world: int) -> None:
+    failed = {rank: killed(rank, details="\nIts last lines:\noh") for rank in range(world)}
+    text = of_deaths(failed, world)
+    assert "session.restart() replaces all ranks, without their variables." in text
+    assert "restore=" not in text
+    assert text.count("Its last lines:") == 1
+    text = of_deaths({0: killed(0)}, 2)
+    assert "session.restart([0]) replaces it; restore=[...] copies variables" in text
+
+
+def test_what_a_script_shows_has_the_ranks_traceback() -> None:
+    frame = FrameInfo("/home/me/train.py", 2, "step", ((2, "boom()"),))
+    failed = {0: Failure(ValueError("no"), ErrorInfo("ValueError", "no", (frame,)))}
+    error = run_error(failed, NONE, [])
+    shown = traceback.format_exception(error)[-1]
+    assert "".join(traceback.format_exception(error)).endswith(
+        "distsession.errors.RunError: ValueError on rank 0 at train.py line 2: no\n"
+        "\n/home/me/train.py, line 2, in step\n    boom()\nValueError: no\n"
+    ), shown
+    error.add_note("and more")
+    lines = error._render_traceback_()
+    assert lines.count("ValueError: no") == 1  # it has it already
+    assert lines[-1] == "and more"

@@ -379,3 +379,12 @@ def test_an_error_while_handling_another_says_so() -> None:
 def test_notes_follow_the_message_and_an_empty_message_has_no_colon() -> None:
     error = ErrorInfo("KeyboardInterrupt", "", notes=("while loading", "again"))
     assert render.remote_traceback(error) == "KeyboardInterrupt\n  while loading\n  again"
+
+
+def test_what_a_recursion_has_left_out_is_told_below_it() -> None:
+    cell = replace(CELL, name="f", cycle=1, again=27)
+    text = render.remote_traceback(ErrorInfo("E", "no", (CELL, cell, CELL)))
+    assert "      3 print(x)\n  [Previous frame repeated 27 more times]\n\nCell In[3]" in text
+    file = FrameInfo("/home/me/a.py", 3, "g", ((3, "f()"),), cycle=2, again=5)
+    text = render.remote_traceback(ErrorInfo("E", "no", (file,)))
+    assert "    f()\n  [Previous 2 frames repeated 5 more times]\nE: no" in text

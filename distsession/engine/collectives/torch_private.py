@@ -7,6 +7,7 @@ One function for each liberty taken, so that a new torch that breaks one is mend
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import inspect
@@ -28,11 +29,14 @@ from torch.distributed import distributed_c10d as c10d
 from distsession.engine import host_info
 from distsession.engine.collectives import abort, torch_changes
 from distsession.engine.collectives.torch_changes import Part
+from distsession.engine.listeners import RequestListener, is_run
 from distsession.engine.store import Store
+from distsession.protocol.messages import Request
 
 __all__ = [
     "BACKEND",
     "GLOO",
+    "CppWarnings",
     "Recipe",
     "abort_backends",
     "backend_classes",
@@ -620,6 +624,43 @@ def is_accelerator_used() -> bool:
         return False
     is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
     return is_initialized is None or bool(is_initialized())
+
+
+class CppWarnings(RequestListener):
+    """What torch's C++ code warns of: shown as under torchrun, but for what we cause ourselves.
+
+    For each connection that is shut to free a rank torch prints a warning with a C++ stack.
+    """
+
+    ERROR = 2
+    """The level, as in ``TORCH_CPP_LOG_LEVEL``, above that of warnings."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def mute(self) -> None:
+        """From the control thread: connections are about to be shut."""
+        level = _cpp_log_level()
+        if level is not None and self._before is None and level.value < self.ERROR:
+            self._before, level.value = level.value, self.ERROR
+
+    def begin_request(self, request: Request) -> None:
+        """The next code of the user's is no longer concerned by what was shut before it."""
+        if self._before is not None and is_run(request):
+            level = _cpp_log_level()
+            assert level is not None
+            level.value, self._before = self._before, None
+
+
+@functools.cache
+def _cpp_log_level() -> ctypes.c_int | None:
+    """The level from which torch's C++ code logs; None where this torch keeps it elsewhere."""
+    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    try:
+        library = ctypes.CDLL(os.path.join(folder, "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
 
 
 def abort_backends(groups: Sequence[Any]) -> None:
