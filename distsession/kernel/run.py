@@ -232,7 +232,7 @@ class Run:
             raise in_lines(RunInterrupt, self._stop()) from None
         except RunTimeoutError as error:
             text = self._stop()
-            text = _lines(str(error), f"{text[:1].upper()}{text[1:]}")
+            text = f"{error} {text[:1].upper()}{text[1:]}"
             raise in_lines(RunTimeoutError, text) from None
         return False
 
