@@ -241,9 +241,14 @@ def forget_frames(error: BaseException) -> None:
             todo += [part.__cause__, part.__context__]
 
 
-def pickled(error: BaseException) -> Frames:
-    """The exception itself, for the kernel to rebuild; no frames where it cannot be pickled."""
-    try:
-        return dump_value(error, what="the exception")
-    except Exception:
-        return []
+def pickled(error: BaseException, handled: BaseException | None = None) -> Frames:
+    """The exception itself, for the kernel to rebuild; no frames where it cannot be pickled.
+
+    Args:
+        error: The exception.
+        handled: One that was being handled then; where it can be pickled, too, both are sent.
+    """
+    for value in [(error, handled)] * (handled is not None) + [error]:
+        with contextlib.suppress(Exception):
+            return dump_value(value, what="the exception")
+    return []

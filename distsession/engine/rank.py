@@ -562,10 +562,14 @@ class Rank:
             reason = cause.find(error, self._recorder.abort)
         for end in self._on_code_end:
             end(request, error)
-        info = None
-        if error is not None:
+        info = own = None
+        if error is None:
+            reason = self._recorder.raised  # which the code has caught
+        else:
             info = failure.describe(error)
-            answer = failure.pickled(error)
+            handled = cause.find_handled(error, self._recorder.abort)
+            own = None if handled is None else failure.describe(handled)
+            answer = failure.pickled(error, handled)
             if not (is_run(request) and self._debugger.keep_error(error)):
                 failure.forget_frames(error)  # what ends with them may take long, and is told
         for leave in self._on_end:
@@ -580,6 +584,7 @@ class Rank:
             self._capture.has_output,
             reason,
             self._imports.long() if duration >= LONG_S else (),
+            own,
         )
         self._link.answer(received, reply, answer)
 

@@ -149,7 +149,7 @@ def test_a_failure_of_its_own_after_a_hang_is_told_as_well(session: Session) -> 
             "if rank == 2: time.sleep(6); raise KeyError('later')\nif rank != 3: dist.barrier()",
             label="In[7]",
         )
-    assert "for rank 3, which finished its part" in str(caught.value)
+    assert "rank 3 finished its part without it" in str(caught.value)
 
 
 def test_a_death_leads_though_others_come_late(start, backend: Backend) -> None:
@@ -175,11 +175,9 @@ def test_a_part_of_the_ranks_is_told_whom_it_waited_for(session: Session) -> Non
     others = session[2:4].submit(_fail_later)
     with pytest.raises((RunError, errors.CollectiveHangError)) as caught:
         session[0:2].execute("time.sleep(0.3 * rank)\ndist.barrier()", label="In[7]", timeout=60)
-    first, second = caught.value._render_traceback_()[:2]
+    first = caught.value._render_traceback_()[0]
     assert "barrier #1 at In[7] line 2" in first
-    assert re.search(
-        r"for ranks? (2|3|2-3), which", f"{first} {second}"
-    )  # one may fail before the other
+    assert "ranks 2-3 did not come to" in first
     with pytest.raises(RunError, match="ZeroDivisionError on ranks 2-3"):
         others.result()
 

@@ -401,8 +401,8 @@ DEADLOCK = [
         "two finished",
         waiting(0, 3) | finished(1, 2),
         Kind.DEADLOCK,
-        f"ranks 1-2 did not come to {SUM_TEXT}: they finished their part without it; ranks 0,3 wait."
-        + NO_WAIT,
+        f"ranks 1-2 did not come to {SUM_TEXT}: they finished their part without it; ranks 0,3 "
+        "wait." + NO_WAIT,
         (0, 3),
         (1, 2),
     ),

@@ -45,9 +45,11 @@ def own(text: str = "boom", at: float = 0.0, kind: type[Exception] = ValueError)
 
 
 def suffered(line: int = 5, *, waits: bool = True, had_own: bool = False) -> Failure:
-    reason = Aborted(barrier(line, waits=waits), had_own)
+    reason = Aborted(barrier(line, waits=waits))
     text = "rank 0 waits in barrier for rank 3, which failed"
-    return Failure(CollectiveError(text), ErrorInfo("CollectiveError", text), reason)
+    before = (own().info, own().error) if had_own else None
+    info = ErrorInfo("CollectiveError", text)
+    return Failure(CollectiveError(text), info, reason, own=before)
 
 
 def died(at: float = 0.0) -> Failure:
