@@ -72,7 +72,11 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
     evalue = message_of(error)
     if isinstance(error, BaseExceptionGroup) and depth < _MAX_CHAIN:
         inner = [describe(part, depth + 1) for part in error.exceptions[:10]]
-        notes += tuple(f"contains {part.ename}: {part.evalue}" for part in inner)
+        notes += tuple(
+            f"contains {part.ename}{f' at {at}' if (at := innermost(part.frames)) else ''}: "
+            f"{part.evalue}"
+            for part in inner
+        )
     return ErrorInfo(
         ename=type(error).__name__,
         evalue=evalue,

@@ -437,7 +437,11 @@ def _folded_traceback(infos: Mapping[int, ErrorInfo], colors: Colors) -> str:
         rank: ", ".join(f"<{letter}> {text}" for letter, text in differing.items())
         for rank, differing in merged_texts.differing.items()
     }
-    lines = [f"  {ranks_text(ranks)}: {text}" for ranks, text in render.fold(told)]
+    told = {rank: f": {text}" if text else "" for rank, text in told.items()}
+    for rank, instead in merged_texts.instead.items():
+        if instead:
+            told[rank] = "\n    ".join([f"{told[rank]} instead:", *instead])
+    lines = [f"  {ranks_text(ranks)}{text}" for ranks, text in render.fold(told) if text]
     if len(lines) > MOST_DIFFERENT:
         left = sum(len(ranks) for ranks, _ in render.fold(told)[MOST_DIFFERENT:])
         lines[MOST_DIFFERENT:] = [f"  and {left} more ranks: .by_rank of the error has them"]
