@@ -624,8 +624,11 @@ def _was(report: RankReport, last: str) -> tuple[int, str, str] | None:
         where = f"waiting for the device {device_wait_text(report)}"
     elif report.place or last:
         where = f"at {report.place or last}{_source(report)}"
+    elif report.stack:  # its own code is over, or there was none
+        frame = report.stack[-1]
+        where = f"in {frame.name} ({os.path.basename(frame.filename)} line {frame.lineno})"
     else:
-        return None
+        where = "running"
     return 1, f"was {where}", f"were {where}"
 
 

@@ -52,7 +52,7 @@ DYNAMO = (
         ),
         (
             ErrorInfo("Unsupported", DYNAMO, IN_CELL),
-            "Unsupported on rank 1 at In[7] line 3: Data-dependent branching: a long one. "
+            "Unsupported on rank 1 at In[7] line 3: Data-dependent branching: a long one "
             "(called at In[7] line 9)",
         ),
         (
