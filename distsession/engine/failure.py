@@ -147,13 +147,21 @@ def _frames(error: BaseException) -> Iterator[FrameInfo]:
         )
 
 
-def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
-    """The frames of a running thread, outermost first, without those by which we called it."""
+def stack(frame: FrameType | None, awaits: object = None) -> tuple[FrameInfo, ...]:
+    """The frames of a running thread, outermost first, without those by which we called it.
+
+    Args:
+        frame: Its innermost one.
+        awaits: The user's coroutine that its event loop runs. Where no code of the user's is under
+            way, it is told where that one waits.
+    """
     frames = [(f, lineno) for f, lineno in traceback.walk_stack(frame)][::-1]
     while frames and not is_own(frames[0][0]):
         frames.pop(0)  # Python's own start of the process
     while frames and is_own(frames[0][0]):
         frames.pop(0)
+    if not any(is_user_code(f.f_code.co_filename) for f, _ in frames):
+        frames += [(f, f.f_lineno) for f in _suspended(awaits)]
     return tuple(
         FrameInfo(
             _notebook_cells.get(f.f_code.co_filename, f.f_code.co_filename),
@@ -163,6 +171,16 @@ def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
         )
         for f, lineno in frames[-_MAX_FRAMES:]
     )
+
+
+def _suspended(awaits: object) -> Iterator[FrameType]:
+    """The frames of a coroutine and of those that it awaits, outermost first."""
+    for _ in range(_MAX_FRAMES):
+        frame = getattr(awaits, "cr_frame", None) or getattr(awaits, "gi_frame", None)
+        if not isinstance(frame, FrameType):
+            return
+        yield frame
+        awaits = getattr(awaits, "cr_await", None) or getattr(awaits, "gi_yieldfrom", None)
 
 
 def innermost(frames: Sequence[FrameInfo]) -> str:

@@ -47,7 +47,7 @@ from distsession.engine.control import CALLBACK, Control, Interrupter
 from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.event_loop import RankLoop
-from distsession.engine.execute import NOTHING
+from distsession.engine.execute import NOTHING, awaiting
 from distsession.engine.forks import Forks, make_private, spawn_hint
 from distsession.engine.imports import LONG_S, ImportWatch
 from distsession.engine.ipython import ShellFront, make_shell, new_namespace, register
@@ -868,7 +868,7 @@ class Rank:
             return StackReply(self._rank, number, (), "")
         unseen = recorder.unseen
         is_device_wait = self._is_device_wait()
-        stack = failure.stack(_innermost())
+        stack = failure.stack(_innermost(), awaiting())
         unseen.note_completed()
         # A rank that compiles is not looked at, and is where it was before.
         place = failure.innermost(stack) if stack else self._last_line.place

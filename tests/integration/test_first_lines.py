@@ -16,6 +16,16 @@ import pytest
 from distsession import Session
 from distsession.errors import DistsessionError, RunTimeoutError
 from tests.backends import Backend, only
+from tests.integration.first_lines import (
+    BROKEN,
+    RIGHT,
+    Program,
+    alarm_of,
+    begin,
+    every_third,
+    problem_of,
+    set_up,
+)
 
 RAW = ("/gloo/", "onnection closed by peer", "losed by", "Connection reset", "ProcessGroupGloo")
 LABEL = "In[7]"
@@ -572,3 +582,26 @@ def test_a_function_of_the_notebook_has_its_line(session: Session) -> None:
     assert "notebook cell line 3" in first
     assert "rank 2 did not come to" in first
     check_works(session)
+
+
+# --- after public bug reports ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reported() -> Iterator[Session]:
+    with begin() as session:
+        set_up(session)
+        yield session
+
+
+SOME_BROKEN, SOME_RIGHT = every_third(BROKEN), every_third(RIGHT)
+
+
+@pytest.mark.parametrize("program", SOME_BROKEN.values(), ids=SOME_BROKEN)
+def test_the_first_line_alone_says_who_what_and_where(reported: Session, program: Program) -> None:
+    assert not problem_of(reported, program)
+
+
+@pytest.mark.parametrize("code", SOME_RIGHT.values(), ids=SOME_RIGHT)
+def test_a_right_program_gives_no_alarm(reported: Session, code: str) -> None:
+    assert not alarm_of(reported, code)
