@@ -358,7 +358,8 @@ def error_line(ranks: Sequence[int], error: ErrorInfo, where: Mapping[int, str])
     line = error_place(error)
     at = f" at {line}" if line else ""
     within = [note.removeprefix(_CONTAINS) for note in error.notes if note.startswith(_CONTAINS)]
-    reason = "; ".join([reason_of(error.evalue), *map(reason_of, within[:_MOST_WITHIN])])
+    reasons = map(reason_of, [error.evalue, *within[:_MOST_WITHIN]])
+    reason = "; ".join(filter(None, reasons))
     text = f"{error.ename} on {ranks_text(ranks)}{on}{at}{f': {reason}' if reason else ''}"
     from_where = error_place(outer)
     if nested is None or from_where in ("", line):

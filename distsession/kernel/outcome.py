@@ -52,6 +52,7 @@ __all__ = [
     "Failures",
     "caught_text",
     "collect",
+    "handled_text",
     "hang_error",
     "notebook_cells",
     "own_causes",
@@ -526,6 +527,18 @@ def _most(by_operation: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
         return found
     rest = sorted(rank for _, ranks in found[MOST_WAITS - 1 :] for rank in ranks)
     return [*found[: MOST_WAITS - 1], (OTHERS, rest)]
+
+
+def handled_text(pending: PendingRequest) -> str:
+    """Which errors of their own ranks were handling when they were freed from an operation."""
+    handled: dict[ErrorInfo, list[int]] = {}
+    for rank, (reply, _) in sorted(pending.replies.items()):
+        own = None if reply.own is None else _with_cells(reply.own)
+        # What was interrupted itself, and cleans up, was handling the stop.
+        if own is not None and own.ename != "KeyboardInterrupt" and render.error_place(own):
+            handled.setdefault(own, []).append(rank)
+    lines = [render.error_line(ranks, own, {}) for own, ranks in handled.items()]
+    return sentence(f"This came in the handling of {'; '.join(lines)}") if lines else ""
 
 
 def caught_text(

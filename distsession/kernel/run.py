@@ -23,6 +23,7 @@ from distsession.kernel.imports import ImportHints
 from distsession.kernel.outcome import (
     caught_text,
     collect,
+    handled_text,
     hang_error,
     own_causes,
     reconnected_text,
@@ -178,7 +179,7 @@ class Run:
             return results
         if pending.stopped:
             end = then if pending.was_begun else ""
-            raise in_lines(RunInterrupt, _lines(pending.stopped, end))
+            raise in_lines(RunInterrupt, _lines(pending.stopped, handled_text(pending), end))
         if pending.debugger_quit:
             raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
         verdict, waited = self._watchdog.verdict, self._watchdog.waited
@@ -297,8 +298,8 @@ class Run:
         if not pending.was_begun:
             return pending.stopped
         if stuck := self._recovery.explain_stuck(pending) if pending.missing else "":
-            return _lines(pending.stopped, stuck)
-        return _lines(pending.stopped, self._reconnected_text())
+            return _lines(pending.stopped, handled_text(pending), stuck)
+        return _lines(pending.stopped, handled_text(pending), self._reconnected_text())
 
     def _reconnected_text(self) -> str:
         board = self._recovery.launcher.board

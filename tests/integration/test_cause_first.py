@@ -12,6 +12,7 @@ from distsession import EngineDiedError, RunError, Session, errors
 from distsession.scripts import run
 from tests.backends import Backend, only
 from tests.integration.conftest import Recorder
+from tests.until import Press
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +208,17 @@ def test_what_a_rank_was_handling_leads(handling: Session, code: str) -> None:
     assert re.match(r"ValueError on rank 3 \(.*\) at In\[7\] line \d+: boom$", shown[0])
     assert "barrier" in str(error) or "all_reduce" in str(error) or "all_gather" in str(error)
     handling.execute("dist.barrier()", timeout=60)
+
+
+@only("gloo", "who waits for a device may be freed when the handler is over")
+def test_a_stop_tells_what_a_rank_was_handling(handling: Session) -> None:
+    fails = "if odd: raise ValueError('boom')"
+    code = f"try:\n    {fails}\n    time.sleep(60)\nfinally:\n    dist.barrier()"
+    with Press(handling, handling.interrupt), pytest.raises(KeyboardInterrupt) as caught:
+        handling.execute(code, label="In[7]", timeout=60)
+    told = str(caught.value)
+    assert re.search(r"rank 3 waits in barrier .* for ranks 0-2, which run In\[7\] line 3", told)
+    assert "in the handling of ValueError on rank 3 at In[7] line 2: boom." in told
 
 
 EXPLAINS_NOTHING = {
