@@ -382,6 +382,16 @@ CAUGHT = {
     ),
 }  # fmt: skip
 
+CAUGHT["a collective in a forked child"] = Program(
+    "if odd:\n"
+    "    child = os.fork()\n"
+    "    if not child:\n"
+    "        try: dist.all_reduce(some)\n"
+    "        finally: os._exit(0)\n"
+    "    os.waitpid(child, 0)",
+    line=4, is_caught=True,
+)  # fmt: skip
+
 BROKEN: dict[str, Program] = MISSING | DIFFERENT | RAISED | STOPPED | CAUGHT
 
 RIGHT: dict[str, str] = {
@@ -489,14 +499,16 @@ def first_line(session: Session, program: Program) -> str:
     """What is shown first of a broken program; empty if nothing is."""
     output = session.output()
     assert isinstance(output, Recorder)
+    output.clear()
     output.remarks.clear()
     try:
         with _stop(session) if program.is_stopped else contextmanager(_nothing)():
             session.execute(program.code, label=LABEL, timeout=LIMIT_S)
     except (DistsessionError, KeyboardInterrupt) as error:
         shown: list[str] = error._render_traceback_()  # type: ignore[union-attr]
-        return "\n".join(shown).splitlines()[0]
-    return next((text for text in output.remarks if program.is_caught), "")
+        return "" if program.is_caught else "\n".join(shown).splitlines()[0]
+    written = [text for rank in session.ranks if (text := output.text(rank, "stderr"))]
+    return next((text for text in (*output.remarks, *written) if program.is_caught), "")
 
 
 def _nothing() -> Iterator[None]:

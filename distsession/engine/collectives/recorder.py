@@ -202,6 +202,7 @@ class Recorder(RequestListener):
         self.epoch = 0
         """Counts the generations that this process has seen; streams of others mean nothing."""
         self.overdue: TimedOut | None = None
+        self._has_told_fork = False
         self.raised: Mismatch | None = None
         """What has been raised in this request, whatever the user's code makes of it."""
         """For what this rank has given the group up by itself, if it has."""
@@ -652,6 +653,9 @@ class Recorder(RequestListener):
             self.raised = mismatch
             return cause.attach(CollectiveMismatchError(abort.text, remedy=remedy), mismatch)
         error = kinds.get(abort.reason, CollectiveError)(abort.text)
+        if abort.reason is AbortReason.FORKED and not self._has_told_fork:
+            self._has_told_fork = True  # nobody waits for what it raises, and it may be caught
+            sys.stderr.write(f"CollectiveError: {_described(known)}: {abort.text}\n")
         return cause.attach(error, Aborted(known))
 
     def _operation(self) -> Operation | None:
