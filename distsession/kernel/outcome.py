@@ -259,6 +259,12 @@ def with_handled(failed: Failures, waited: Mapping[int, str], ranks: int) -> Fai
         ranks: How many run this.
     """
     has_cause = bool(own_causes(failed, waited))
+    mismatches = [f.reason for f in failed.values() if isinstance(f.reason, Mismatch)]
+    for rank, failure in failed.items():
+        for mismatch in mismatches if failure.own is not None else ():
+            # Others have seen it, and this one was freed before it did.
+            if _was_freed_from(failure, mismatch) and rank in {c.rank for c in mismatch.calls}:
+                failed = {**failed, rank: replace(failure, reason=mismatch)}
     to_blame: dict[int, Failure] = {}
     for rank, failure in failed.items():
         if failure.own is None or not render.error_place(failure.own[0]):

@@ -199,8 +199,8 @@ def handling(session: Session) -> Session:
 
 @only("gloo", "who waits for a device may be freed when the handler is over")
 @pytest.mark.parametrize("code", HANDLING.values(), ids=HANDLING)
-def test_what_a_rank_was_handling_leads(handling: Session, code: str) -> None:
-    error = fails(handling, code.replace("; FINISH", ""))
+def test_what_a_rank_was_handling_leads(handling: Session, backend: Backend, code: str) -> None:
+    error = fails(handling, backend.program(code))
     assert error.first_rank == 3
     assert type(error.first) is ValueError
     assert re.match(r"ValueError on rank 3 at In\[7\] line \d+: boom\. ", str(error))
