@@ -8,13 +8,20 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from itertools import groupby
+
+from distsession.display.nested import shortened_within
 
 __all__ = ["Merged", "merge_texts"]
 
 MAX_PLACES = 8
 """Places in which texts may differ; beyond that each is given as it is."""
 MAX_TEXT_CHARS = 200
+"""Characters of what may stand for a letter; a longer text is given as it is."""
+MAX_LINE_CHARS = 2000
+MAX_LINES = 40
+"""Lines that are told of what a rank says instead."""
 _WORD_ENDS = re.compile(r"(\s+|[,;:.](?=\s|$))")
 """Spaces, and the punctuation before them, which is no part of a word that differs."""
 
@@ -25,11 +32,19 @@ class Merged:
     Attributes:
         texts: The texts with these places marked.
         differing: For each rank what stands in its place, by letter.
+        instead: Where texts are long and differ in more than words, that of the first rank is among
+            ``texts`` as it is: for each other rank the lines that it has instead of some of these.
     """
 
-    def __init__(self, texts: Sequence[str], differing: Mapping[int, Mapping[str, str]]):
+    def __init__(
+        self,
+        texts: Sequence[str],
+        differing: Mapping[int, Mapping[str, str]],
+        instead: Mapping[int, Sequence[str]],
+    ):
         self.texts = tuple(texts)
         self.differing = differing
+        self.instead = instead
 
 
 def merge_texts(by_rank: Mapping[int, Sequence[str]]) -> Merged:
@@ -41,14 +56,38 @@ def merge_texts(by_rank: Mapping[int, Sequence[str]]) -> Merged:
     ranks = list(by_rank)
     texts: list[str] = []
     columns: list[dict[int, str]] = []
+    instead: dict[int, list[str]] = {rank: [] for rank in ranks}
     for each in zip(*(by_rank[rank] for rank in ranks), strict=True):
         text, differ = _merge(each, len(columns))
+        if any(
+            len(piece) > MAX_TEXT_CHARS or "\n" in piece for pieces in differ for piece in pieces
+        ):
+            for rank, other in zip(ranks, each, strict=True):
+                instead[rank] += _lines_instead(each[0], other)
+            text, differ = each[0], []
         texts.append(text)
         columns += [dict(zip(ranks, column, strict=True)) for column in differ]
     differing = {
         rank: {_letter(n): column[rank] for n, column in enumerate(columns)} for rank in ranks
     }
-    return Merged(texts, differing)
+    return Merged(texts, differing, instead)
+
+
+def _lines_instead(first: str, other: str) -> list[str]:
+    """The lines of a text that another one has not; of many the first and the last."""
+    before, after = first.splitlines(), other.splitlines()
+    matcher = SequenceMatcher(None, before, after, autojunk=False)
+    found: list[str] = []
+    for kind, begin, end, start, stop in matcher.get_opcodes():
+        if kind == "delete":
+            found += [f"(not: {line.strip()})" for line in before[begin:end] if line.strip()]
+        elif kind != "equal":
+            found += [line.strip() for line in after[start:stop] if line.strip()]
+    found = [shortened_within(line, MAX_LINE_CHARS) for line in found]
+    if len(found) <= MAX_LINES:
+        return found
+    half = MAX_LINES // 2
+    return [*found[:half], f"({len(found) - 2 * half} more lines)", *found[-half:]]
 
 
 def _letter(number: int) -> str:
@@ -78,7 +117,7 @@ def _merge(texts: Sequence[str], before: int) -> tuple[str, list[list[str]]]:
             text += pieces[0]
         else:
             text += f"<{_letter(before + len(differ))}>"
-            differ.append([_short(piece) for piece in pieces])
+            differ.append(pieces)
     return text, differ
 
 
@@ -93,8 +132,3 @@ def _joined(runs: list[tuple[bool, list[str]]]) -> list[tuple[bool, list[str]]]:
             pieces = ["".join(parts) for parts in zip(first, space, pieces, strict=True)]
         joined.append((same, pieces))
     return joined
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_TEXT_CHARS else f"{line[: MAX_TEXT_CHARS - 3]}..."

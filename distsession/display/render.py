@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from distsession.display import html
 from distsession.display.colors import PLAIN, Colors
 from distsession.display.html import Html, element
+from distsession.display.nested import is_code_of_error, nested_error, reason_of
 from distsession.display.table import Table
 from distsession.protocol.cells import is_cell, is_notebook_file
 from distsession.protocol.diagnosis import Verdict, describe_operation, device_wait_text
@@ -48,7 +49,9 @@ __all__ = [
     "with_notes",
 ]
 
-_LONGEST_REASON = 500
+_CONTAINS = "contains "
+"""How a note of a group of errors begins that tells one of them."""
+_MOST_WITHIN = 2
 _NOTE = "distsession.note"
 """Where the metadata of a bundle has a note."""
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/distsession/engine/|^<frozen ")
@@ -344,15 +347,26 @@ def _stacks(
 
 
 def error_line(ranks: Sequence[int], error: ErrorInfo, where: Mapping[int, str]) -> str:
-    """``ValueError on rank 2 (alpha, cpu) at In[3] line 2: no``."""
+    """``ValueError on rank 2 (alpha, cpu) at In[3] line 2: no``.
+
+    Where its message tells of an error in another process, that one comes first.
+    """
+    nested = nested_error(error)
+    outer, error = error, nested or error
     places = sorted({where[rank] for rank in ranks if rank in where})
     on = f" ({'; '.join(places[:4])}{'; ...' if len(places) > 4 else ''})" if places else ""
     line = error_place(error)
     at = f" at {line}" if line else ""
-    reason = error.evalue.strip().partition("\n")[0]
-    if len(reason) > _LONGEST_REASON:
-        reason = f"{reason[: _LONGEST_REASON - 3]}..."
-    return f"{error.ename} on {ranks_text(ranks)}{on}{at}{f': {reason}' if reason else ''}"
+    within = [note.removeprefix(_CONTAINS) for note in error.notes if note.startswith(_CONTAINS)]
+    reasons = map(reason_of, [error.evalue, *within[:_MOST_WITHIN]])
+    reason = "; ".join(filter(None, reasons))
+    text = f"{error.ename} on {ranks_text(ranks)}{on}{at}{f': {reason}' if reason else ''}"
+    from_where = error_place(outer)
+    if nested is None or from_where in ("", line):
+        return text
+    doing = "called" if is_code_of_error(outer) else "raised again"
+    as_what = f" as {outer.ename}" if outer.ename != nested.ename else ""
+    return f"{text.rstrip('.')} ({doing} at {from_where}{as_what})"
 
 
 def error_place(error: ErrorInfo) -> str:

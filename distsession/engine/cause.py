@@ -8,13 +8,12 @@ when it is made, is found again in whatever is raised on top of it, and travels 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 from distsession.engine.torch_errors import is_from_gloo
 from distsession.protocol.messages import Abort, Aborted, Reason
 
-__all__ = ["attach", "chain", "find", "has_reason"]
+__all__ = ["attach", "chain", "find", "find_handled", "has_reason"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -41,15 +40,23 @@ def find(error: BaseException, abort: Abort | None = None) -> Reason | None:
         abort: What the process group was given up for, if it was. An exception that only repeats
             it, as C++ code does, is one of those that suffered.
     """
-    parts = list(chain(error))
-    for number, part in enumerate(parts):
-        reason = _own(part, abort)
-        if isinstance(reason, Aborted):
-            had_own = any(_own(older, abort) is None for older in parts[number + 1 :])
-            return replace(reason, had_own=had_own)
-        if reason is not None:
-            return reason
-    return None
+    return next((reason for part in chain(error) if (reason := _own(part, abort))), None)
+
+
+def find_handled(error: BaseException, abort: Abort | None = None) -> BaseException | None:
+    """What was being handled when an operation broke off: an error of the code's own.
+
+    Such as what a ``finally`` or an ``__exit__`` cleans up after, with a collective that the other
+    ranks do not come to.
+
+    Args:
+        error: What ended the user's code, which has a reason.
+        abort: As in :func:`find`.
+    """
+    parts = chain(error)
+    if not any(_own(part, abort) is not None for part in parts):
+        return None
+    return next((part for part in parts if _own(part, abort) is None), None)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

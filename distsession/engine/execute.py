@@ -23,7 +23,16 @@ from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-__all__ = ["NOTHING", "Front", "PlainFront", "rebound", "remember", "run_call", "run_cell"]
+__all__ = [
+    "NOTHING",
+    "Front",
+    "PlainFront",
+    "awaiting",
+    "rebound",
+    "remember",
+    "run_call",
+    "run_cell",
+]
 
 NOTHING: Any = type("Nothing", (), {"__repr__": lambda self: "NOTHING"})()
 """Stands for the value of a cell that ends in a statement."""
@@ -90,6 +99,7 @@ class _Compiler:
 
 _compile = _Compiler()
 _runner: asyncio.Runner | None = None
+_awaiting: object = None
 
 
 def run_cell(
@@ -172,7 +182,7 @@ def _run_async(coroutine: Any) -> Any:
 
     ``asyncio.Runner`` turns SIGINT into a cancellation, but only if it finds Python's own handler.
     """
-    global _runner
+    global _runner, _awaiting
     if _runner is None:
         _runner = asyncio.Runner()
     ours = signal.getsignal(signal.SIGINT)
@@ -180,10 +190,17 @@ def _run_async(coroutine: Any) -> Any:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # not in the main thread: nobody interrupts by signal there
         return _runner.run(coroutine)
+    _awaiting = coroutine
     try:
         return _runner.run(coroutine)
     finally:
+        _awaiting = None
         signal.signal(signal.SIGINT, ours)
+
+
+def awaiting() -> object:
+    """From any thread: the coroutine of a cell that awaits, while the main thread runs it."""
+    return _awaiting
 
 
 def _is_quiet(source: str) -> bool:

@@ -77,7 +77,11 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
     evalue = message_of(error)
     if isinstance(error, BaseExceptionGroup) and depth < _MAX_CHAIN:
         inner = [describe(part, depth + 1) for part in error.exceptions[:10]]
-        notes += tuple(f"contains {part.ename}: {part.evalue}" for part in inner)
+        notes += tuple(
+            f"contains {part.ename}{f' at {at}' if (at := innermost(part.frames)) else ''}: "
+            f"{part.evalue}"
+            for part in inner
+        )
     return ErrorInfo(
         ename=type(error).__name__,
         evalue=evalue,
@@ -141,13 +145,21 @@ def _frames(error: BaseException) -> Iterator[FrameInfo]:
     yield from _folded(frames)
 
 
-def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
-    """The frames of a running thread, outermost first, without those by which we called it."""
+def stack(frame: FrameType | None, awaits: object = None) -> tuple[FrameInfo, ...]:
+    """The frames of a running thread, outermost first, without those by which we called it.
+
+    Args:
+        frame: Its innermost one.
+        awaits: The user's coroutine that its event loop runs. Where no code of the user's is under
+            way, it is told where that one waits.
+    """
     frames = [(f, lineno) for f, lineno in traceback.walk_stack(frame)][::-1]
     while frames and not is_own(frames[0][0]):
         frames.pop(0)  # Python's own start of the process
     while frames and is_own(frames[0][0]):
         frames.pop(0)
+    if not any(is_user_code(f.f_code.co_filename) for f, _ in frames):
+        frames += [(f, f.f_lineno) for f in _suspended(awaits)]
     return tuple(_folded(frames))
 
 
@@ -184,6 +196,16 @@ def _cycle(points: Sequence[object], start: int) -> tuple[int, int]:
         if times > _SHOWN_REPEATS:
             return length, times
     return 1, 1
+
+
+def _suspended(awaits: object) -> Iterator[FrameType]:
+    """The frames of a coroutine and of those that it awaits, outermost first."""
+    for _ in range(_MAX_FRAMES):
+        frame = getattr(awaits, "cr_frame", None) or getattr(awaits, "gi_frame", None)
+        if not isinstance(frame, FrameType):
+            return
+        yield frame
+        awaits = getattr(awaits, "cr_await", None) or getattr(awaits, "gi_yieldfrom", None)
 
 
 def innermost(frames: Sequence[FrameInfo]) -> str:
@@ -271,9 +293,14 @@ def forget_frames(error: BaseException) -> None:
             todo += [part.__cause__, part.__context__]
 
 
-def pickled(error: BaseException) -> Frames:
-    """The exception itself, for the kernel to rebuild; no frames where it cannot be pickled."""
-    try:
-        return dump_value(error, what="the exception")
-    except Exception:
-        return []
+def pickled(error: BaseException, handled: BaseException | None = None) -> Frames:
+    """The exception itself, for the kernel to rebuild; no frames where it cannot be pickled.
+
+    Args:
+        error: The exception.
+        handled: One that was being handled then; where it can be pickled, too, both are sent.
+    """
+    for value in [(error, handled)] * (handled is not None) + [error]:
+        with contextlib.suppress(Exception):
+            return dump_value(value, what="the exception")
+    return []

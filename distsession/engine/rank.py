@@ -47,7 +47,7 @@ from distsession.engine.control import CALLBACK, Control, Interrupter
 from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.event_loop import RankLoop
-from distsession.engine.execute import NOTHING
+from distsession.engine.execute import NOTHING, awaiting
 from distsession.engine.forks import Forks, make_private, spawn_hint
 from distsession.engine.imports import LONG_S, ImportWatch
 from distsession.engine.ipython import ShellFront, make_shell, new_namespace, register
@@ -564,10 +564,14 @@ class Rank:
             reason = cause.find(error, self._recorder.abort)
         for end in self._on_code_end:
             end(request, error)
-        info = None
-        if error is not None:
+        info = own = None
+        if error is None:
+            reason = self._recorder.raised  # which the code has caught
+        else:
             info = failure.describe(error)
-            answer = failure.pickled(error)
+            handled = cause.find_handled(error, self._recorder.abort)
+            own = None if handled is None else failure.describe(handled)
+            answer = failure.pickled(error, handled)
             if not (is_run(request) and self._debugger.keep_error(error)):
                 failure.forget_frames(error)  # what ends with them may take long, and is told
         for leave in self._on_end:
@@ -582,6 +586,7 @@ class Rank:
             self._capture.has_output,
             reason,
             self._imports.long() if duration >= LONG_S else (),
+            own,
         )
         self._link.answer(received, reply, answer)
 
@@ -874,7 +879,7 @@ class Rank:
             return StackReply(self._rank, number, (), "")
         unseen = recorder.unseen
         is_device_wait = self._is_device_wait()
-        stack = failure.stack(_innermost())
+        stack = failure.stack(_innermost(), awaiting())
         unseen.note_completed()
         # A rank that compiles is not looked at, and is where it was before.
         place = failure.innermost(stack) if stack else self._last_line.place

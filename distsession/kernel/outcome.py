@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -50,12 +51,15 @@ from distsession.results import RankResults
 __all__ = [
     "Failure",
     "Failures",
+    "caught_text",
     "collect",
+    "handled_text",
     "hang_error",
     "notebook_cells",
     "own_causes",
     "reconnected_text",
     "run_error",
+    "with_handled",
     "with_mismatch",
 ]
 
@@ -87,12 +91,19 @@ class Failure:
         info: What it reported of it.
         reason: Why an operation broke off, if one did.
         at: When that was heard of.
+        own: What its code had raised by itself, and was handling, when that operation broke off;
+            and that exception.
+        during: Where ``error`` is what its code was handling: why an operation broke off then.
+        is_told: It suffered from what the error of another rank says.
     """
 
     error: BaseException
     info: ErrorInfo
     reason: Reason | None = None
     at: float = 0.0
+    own: tuple[ErrorInfo, BaseException] | None = None
+    during: Reason | None = None
+    is_told: bool = False
 
 
 Failures = dict[int, Failure]
@@ -116,7 +127,10 @@ def collect(
         at = pending.times[rank]
         if reply.error is not None:
             told = _with_cells(reply.error)
-            failed[rank] = Failure(_rebuild(told, payload), told, reply.reason, at)
+            own = None if reply.own is None else _with_cells(reply.own)
+            error, handled = _rebuild(told, own, payload)
+            both = None if own is None or handled is None else (own, handled)
+            failed[rank] = Failure(error, told, reply.reason, at, both)
         elif not payload or not load:
             values[rank] = None
         else:
@@ -144,6 +158,7 @@ def run_error(
     waited: Mapping[int, str] | None = None,
     then: str = "",
     places: Mapping[int, str] | None = None,
+    verdict: Verdict | None = None,
 ) -> RunError:
     """One error for all ranks that failed, the cause first.
 
@@ -154,6 +169,7 @@ def run_error(
         waited: What ranks were seen to wait in when the process group was given up.
         then: How the process group is afterwards.
         places: Where ranks were that others had waited for in vain.
+        verdict: Why ranks had to be freed, if they had.
     """
     waited = waited or {}
     failed = _with_one_remedy(failed, len(infos))
@@ -175,9 +191,12 @@ def run_error(
         for each in (colors, PLAIN)
     )
     tracebacks = plain.partition(_NEWLINE)[2].strip()
-    if suffered:
+    told = [rank for rank in suffered if not failed[rank].is_told]
+    during = _during_text(failed, verdict, places or {})
+    if told or during:
         freed = any(isinstance(failed[r].reason, Aborted) or r in waited for r in suffered)
-        text, after = _suffered_text(suffered, failed, waited), then if freed else ""
+        texts = [during, _suffered_text(told, failed, waited) if told else ""]
+        text, after = " ".join(filter(None, texts)), then if freed or during else ""
         summary = f"{sentence(summary)} {text}{after}"
         details = f"{details.rstrip()}\n\n{text}\n{after.strip()}".rstrip()
     by_rank = {rank: failed[rank].error for kind in causes for rank in kind.ranks}
@@ -274,6 +293,68 @@ def _is_told(failure: Failure) -> bool:
 # --- whose fault it is ----------------------------------------------------------------------------
 
 
+def with_handled(failed: Failures, waited: Mapping[int, str], ranks: int) -> Failures:
+    """What failed, with errors of their own in the place of what ranks met in handling these.
+
+    A rank that fails, and cleans up with a collective, calls what the others do not: a mismatch, or
+    a wait for ranks that do not come. It is the rank's own error that explains this. What all ranks
+    were handling explains nothing, nor what most were handling that wait for others in vain.
+
+    Args:
+        failed: What failed.
+        waited: What ranks were seen to wait in when the process group was given up.
+        ranks: How many run this.
+    """
+    has_cause = bool(own_causes(failed, waited))
+    mismatches = [f.reason for f in failed.values() if isinstance(f.reason, Mismatch)]
+    for rank, failure in failed.items():
+        for mismatch in mismatches if failure.own is not None else ():
+            # Others have seen it, and this one was freed before it did.
+            if _was_freed_from(failure, mismatch) and rank in {c.rank for c in mismatch.calls}:
+                failed = {**failed, rank: replace(failure, reason=mismatch)}
+    to_blame: dict[int, Failure] = {}
+    for rank, failure in failed.items():
+        if failure.own is None or not render.error_place(failure.own[0]):
+            continue
+        match failure.reason:
+            case Mismatch(calls=calls):
+                most, there = len(calls) - 1, {call.rank for call in calls}
+            case TimedOut():
+                most, there = ranks // 2, set(failed)
+            case Aborted() if not has_cause:
+                most, there = ranks // 2, set(failed)
+            case _:
+                continue
+        alike = [
+            other
+            for other in there & failed.keys()
+            if (own := failed[other].own) and own[0].frames == failure.own[0].frames
+        ]
+        if len(alike) <= max(1, most):
+            to_blame[rank] = failure
+    found = dict(failed)
+    for rank, failure in to_blame.items():
+        assert failure.own is not None
+        info, error = failure.own
+        found[rank] = Failure(error, info, at=failure.at, during=failure.reason)
+    keys = {_key(failure.reason) for failure in to_blame.values()} - {None}
+    return {
+        rank: replace(failure, is_told=_key(failure.reason) in keys)
+        for rank, failure in found.items()
+    }
+
+
+def _key(reason: Reason | None) -> object:
+    """Which operation it is that ranks called differently, or did not come to in time."""
+    match reason:
+        case (
+            Mismatch(group=group, sequence=sequence)
+            | TimedOut(operation=Operation(group=group, sequence=sequence))
+        ):
+            return type(reason), group, sequence
+    return None
+
+
 @dataclass(frozen=True)
 class _Kind:
     """Ranks that failed alike; ``grade`` is 0 for what may be the cause of what has others."""
@@ -289,8 +370,10 @@ def own_causes(failed: Failures, waited: Mapping[int, str]) -> list[int]:
 
 def _grade(rank: int, failure: Failure, waited: Mapping[int, str]) -> int:
     """0: it failed by itself. 1: it may have. 2: it only suffered."""
+    if failure.during is not None or failure.is_told:
+        return 2 if failure.is_told else 0
     if isinstance(failure.reason, Aborted):
-        return 1 if failure.reason.had_own else 2
+        return 2 if failure.own is None else 1
     is_told = failure.info.ename == "CollectiveError"  # it is raised for another's sake
     return int(failure.reason is None and (rank in waited or is_told))
 
@@ -305,14 +388,7 @@ def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
     for rank in sorted(failed):
         failure = failed[rank]
         grade = _grade(rank, failure, waited)
-        match failure.reason:
-            case (
-                Mismatch(group=group, sequence=sequence)
-                | TimedOut(operation=Operation(group=group, sequence=sequence))
-            ):
-                what: object = type(failure.reason), group, sequence
-            case _:
-                what = _alike(failure)
+        what = _key(failure.reason) or _alike(failure)
         alike.setdefault((grade, what), []).append(rank)
     kinds = [
         _Kind(tuple(ranks), _grade(ranks[0], failed[ranks[0]], waited)) for ranks in alike.values()
@@ -418,7 +494,11 @@ def _folded_traceback(infos: Mapping[int, ErrorInfo], colors: Colors) -> str:
         rank: ", ".join(f"<{letter}> {text}" for letter, text in differing.items())
         for rank, differing in merged_texts.differing.items()
     }
-    lines = [f"  {ranks_text(ranks)}: {text}" for ranks, text in render.fold(told)]
+    told = {rank: f": {text}" if text else "" for rank, text in told.items()}
+    for rank, instead in merged_texts.instead.items():
+        if instead:
+            told[rank] = "\n    ".join([f"{told[rank]} instead:", *instead])
+    lines = [f"  {ranks_text(ranks)}{text}" for ranks, text in render.fold(told) if text]
     if len(lines) > MOST_DIFFERENT:
         left = sum(len(ranks) for ranks, _ in render.fold(told)[MOST_DIFFERENT:])
         lines[MOST_DIFFERENT:] = [f"  and {left} more ranks: .by_rank of the error has them"]
@@ -442,6 +522,28 @@ def _mismatch(kind: _Kind, failed: Failures) -> Mismatch:
     """What the ranks have seen of it, put together."""
     reasons = [failed[rank].reason for rank in kind.ranks]
     return merged(reason for reason in reasons if isinstance(reason, Mismatch))
+
+
+def _during_text(failed: Failures, verdict: Verdict | None, places: Mapping[int, str]) -> str:
+    """What broke off while ranks were handling errors of their own."""
+    handling = {rank: f.during for rank, f in failed.items() if f.during is not None}
+    texts = []
+    mismatches = [reason for reason in handling.values() if isinstance(reason, Mismatch)]
+    everywhere = [f.reason for f in failed.values() if isinstance(f.reason, Mismatch)]
+    for key in dict.fromkeys(map(_key, mismatches)):
+        parts = [each for each in (*mismatches, *everywhere) if _key(each) == key]
+        texts.append(mismatch_text(merged(parts)))
+    texts += [
+        late_text(reason, (rank,), places)
+        for rank, reason in handling.items()
+        if isinstance(reason, TimedOut)
+    ][:1]
+    if any(isinstance(reason, Aborted) for reason in handling.values()):
+        texts += ["others waited"] if verdict is None else [verdict.sentence.rstrip(".")]
+    if not texts:
+        return ""
+    who = ranks_text(sorted(handling))
+    return sentence(f"While {who} handled that, {'; '.join(texts)}")
 
 
 def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, str]) -> str:
@@ -481,6 +583,47 @@ def _most(by_operation: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
         return found
     rest = sorted(rank for _, ranks in found[MOST_WAITS - 1 :] for rank in ranks)
     return [*found[: MOST_WAITS - 1], (OTHERS, rest)]
+
+
+def handled_text(pending: PendingRequest) -> str:
+    """Which errors of their own ranks were handling when they were freed from an operation."""
+    handled: dict[ErrorInfo, list[int]] = {}
+    for rank, (reply, _) in sorted(pending.replies.items()):
+        own = None if reply.own is None else _with_cells(reply.own)
+        # What was interrupted itself, and cleans up, was handling the stop.
+        if own is not None and own.ename != "KeyboardInterrupt" and render.error_place(own):
+            handled.setdefault(own, []).append(rank)
+    lines = [render.error_line(ranks, own, {}) for own, ranks in handled.items()]
+    return sentence(f"This came in the handling of {'; '.join(lines)}") if lines else ""
+
+
+def caught_text(
+    pending: PendingRequest, failed: Failures, verdict: Verdict | None, waited: Mapping[int, str]
+) -> str:
+    """What is wrong though no rank says so: its code has caught the error, or Python has.
+
+    Args:
+        pending: The run.
+        failed: What failed.
+        verdict: Why ranks had to be freed, if they had.
+        waited: What they waited in.
+    """
+    told = {_key(failure.during or failure.reason) for failure in failed.values()}
+    caught: dict[object, dict[int, Mismatch]] = {}
+    for rank, (reply, _) in sorted(pending.replies.items()):
+        if reply.error is None and isinstance(reply.reason, Mismatch):
+            caught.setdefault(_key(reply.reason), {})[rank] = reply.reason
+    texts = [
+        f"CollectiveMismatchError: {mismatch_text(merged(by_rank.values()))}; the code of "
+        f"{ranks_text(sorted(by_rank))} caught it"
+        for key, by_rank in caught.items()
+        if key not in told
+    ]
+    if verdict is not None and not verdict.failed and waited and not waited.keys() & failed.keys():
+        kind = "CollectiveMismatchError" if verdict.kind is Kind.ORDER else "CollectiveHangError"
+        text = f"{kind}: {verdict.sentence} They were freed, and their code caught the error"
+        texts.append(text)
+    return "\n".join(map(sentence, texts))
 
 
 def reconnected_text(problem: str, cut_off: Sequence[int] = ()) -> str:
@@ -542,16 +685,23 @@ def _with_cell(frame: FrameInfo) -> FrameInfo:
     return replace(frame, filename=cell, context=tuple(context))
 
 
-def _rebuild(error: ErrorInfo, payload: serialize.Frames) -> BaseException:
-    """The user's own exception where it can be rebuilt here, else one that stands for it."""
-    if payload:
-        try:
-            rebuilt = serialize.load(payload)
-            if isinstance(rebuilt, BaseException):
-                str(rebuilt)
-                return rebuilt
-        except Exception:
-            pass  # its class is not known here, or its __init__ or __str__ fails
+def _rebuild(
+    error: ErrorInfo, own: ErrorInfo | None, payload: serialize.Frames
+) -> tuple[BaseException, BaseException | None]:
+    """The user's own exceptions where they can be rebuilt here, else some that stand for them."""
+    rebuilt: Any = None
+    with suppress(Exception):  # its class is not known here, or its __init__ or __str__ fails
+        rebuilt = serialize.load(payload) if payload else None
+    both = rebuilt if isinstance(rebuilt, tuple) else (rebuilt, None)
+    handled = None if own is None else _or_stand_in(both[1], own)
+    return _or_stand_in(both[0], error), handled
+
+
+def _or_stand_in(rebuilt: Any, error: ErrorInfo) -> BaseException:
+    with suppress(Exception):
+        if isinstance(rebuilt, BaseException):
+            str(rebuilt)
+            return rebuilt
     return RemoteError(error.ename, error.evalue, render.remote_traceback(error))
 
 

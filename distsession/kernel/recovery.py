@@ -15,6 +15,7 @@ from typing import Any
 from distsession.cluster.base import Launcher
 from distsession.cluster.deaths import SilentHost, replace_text
 from distsession.cluster.pending import PendingRequest
+from distsession.display import render
 from distsession.engine.process_state import ENDED
 from distsession.errors import EngineDiedError
 from distsession.kernel.output import NO_NOTICE, Notice
@@ -22,9 +23,16 @@ from distsession.protocol import diagnosis
 from distsession.protocol.board import Region
 from distsession.protocol.board_report import running_report
 from distsession.protocol.cause import mismatch_text, sentence
-from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
+from distsession.protocol.cells import is_notebook_file
+from distsession.protocol.diagnosis import (
+    Kind,
+    Verdict,
+    describe_operation,
+    device_wait_text,
+    shortened,
+)
 from distsession.protocol.messages import Mismatch, Operation, RankReport, StackReply
-from distsession.protocol.operation_names import Pair, group_title
+from distsession.protocol.operation_names import CodeLine, Pair, group_title
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 from distsession.protocol.unseen import Unseen, texts
 from distsession.ranks import ranks_text
@@ -44,6 +52,8 @@ RETURN_AFTER_INTERRUPT_S = 5.0
 """The same where ``interrupt()`` has stopped the run: its caller is another thread, in no hurry."""
 RETURN_POLL_S = 0.1
 """Seconds between two looks at whether ranks have come back from a run that was stopped."""
+MOST_SOURCE = 60
+"""Characters of a line of code that are told."""
 ABORT_AGAIN_S = 2.0
 """Seconds between two attempts to free such ranks from collectives of the group given up."""
 RETURN_NOTICE_AFTER_S = 1.0
@@ -212,13 +222,26 @@ class Recovery:
             reports = self.reports(missing, ask=True, waiting=False)
             verdict = diagnosis.diagnose(reports)
             is_wait = verdict.kind is not Kind.NOTHING
-            where = "\n".join(verdict.lines) if is_wait else _places(reports, missing)
-            where = f"{where[:1].upper()}{where[1:]}"
-            run = f"the run on {ranks_text(pending.ranks)}"
-            pending.stop(why or f"{run} was stopped.\n{where}".rstrip())
-            text = why or f"stopped. {' '.join(where.splitlines())}".rstrip()
+            lines = verdict.lines if is_wait else (self._places(reports, pending),)
+            stopped = f"the run on {ranks_text(pending.ranks)} was stopped"
+            where = "\n".join(lines)
+            pending.stop(why or sentence(f"{stopped}: {where}" if where else stopped))
+            text = why or sentence(f"stopped: {' '.join(lines)}" if where else "stopped")
             launcher.abort(AbortReason.STOP, text, interrupt=pending.request, refuse=later)
             self.verdict = verdict
+
+    def _places(self, reports: Mapping[int, RankReport], pending: PendingRequest) -> str:
+        """Where ranks are that wait for nobody; those that have failed come first."""
+        board = self.launcher.board
+        grades: dict[tuple[int, str, str], list[int]] = {}
+        for rank in pending.ranks:
+            last = board.regions[rank].last_line if board is not None else ""
+            if does := _was(reports[rank], last):
+                grades.setdefault(does, []).append(rank)
+        return ", ".join(
+            f"{ranks_text(ranks)} {one if len(ranks) == 1 else many}"
+            for (_, one, many), ranks in sorted(grades.items(), key=lambda item: item[0][0])
+        )
 
     def _has_begun(self, pending: PendingRequest, ranks: Iterable[int]) -> bool:
         board = self.launcher.board
@@ -584,15 +607,57 @@ def _misses(report: RankReport, operation: Operation) -> bool:
     )
 
 
-def _places(reports: dict[int, RankReport], ranks: Iterable[int]) -> str:
-    """Where ranks are that wait for nobody."""
-    at: dict[str, list[int]] = {}
-    for rank in ranks:
-        at.setdefault(reports[rank].place, []).append(rank)
-    parts = [
-        f"{ranks_text(there)} {'was' if len(there) == 1 else 'were'} at {place}"
-        for place, there in at.items()
-        if place
-    ]
-    text = ", ".join(parts)
-    return f"{text}." if text else ""
+def _was(report: RankReport, last: str) -> tuple[int, str, str] | None:
+    """What a rank did when it was stopped: how grave that is, and the verb for one and for several.
+
+    Args:
+        report: The rank's.
+        last: The line that it was last seen at.
+    """
+    known = {
+        RankState.SILENT: "in C code that does not let Python run, or without processor time",
+        RankState.STOPPED: "stopped by SIGSTOP",
+        RankState.TRACED: "held by a debugger",
+        RankState.DEBUGGING: "in its debugger",
+        RankState.WAITING_FOR_INPUT: "waiting for input",
+    }
+    operation = report.operations[-1] if report.operations else None
+    if report.state in (RankState.IDLE, RankState.DEAD):
+        if report.outcome is None or report.outcome.ending is Ending.NO_PART:
+            return None
+        if report.outcome.ending is Ending.FINISHED:
+            return 2, "had finished its part", "had finished their part"
+        had = f"had {'died' if report.state == RankState.DEAD else 'failed'}"
+        had += f" ({shortened(report.outcome.reason)})" if report.outcome.reason else ""
+        return 0, had, had
+    if report.state in known:
+        at = report.place or last
+        where = known[RankState(report.state)]
+        where += f", {'last seen ' if not report.place else ''}at {at}" if at else ""
+    elif operation is not None and operation.is_waiting:
+        where = f"in {describe_operation(operation)}"
+    elif report.is_device_wait:
+        where = f"waiting for the device {device_wait_text(report)}"
+    elif report.place or last:
+        where = f"at {report.place or last}{_source(report)}"
+    elif report.stack:  # its own code is over, or there was none
+        frame = report.stack[-1]
+        where = f"in {frame.name} ({os.path.basename(frame.filename)} line {frame.lineno})"
+    else:
+        where = "running"
+    return 1, f"was {where}", f"were {where}"
+
+
+def _source(report: RankReport) -> str:
+    """The line of code that a rank is at: `` (while True: pass)``; empty if that is not known."""
+    if not report.place or not report.stack:
+        return ""
+    line = CodeLine.from_name(report.place).line
+    for frame in reversed(report.stack):
+        name = os.path.basename(frame.filename)
+        if frame.lineno == line and (
+            report.place.startswith(f"{name} line ") or is_notebook_file(frame.filename)
+        ):
+            text = dict(frame.context or render.local_lines(frame)).get(line, "").strip()
+            return f" ({shortened(text, MOST_SOURCE)})" if text else ""
+    return ""

@@ -21,11 +21,14 @@ from distsession.errors import (
 )
 from distsession.kernel.imports import ImportHints
 from distsession.kernel.outcome import (
+    caught_text,
     collect,
+    handled_text,
     hang_error,
     own_causes,
     reconnected_text,
     run_error,
+    with_handled,
     with_mismatch,
 )
 from distsession.kernel.output import Output
@@ -149,6 +152,10 @@ class Run:
                 if self._record is not None:
                     self._record.show(bundles)
                 output.show(bundles)
+            if not pending.stopped and (
+                text := caught_text(pending, failed, self._watchdog.verdict, self._watchdog.waited)
+            ):
+                output.remark(text)
             self._remark()
             succeeded = not (failed or pending.stopped or is_late)
         except KeyboardInterrupt:
@@ -172,16 +179,18 @@ class Run:
             return results
         if pending.stopped:
             end = then if pending.was_begun else ""
-            raise in_lines(RunInterrupt, _lines(pending.stopped, end))
+            raise in_lines(RunInterrupt, _lines(pending.stopped, handled_text(pending), end))
         if pending.debugger_quit:
             raise RunInterrupt(f"stopped {pending.debugger_quit}. All variables are kept.")
         verdict, waited = self._watchdog.verdict, self._watchdog.waited
+        failed = with_handled(failed, waited, len(pending.ranks))
         has_suffered = len(own_causes(failed, waited)) < len(failed)
-        if verdict is not None and not verdict.failed and has_suffered:
+        has_cause = any(failure.during is not None for failure in failed.values())
+        if verdict is not None and not (verdict.failed or has_cause) and has_suffered:
             raise hang_error(verdict, then, failed, waited)
         if failed:
-            infos = self._recovery.launcher.infos
-            raise run_error(failed, results, infos, waited, then, self._watchdog.places)
+            infos, places = self._recovery.launcher.infos, self._watchdog.places
+            raise run_error(failed, results, infos, waited, then, places, verdict)
         raise RunInterrupt(SET_ALREADY)
 
     def _remark(self) -> None:
@@ -232,7 +241,7 @@ class Run:
             raise in_lines(RunInterrupt, self._stop()) from None
         except RunTimeoutError as error:
             text = self._stop()
-            text = _lines(str(error), f"{text[:1].upper()}{text[1:]}")
+            text = f"{error} {text[:1].upper()}{text[1:]}"
             raise in_lines(RunTimeoutError, text) from None
         return False
 
@@ -289,8 +298,8 @@ class Run:
         if not pending.was_begun:
             return pending.stopped
         if stuck := self._recovery.explain_stuck(pending) if pending.missing else "":
-            return _lines(pending.stopped, stuck)
-        return _lines(pending.stopped, self._reconnected_text())
+            return _lines(pending.stopped, handled_text(pending), stuck)
+        return _lines(pending.stopped, handled_text(pending), self._reconnected_text())
 
     def _reconnected_text(self) -> str:
         board = self._recovery.launcher.board

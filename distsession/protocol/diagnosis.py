@@ -41,6 +41,7 @@ __all__ = [
     "device_wait_text",
     "diagnose",
     "is_from_any",
+    "shortened",
 ]
 
 LONGEST_REASON = 200
@@ -74,7 +75,7 @@ class Verdict:
         missing: Ranks that the waiting ones miss. One may itself be waiting, for yet another.
         failed: Some missing rank has died or failed, so its own error is the cause.
         reason: Why the process group is to be given up for it.
-        lines: The sentence in lines: who waits, and for whom.
+        lines: The sentence in lines: one for each operation that ranks wait in.
         untimed: The sentence without how long ranks have waited, where it says that.
         is_crossed: Devices have operations of two groups in different orders, in streams that may
             well go on past each other.
@@ -106,8 +107,7 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         missing = _union(found.missing[rank] for rank in found.stuck)
         failed = any(_has_failed(reports[rank]) for rank in never)
         kind = Kind.DEADLOCK if never else Kind.ORDER
-        parts = found.waits(found.stuck) if never else [found.circle(), found.why_circle()]
-        parts += ["no wait can help"] if never else []
+        parts = found.never_came() if never else [found.circle()]
         lines = _lines(parts, found.waits(found.late))
         reason = _abort_reason(kind, [reports[rank] for rank in never])
         waiting = _sorted(found.stuck)
@@ -145,8 +145,22 @@ def _described_keys(operation: Operation) -> str:
     return f"the {operation.detail} of the store{at}"
 
 
-IN_DIFFERENT_ORDERS = "the ranks issue their operations in different orders"
-NO_SENDER = "no rank is left that could send something"
+def _did_not(operation: Operation) -> str:
+    """What ranks have not done that others wait for: ``"did not come to barrier #2 at In[3] ..."``.
+
+    Of a message its other end is missing.
+    """
+    if _is_store_wait(operation):
+        return f"did not set {_described_keys(operation)}"
+    verb = "did not come to"
+    if _is_pair(operation.group):
+        verb = {"recv": "sent nothing for", "send": "did not receive"}.get(operation.name, verb)
+    return f"{verb} {describe_operation(operation)}"
+
+
+IN_DIFFERENT_ORDERS = "The ranks issue their operations in different orders"
+NO_SENDER = "No rank is left that could send something"
+NO_WAIT = "No wait can help"
 
 
 # --- who misses whom ------------------------------------------------------------------------------
@@ -276,16 +290,32 @@ class _Findings:
                 if operation.is_enqueued
                 else "in"
             )
-            text = f"{_name(together)} {wait} {where} {described}{since}\nfor {missing}"
+            text = f"{_name(together)} {wait} {where} {described}{since} for {missing}"
             if _is_store_wait(operation):
                 does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
                 keys = f"{_described_keys(operation)}{since}, which no rank has set"
-                text = f"{_name(together)} {wait} for {keys}:\n{does_what}"
+                text = f"{_name(together)} {wait} for {keys}: {does_what}"
             parts.append((min(grade for grade, _, _ in reasons), together, text))
         return [text for _, _, text in sorted(parts)]
 
+    def never_came(self) -> list[str]:
+        """The same of a deadlock, in which the missing ranks are at fault: they come first."""
+        parts = []
+        for together, operation in self._together(self.stuck):
+            missing = _union(self.missing[rank] for rank in together)
+            reasons = self._reasons(missing)
+            why = ", ".join(f"{_name(late)} {does}" for _, late, does in reasons)
+            if len(reasons) == 1:
+                why = f"{_agree(missing, 'it', 'they')} {reasons[0][2]}"
+            wait = _agree(together, "waits", "wait")
+            whose = f" for {_agree(together, 'its', 'their')} device" * operation.is_enqueued
+            text = f"{_name(missing)} {_did_not(operation)}: {why}; {_name(together)} {wait}{whose}"
+            parts.append((min(grade for grade, _, _ in reasons), together, text))
+        texts = [text for _, _, text in sorted(parts)]
+        return [*texts[:-1], f"{texts[-1]}. {NO_WAIT}"]
+
     def circle(self) -> str:
-        """The stuck ranks, all of which wait for one another."""
+        """The stuck ranks, all of which wait for one another, and why."""
         sides = self._together(self.stuck)
         texts = [f"{_name(ranks)} in {describe_operation(op)}" for ranks, op in sides]
         first, operation = sides[0]
@@ -293,12 +323,9 @@ class _Findings:
         where = f"for {_agree(first, 'its', 'their')} device in" if operation.is_enqueued else "in"
         texts[0] = f"{_name(first)} {wait} {where} {describe_operation(operation)}"
         other = "the other" if len(sides) == 2 else "another of them"
-        sides_text = ",\n".join(texts)
-        return f"{sides_text}: each waits for {other}"
-
-    def why_circle(self) -> str:
         is_any = any(is_from_any(self.blocked[rank]) for rank in self.stuck)
-        return NO_SENDER if is_any else IN_DIFFERENT_ORDERS
+        why = NO_SENDER if is_any else IN_DIFFERENT_ORDERS
+        return f"{', '.join(texts)}: each waits for {other}. {why}"
 
     def crossed(self) -> list[str]:
         """Where two devices have the oldest operations of two groups in different orders.
@@ -318,7 +345,7 @@ class _Findings:
                 if other is not None:
                     has = f"rank {other[0]} has given its device {describe_operation(other[1])}"
                     before = f"before {describe_operation(first)}, rank {rank} the other way round"
-                    return [f"{has}\n{before}: the devices may be waiting for each other"]
+                    return [f"{has} {before}: the devices may be waiting for each other"]
                 seen.setdefault(keys, (rank, first))
         return []
 
@@ -382,7 +409,7 @@ class _Findings:
                 return 4, "waits elsewhere", "wait elsewhere"
             return 5, f"is in {described}", f"are in {described}"
         if report.state == RankState.DEAD:
-            how = _shorten(report.outcome.text) if report.outcome else ""
+            how = shortened(report.outcome.text) if report.outcome else ""
             died = f"died ({how})" if how else "died"
             return 0, died, died
         if report.state == RankState.IDLE:
@@ -494,7 +521,7 @@ def _idle(outcome: Outcome | None, as_missing: bool) -> tuple[int, str, str]:
     match outcome.ending if outcome is not None else None:
         case Ending.FAILED | Ending.DIED:
             assert outcome is not None
-            failed = f"failed ({_shorten(outcome.reason)})" if outcome.reason else "failed"
+            failed = f"failed ({shortened(outcome.reason)})" if outcome.reason else "failed"
             return 1, failed, failed
         case Ending.NO_PART:
             return 3, "has no part in this run", "have no part in this run"
@@ -546,24 +573,16 @@ def _group_name(group: str) -> str:
     return group if pair is None else pair.group
 
 
-def _shorten(text: str) -> str:
+def shortened(text: str, longest: int = LONGEST_REASON) -> str:
     """The first line, if that is not too long."""
     line = text.strip().partition("\n")[0]
-    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
 def _lines(*blocks: Sequence[str]) -> tuple[str, ...]:
-    """End each part with a period, and begin all but the first with a capital.
-
-    A block begins a line, and so does what stands behind a line break in a part of one.
-    """
-    told: list[str] = []
-    for block in blocks:
-        parts = [
-            sentence(part if not (told or n) else _capital(part)) for n, part in enumerate(block)
-        ]
-        told += " ".join(parts).split("\n") if parts else []
-    return tuple(told)
+    """Each part as a line: end it with a period, and begin all but the first with a capital."""
+    parts = [sentence(part) for block in blocks for part in block]
+    return tuple(_capital(part) if number else part for number, part in enumerate(parts))
 
 
 def _capital(text: str) -> str:

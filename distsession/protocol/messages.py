@@ -441,11 +441,9 @@ class Aborted(Message):
     Attributes:
         operation: What it waited in, or, where it is not marked as waiting, came to later; None
             where that is not known.
-        had_own: An error of its own came before, in the handling of which it was.
     """
 
     operation: Operation | None = None
-    had_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,10 +507,13 @@ class Reply(Message):
     Attributes:
         duration: Seconds that the user's code ran.
         reason: Why the operation broke off that the error, or one that came before it, is of.
+            Without an error: what the user's code has caught.
         shown: The last expression's MIME bundle, its metadata, and a hash of what these may leave
             out; see ``fingerprint``.
         has_output: Output of this request is still on its way; an ``OutputEnd`` follows it.
         imports: Modules whose import took the user's code long, with the seconds that it took.
+        own: What the user's code had raised by itself, and was handling, when that operation broke
+            off. Where it could be pickled, the payload is the error and this one.
     """
 
     id: int
@@ -523,6 +524,7 @@ class Reply(Message):
     has_output: bool = False
     reason: Reason | None = None
     imports: tuple[tuple[str, float], ...] = ()
+    own: ErrorInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

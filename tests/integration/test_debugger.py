@@ -101,7 +101,7 @@ def test_stop_at_the_prompt_ends_the_cell_on_all_ranks(notebook: Notebook) -> No
 
     shown = notebook.run(WAITING, answers=[stop])
     assert shown.ename == "RunInterrupt"
-    assert "Rank 0 waits in barrier" in shown.error
+    assert "rank 0 waits in barrier" in shown.error
     assert "for rank 1, which is in the debugger at In[" in shown.error
 
 

@@ -16,6 +16,16 @@ import pytest
 from distsession import Session
 from distsession.errors import DistsessionError, RunTimeoutError
 from tests.backends import Backend, only
+from tests.integration.first_lines import (
+    BROKEN,
+    RIGHT,
+    Program,
+    alarm_of,
+    begin,
+    every_third,
+    problem_of,
+    set_up,
+)
 
 RAW = ("/gloo/", "onnection closed by peer", "losed by", "Connection reset", "ProcessGroupGloo")
 LABEL = "In[7]"
@@ -217,7 +227,7 @@ CROSSED = Broken(
 HUNG = {
     "a call that one rank skips": Broken("if not odd:\n    dist.all_reduce(some); FINISH", line=2),
     "one rank calls alone": Broken(
-        "if rank == 2:\n    dist.barrier()", what="barrier", line=2, also=("rank 2 waits in",)
+        "if rank == 2:\n    dist.barrier()", what="barrier", line=2, also=("rank 2 waits.",)
     ),
     "another number of iterations": Broken(
         "for step in range(3 + (not odd)):\n    dist.all_reduce(some); FINISH", line=2
@@ -228,19 +238,22 @@ HUNG = {
     "a receive without a source": Broken(
         "if rank == 2: dist.recv(torch.ones(4))",
         what="recv",
-        also=("for a message from ranks 0-1,3, which finished",),
+        also=(
+            "ranks 0-1,3 sent nothing for recv",
+            "they finished their part",
+        ),
     ),
     "a receive from the wrong source": Broken(
         "if rank == 0: dist.send(some, 2)\nif rank == 2: dist.recv(torch.ones(4), 1)",
         what="recv",
         line=2,
-        also=("for rank 1",),
+        also=("rank 1 sent nothing for recv",),
     ),
     "an irecv": Broken(
         "if rank == 2:\n    work = dist.irecv(torch.ones(4), 3)\n    work.wait()",
         what="recv",
         line=2,
-        also=("for rank 3",),
+        also=("rank 3 sent nothing for recv",),
     ),
     "an async collective that one does not issue": Broken(
         "if not odd:\n    dist.all_reduce(some, async_op=True).wait(); FINISH", line=2
@@ -567,5 +580,28 @@ def test_a_function_of_the_notebook_has_its_line(session: Session) -> None:
     first = "\n".join(shown[:3])
     assert "barrier" in first
     assert "notebook cell line 3" in first
-    assert "for rank 2" in first
+    assert "rank 2 did not come to" in first
     check_works(session)
+
+
+# --- after public bug reports ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reported() -> Iterator[Session]:
+    with begin() as session:
+        set_up(session)
+        yield session
+
+
+SOME_BROKEN, SOME_RIGHT = every_third(BROKEN), every_third(RIGHT)
+
+
+@pytest.mark.parametrize("program", SOME_BROKEN.values(), ids=SOME_BROKEN)
+def test_the_first_line_alone_says_who_what_and_where(reported: Session, program: Program) -> None:
+    assert not problem_of(reported, program)
+
+
+@pytest.mark.parametrize("code", SOME_RIGHT.values(), ids=SOME_RIGHT)
+def test_a_right_program_gives_no_alarm(reported: Session, code: str) -> None:
+    assert not alarm_of(reported, code)

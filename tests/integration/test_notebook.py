@@ -285,8 +285,8 @@ def test_stop_frees_a_hung_collective_and_keeps_the_state(notebook: Notebook) ->
     )
     shown = notebook.collect(request, stop_at=["[rank 0] in barrier #", "line 5"])
     assert shown.ename == "RunInterrupt"
-    assert "Rank 0 waits in barrier" in shown.error
-    assert re.search(r"line 3( \(for \d+ s\))?\nfor rank 1, which runs", shown.error)
+    assert "rank 0 waits in barrier" in shown.error
+    assert re.search(r"line 3( \(for \d+ s\))? for rank 1, which runs", shown.error)
     assert notebook.run("%distributed kept").result == "[rank 0] 7\n[rank 1] 8"
     shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
     assert shown.result == "[ranks 0-1] 2.0"

@@ -89,8 +89,8 @@ def test_a_failed_rank_frees_the_others(old: Session) -> None:
 
 def test_a_rank_that_has_finished_frees_the_others(old: Session) -> None:
     text = failure(old, "if rank:\n    dist.barrier()", errors.CollectiveHangError)
-    assert "ranks 1-2 wait in barrier #" in text
-    assert "at In[7] line 2 for rank 0, which finished" in text
+    assert "rank 0 did not come to barrier #" in text
+    assert "at In[7] line 2: it finished its part without it; ranks 1-2 wait" in text
     check(old)
 
 
@@ -122,8 +122,8 @@ def test_ranks_that_wait_for_one_another_are_freed(old: Session) -> None:
 def test_a_receive_without_a_send_is_freed(old: Session, backend: Backend) -> None:
     code = backend.program("if rank == 1:\n    dist.recv(torch.ones(2), src=0, tag=7); FINISH")
     text = failure(old, code, errors.CollectiveHangError)
-    assert f"rank 1 {backend.waits()} recv #" in text
-    assert "at In[7] line 2 for rank 0" in text
+    assert "rank 0 sent nothing for recv #" in text
+    assert "at In[7] line 2: it finished its part without it; rank 1 waits" in text
     check(old)
 
 
@@ -135,8 +135,8 @@ def test_an_operation_behind_a_hundred_others_is_known_while_it_is_waited_for(
     works[0].wait(); FINISH
 """
     text = failure(old, backend.program(code), errors.CollectiveHangError)
-    assert f"ranks 1-2 {backend.waits(2)} all_reduce #" in text
-    assert "at In[7] line 2 for rank 0" in text
+    assert "rank 0 did not come to all_reduce #" in text
+    assert "at In[7] line 2: it finished its part without it; ranks 1-2 wait" in text
     check(old)
 
 
@@ -150,15 +150,15 @@ def test_stop_says_who_waits_for_whom(old: Session) -> None:
     with pytest.raises(RunInterrupt) as caught:
         old.execute("import time\nif rank: dist.barrier()\nelse: time.sleep(60)", label="In[7]")
     stopper.join()
-    assert "Ranks 1-2 wait in barrier #" in str(caught.value)
+    assert "ranks 1-2 wait in barrier #" in str(caught.value)
     assert "at In[7] line 2 for rank 0, which runs In[7] line 3" in str(caught.value)
     check(old)
 
 
 def test_a_group_that_a_rank_does_not_make_is_told(old: Session) -> None:
     text = failure(old, "if rank < 2:\n    dist.new_group([0, 1])", errors.CollectiveHangError)
-    assert "ranks 0-1 wait in new_group #" in text
-    assert "for rank 2, which finished its part without it" in text
+    assert "rank 2 did not come to new_group #" in text
+    assert "it finished its part without it; ranks 0-1 wait" in text
     check(old)
 
 

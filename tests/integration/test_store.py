@@ -352,7 +352,7 @@ def test_stop_names_the_key_and_the_line_and_who_could_set_it(session: Session) 
             f"{STORE}if rank == 0:\n    store.get('x')\nelse:\n    time.sleep(60)", label="In[7]"
         )
     text = str(caught.value)
-    assert "Rank 0 waits for the key 'x' of the store at In[7] line 3" in text
+    assert "rank 0 waits for the key 'x' of the store at In[7] line 3" in text
     assert "which no rank has set: ranks 1-2 run In[7] line 5" in text
     assert "connected anew" in text
 
@@ -370,8 +370,8 @@ def test_a_key_that_nobody_can_set_any_more_ends_by_itself(session: Session) -> 
     with pytest.raises(errors.CollectiveHangError) as caught:
         session.execute(f"{STORE}if rank == 0:\n    store.get('x')", label="In[8]")
     assert str(caught.value).startswith(
-        "rank 0 waits for the key 'x' of the store at In[8] line 3, which no rank has set: "
-        "ranks 1-2 finished their part without it. No wait can help."
+        "ranks 1-2 did not set the key 'x' of the store at In[8] line 3: they finished their part "
+        "without it; rank 0 waits. No wait can help."
     )
 
 

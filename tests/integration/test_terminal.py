@@ -97,5 +97,5 @@ def test_ctrl_c_frees_a_hung_collective(terminal: Terminal) -> None:
     terminal.expect("[1] asleep")
     terminal.stop()
     written = terminal.wait()
-    assert "the run on ranks 0-1 was stopped.\nRank 0 waits in barrier" in written
+    assert "the run on ranks 0-1 was stopped: rank 0 waits in barrier" in written
     assert "[rank 0] 5\n[rank 1] 6" in terminal.run("%distributed kept")

@@ -335,7 +335,7 @@ WAIT = [
 
 def deadlock(id: str, one: Reports, does: str, failed: bool = False) -> Case:
     """Rank 1 never comes; the other three wait for it in the same all_reduce."""
-    sentence = f"ranks 0,2-3 wait in {SUM_TEXT} for rank 1, which {does}.{NO_WAIT}"
+    sentence = f"rank 1 did not come to {SUM_TEXT}: it {does}; ranks 0,2-3 wait.{NO_WAIT}"
     reports = waiting(0, 2, 3) | one
     return Case(id, reports, Kind.DEADLOCK, sentence, (0, 2, 3), (1,), failed)
 
@@ -345,8 +345,8 @@ DEADLOCK = [
         "nobody is left to send anything",
         waiting(0, op=ANY) | finished(1) | failed(2, "OSError: no disk."),
         Kind.DEADLOCK,
-        f"rank 0 waits in {ANY_TEXT} for a message from rank 2, which failed (OSError: no disk.); "
-        "rank 1, which finished its part without it." + NO_WAIT,
+        f"ranks 1-2 sent nothing for {ANY_TEXT}: rank 2 failed (OSError: no disk.), "
+        "rank 1 finished its part without it; rank 0 waits." + NO_WAIT,
         (0,),
         (1, 2),
         failed=True,
@@ -355,9 +355,9 @@ DEADLOCK = [
         "who could send waits for the one that receives",
         waiting(0, op=ANY) | waiting(1, op=pair("recv", 0, 1, "In[5] line 9")) | finished(2),
         Kind.DEADLOCK,
-        f"rank 0 waits in {ANY_TEXT} for a message from rank 2, which finished its part without "
-        "it; rank 1, which waits elsewhere. Rank 1 waits in recv #1 (float32 [2], from 0) at "
-        "In[5] line 9 for rank 0, which waits elsewhere." + NO_WAIT,
+        f"ranks 1-2 sent nothing for {ANY_TEXT}: rank 2 finished its part without it, rank 1 waits "
+        "elsewhere; rank 0 waits. Rank 0 sent nothing for recv #1 (float32 [2], from 0) at "
+        "In[5] line 9: it waits elsewhere; rank 1 waits." + NO_WAIT,
         (0, 1),
         (0, 1, 2),
     ),
@@ -365,7 +365,7 @@ DEADLOCK = [
         "a rank that has no part",
         waiting(0) | on(1, "idle", outcome=NO_PART) | finished(2, 3, world=5),
         Kind.DEADLOCK,
-        f"rank 0 waits in {SUM_TEXT} for rank 1, which has no part in this run." + NO_WAIT,
+        f"rank 1 did not come to {SUM_TEXT}: it has no part in this run; rank 0 waits." + NO_WAIT,
         (0,),
         (1,),
     ),
@@ -401,8 +401,8 @@ DEADLOCK = [
         "two finished",
         waiting(0, 3) | finished(1, 2),
         Kind.DEADLOCK,
-        f"ranks 0,3 wait in {SUM_TEXT} for ranks 1-2, which finished their part without it."
-        + NO_WAIT,
+        f"ranks 1-2 did not come to {SUM_TEXT}: they finished their part without it; ranks 0,3 "
+        "wait." + NO_WAIT,
         (0, 3),
         (1, 2),
     ),
@@ -410,8 +410,8 @@ DEADLOCK = [
         "died, failed and finished: the gravest first",
         waiting(0) | finished(1) | failed(2) | dead(3),
         Kind.DEADLOCK,
-        f"rank 0 waits in {SUM_TEXT} for rank 3, which died (killed by SIGKILL); "
-        "rank 2, which failed (ValueError: x); rank 1, which finished its part without it."
+        f"ranks 1-3 did not come to {SUM_TEXT}: rank 3 died (killed by SIGKILL), "
+        "rank 2 failed (ValueError: x), rank 1 finished its part without it; rank 0 waits."
         + NO_WAIT,
         (0,),
         (1, 2, 3),
@@ -421,8 +421,8 @@ DEADLOCK = [
         "finished, late and stopped",
         waiting(0) | finished(1) | computing(2) | on(3, "stopped"),
         Kind.DEADLOCK,
-        f"rank 0 waits in {SUM_TEXT} for rank 1, which finished its part without it; rank 3, "
-        "which is stopped (SIGSTOP): kill -CONT lets it go on; rank 2, which runs In[3] line 7."
+        f"ranks 1-3 did not come to {SUM_TEXT}: rank 1 finished its part without it, rank 3 "
+        "is stopped (SIGSTOP): kill -CONT lets it go on, rank 2 runs In[3] line 7; rank 0 waits."
         + NO_WAIT,
         (0,),
         (1, 2, 3),
@@ -431,9 +431,9 @@ DEADLOCK = [
         "a chain that ends at one who finished",
         waiting(0, op=CHAIN[0]) | waiting(1, op=CHAIN[1]) | finished(2),
         Kind.DEADLOCK,
-        "rank 1 waits in barrier #1 of g1 at In[5] line 1 for rank 2, which finished its part "
-        "without it. Rank 0 waits in barrier #1 of g0 at In[5] line 0 for rank 1, "
-        "which waits elsewhere." + NO_WAIT,
+        "rank 2 did not come to barrier #1 of g1 at In[5] line 1: it finished its part without it; "
+        "rank 1 waits. Rank 1 did not come to barrier #1 of g0 at In[5] line 0: it waits "
+        "elsewhere; rank 0 waits." + NO_WAIT,
         (0, 1),
         (1, 2),
     ),
@@ -441,10 +441,10 @@ DEADLOCK = [
         "a longer chain that ends at one who died",
         waiting(0, op=CHAIN[0]) | waiting(1, op=CHAIN[1]) | waiting(2, op=CHAIN[2]) | dead(3),
         Kind.DEADLOCK,
-        "rank 2 waits in barrier #1 of g2 at In[5] line 2 for rank 3, which died (killed by "
-        "SIGKILL). Rank 0 waits in barrier #1 of g0 at In[5] line 0 for rank 1, which waits "
-        "elsewhere. Rank 1 waits in barrier #1 of g1 at In[5] line 1 for rank 2, which waits "
-        "elsewhere." + NO_WAIT,
+        "rank 3 did not come to barrier #1 of g2 at In[5] line 2: it died (killed by SIGKILL); "
+        "rank 2 waits. Rank 1 did not come to barrier #1 of g0 at In[5] line 0: it waits "
+        "elsewhere; rank 0 waits. Rank 2 did not come to barrier #1 of g1 at In[5] line 1: it "
+        "waits elsewhere; rank 1 waits." + NO_WAIT,
         (0, 1, 2),
         (1, 2, 3),
         failed=True,
@@ -453,8 +453,8 @@ DEADLOCK = [
         "a recv from one who finished",
         waiting(0, op=RECV_BY_0) | finished(1),
         Kind.DEADLOCK,
-        "rank 0 waits in recv #1 (float32 [2], from 1) at In[5] line 2 for rank 1, which "
-        "finished its part without it." + NO_WAIT,
+        "rank 1 sent nothing for recv #1 (float32 [2], from 1) at In[5] line 2: it finished its "
+        "part without it; rank 0 waits." + NO_WAIT,
         (0,),
         (1,),
     ),
@@ -462,9 +462,9 @@ DEADLOCK = [
         "a cycle that a dead rank explains",
         waiting(0, op=replace(ON_A, members=(0, 1, 2))) | waiting(1, op=ON_B) | dead(2),
         Kind.DEADLOCK,
-        f"rank 0 waits in {ON_A_TEXT} for rank 2, which died (killed by SIGKILL); rank 1, which "
-        f"waits elsewhere. Rank 1 waits in {ON_B_TEXT} for rank 0, which waits elsewhere."
-        + NO_WAIT,
+        f"ranks 1-2 did not come to {ON_A_TEXT}: rank 2 died (killed by SIGKILL), rank 1 waits "
+        f"elsewhere; rank 0 waits. Rank 0 did not come to {ON_B_TEXT}: it waits elsewhere; "
+        "rank 1 waits." + NO_WAIT,
         (0, 1),
         (0, 1, 2),
         failed=True,
@@ -476,7 +476,7 @@ DEADLOCK = [
         | waiting(2, op=pair("recv", 3, 2, "In[3] line 9"))
         | computing(3),
         Kind.DEADLOCK,
-        f"rank 0 waits in {TP_TEXT} for rank 1, which finished its part without it. "
+        f"rank 1 did not come to {TP_TEXT}: it finished its part without it; rank 0 waits. "
         "No wait can help. Rank 2 waits in recv #1 (float32 [2], from 3) at In[3] line 9 "
         "for rank 3, which runs In[3] line 7.",
         (0,),
@@ -486,7 +486,8 @@ DEADLOCK = [
         "the failure of a rank that only late ones miss is none of the deadlock's",
         waiting(0, op=TP) | finished(1) | failed(2),
         Kind.DEADLOCK,
-        f"rank 0 waits in {TP_TEXT} for rank 1, which finished its part without it." + NO_WAIT,
+        f"rank 1 did not come to {TP_TEXT}: it finished its part without it; rank 0 waits."
+        + NO_WAIT,
         (0,),
         (1,),
     ),
@@ -501,9 +502,9 @@ DEADLOCK += [
         | finished(3)
         | dead(4),
         Kind.DEADLOCK,
-        f"rank 2 waits in {TP_TEXT} for rank 4, which died (killed by SIGKILL); rank 3, which "
-        "finished its part without it. Rank 0 waits in recv #1 (float32 [2], from 1) at "
-        "In[3] line 9 for rank 1, which failed (ValueError: x)." + NO_WAIT,
+        f"ranks 3-4 did not come to {TP_TEXT}: rank 4 died (killed by SIGKILL), rank 3 "
+        "finished its part without it; rank 2 waits. Rank 1 sent nothing for recv #1 (float32 "
+        "[2], from 1) at In[3] line 9: it failed (ValueError: x); rank 0 waits." + NO_WAIT,
         (0, 2),
         (1, 3, 4),
         failed=True,
@@ -512,8 +513,8 @@ DEADLOCK += [
         "a rank that runs again has not failed",
         waiting(0) | on(1, "running", outcome=failure("ValueError: x")) | finished(2),
         Kind.DEADLOCK,
-        f"rank 0 waits in {SUM_TEXT} for rank 2, which finished its part without it; "
-        "rank 1, which runs its code." + NO_WAIT,
+        f"ranks 1-2 did not come to {SUM_TEXT}: rank 2 finished its part without it, "
+        "rank 1 runs its code; rank 0 waits." + NO_WAIT,
         (0,),
         (1, 2),
     ),
@@ -690,7 +691,8 @@ def test_nobody_can_set_a_key_once_all_others_have_ended_their_part_and_nothing_
     verdict = diagnose(reports, is_sole=True)
     assert verdict.kind is Kind.DEADLOCK
     assert verdict.sentence == (
-        f"{KEY_TEXT}, which no rank has set: ranks 1-2 finished their part without it.{NO_WAIT}"
+        "ranks 1-2 did not set the key 'x' of the store at In[3] line 2: they finished their part "
+        f"without it; rank 0 waits.{NO_WAIT}"
     )
     assert diagnose(reports).kind is Kind.WAIT  # a later run may set it
 
@@ -741,7 +743,7 @@ def test_an_operation_in_words(operation: Operation, text: str) -> None:
 def test_a_long_reason_is_cut() -> None:
     sentence = diagnose(waiting(0, 2, 3) | failed(1, "ValueError: " + "x" * 500)).sentence
     assert "xxx..." in sentence
-    assert len(sentence) < 320
+    assert len(sentence) < 340
 
 
 def test_a_message_that_is_on_its_way_is_waited_for() -> None:
@@ -916,12 +918,11 @@ def test_devices_that_may_wait_for_each_other_are_named_and_left_alone() -> None
     verdict = diagnose(NOT_CROSSED["in streams that are not known"])
     assert verdict.kind is Kind.NOTHING
     assert verdict.is_crossed
-    assert verdict.lines[0] == f"rank 0 has given its device {ON_A_TEXT}"
-    assert verdict.lines[1] == (
-        f"before {ON_B_TEXT}, rank 1 the other way round: "
+    assert verdict.lines[0] == (
+        f"rank 0 has given its device {ON_A_TEXT} before {ON_B_TEXT}, rank 1 the other way round: "
         "the devices may be waiting for each other."
     )
-    assert verdict.lines[2].startswith("No rank waits for a missing one: ")
+    assert verdict.lines[1].startswith("No rank waits for a missing one: ")
 
 
 FIRST_A, NEXT_A = ON_A, replace(ON_A, sequence=ON_A.sequence + 1)

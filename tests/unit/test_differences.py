@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsession.display.differences import MAX_PLACES, merge_texts
+from distsession.display.differences import MAX_LINES, MAX_PLACES, merge_texts
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,27 @@ def test_letters_go_on_from_text_to_text() -> None:
     assert found.differing == {2: {"a": "1", "b": "3"}, 5: {"a": "2", "b": "4"}}
 
 
-def test_what_differs_all_over_is_given_whole_and_cut() -> None:
+def test_of_long_texts_that_differ_all_over_one_is_given_whole() -> None:
     one, other = (" same ".join(f"{rank}{n}" for n in range(200)) for rank in "ab")
-    found = merge_texts({0: (one,), 1: (other,)})
-    assert found.texts == ("<a>",)
-    assert found.differing[0]["a"].endswith("...")
+    found = merge_texts({0: (one,), 1: (other,), 2: (one,)})
+    assert found.texts == (one,)
+    assert found.differing == {0: {}, 1: {}, 2: {}}
+    assert found.instead == {0: [], 1: [other], 2: []}
     assert MAX_PLACES < 200
+
+
+def test_of_texts_of_lines_those_are_told_that_differ() -> None:
+    texts = "in:\n\tmissing: a\n\tother: x y", "in:\n\tmissing: a, b c", "in:\n\tother: x y"
+    found = merge_texts({rank: (text,) for rank, text in enumerate(texts)})
+    assert found.texts == texts[:1]
+    assert found.instead == {0: [], 1: ["missing: a, b c"], 2: ["(not: missing: a)"]}
+
+
+def test_of_very_many_lines_the_first_and_the_last_are_told() -> None:
+    found = merge_texts({0: ("one\ntext of it",), 1: ("\n".join(map(str, range(1000))),)})
+    assert found.instead[1][0] == "0"
+    assert found.instead[1][-1] == "999"
+    assert f"({1000 - MAX_LINES} more lines)" in found.instead[1]
 
 
 words = st.lists(st.sampled_from(["a", "b", "1", "2"]), max_size=6).map(" ".join)

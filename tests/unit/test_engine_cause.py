@@ -42,7 +42,9 @@ ON_TOP = {
 
 @pytest.mark.parametrize("code", ON_TOP.values(), ids=ON_TOP)
 def test_who_raises_on_top_of_it_only_suffered(code: str) -> None:
-    assert cause.find(raised(code)) == Aborted(IN)
+    error = raised(code)
+    assert cause.find(error) == Aborted(IN)
+    assert cause.find_handled(error) is None
 
 
 OWN = {
@@ -67,7 +69,9 @@ BEFORE = {
 @pytest.mark.parametrize("code", BEFORE.values(), ids=BEFORE)
 def test_an_error_of_its_own_that_came_before_is_noted_and_shown(code: str) -> None:
     error = raised(code)
-    assert cause.find(error) == Aborted(IN, had_own=True)
+    assert cause.find(error) == Aborted(IN)
+    handled = cause.find_handled(error)
+    assert type(handled) is ValueError
     chained = failure.describe(error).cause
     assert chained is not None
     assert chained.ename == "ValueError"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import linecache
 import pickle
@@ -20,8 +21,9 @@ from distsession.engine.failure import (
     name_cell,
     pickled,
     short_name,
+    stack,
 )
-from distsession.protocol.messages import ErrorInfo
+from distsession.protocol.messages import ErrorInfo, FrameInfo
 from distsession.protocol.serialize import load
 
 
@@ -302,3 +304,22 @@ def test_a_package_is_no_code_of_the_users_wherever_it_is_installed(folder: str)
     assert not is_user_code(f"{folder}/typing_extensions.py")
     assert is_user_code("/home/me/project/train.py")
     assert is_user_code("In[3]")
+
+
+def test_a_coroutine_that_waits_is_at_the_line_that_it_awaits() -> None:
+    async def inner() -> None:
+        await asyncio.sleep(3600)
+
+    async def outer() -> None:
+        await inner()
+
+    async def look() -> tuple[FrameInfo, ...]:
+        coroutine = outer()
+        task = asyncio.ensure_future(coroutine)
+        await asyncio.sleep(0)
+        frames = stack(None, coroutine)
+        task.cancel()
+        return frames
+
+    names = [frame.name for frame in asyncio.run(look())]
+    assert names[:2] == ["outer", "inner"]

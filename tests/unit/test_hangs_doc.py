@@ -45,6 +45,10 @@ ORDER = f"{HERE}test_ranks_that_wait_for_each_other_in_different_groups_are_free
 MAGIC = f"{HERE}test_magics_diagnose_and_interrupt_what_was_submitted"
 SUBMITTED = f"{HERE}test_what_was_submitted_can_be_diagnosed_and_is_stopped_by_interrupt"
 AGAIN = f"{HERE}test_the_message_of_a_stop_says_the_same_once_more"
+WHERE = f"{HERE}test_a_stop_says_where_ranks_are_that_wait_for_nobody"
+HANDLED = f"{HERE}test_an_error_that_a_rank_was_handling_comes_first"
+HANDLING = f"{CAUSE}test_what_a_rank_was_handling_leads"
+CAUGHT = f"{CAUSE}test_what_code_catches_is_told_all_the_same"
 CANNOT_BE_STOPPED = f"{HERE}test_a_rank_that_cannot_be_stopped_is_named_and_replaced_alone"
 NOBODY_ANSWERS = f"{HERE}test_a_wait_is_seen_even_if_no_thread_answers"
 DIAGNOSE = f"{HERE}test_diagnose_shows_the_verdict_and_a_row_for_each_rank"
@@ -143,6 +147,9 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "For a run that was started with `submit` use `session.interrupt()` or `%session interrupt`.": (
         SUBMITTED,
         MAGIC,
+    ),
+    "Where no rank waits for another one, it says where each of them was, with its line of code:": (
+        WHERE,
     ),
     "The error says the same once more:": (AGAIN,),
     "The next cell can use collectives at once.": (
@@ -255,6 +262,20 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         f"{CAUSE}test_of_several_causes_the_earliest_is_first",
         "unit/test_outcome.py::test_what_failed_long_before_comes_before_a_death",
     ),
+    "If a rank runs a collective while it handles an error of its own, in an `except`, a `finally` or the end of a `with`, the others do not come to it, or call something else.": (
+        HANDLED,
+        HANDLING,
+    ),
+    "Then that error comes first, and what the ranks called, or who did not come, is said below:": (
+        HANDLED,
+        HANDLING,
+    ),
+    "An error that all ranks handle is not taken for the cause.": (
+        f"{CAUSE}test_what_explains_nothing_does_not_lead",
+    ),
+    "Code catches the error of such a wait, or of collectives that do not match.": (CAUGHT,),
+    "Then the run goes on, and a line below its output says the same.": (CAUGHT,),
+    "So does what Python ignores in a `__del__`.": (CAUGHT,),
     "A rank has ended its part: No wait can help the others.": (
         FINISHED,
         VERDICTS,
@@ -574,14 +595,24 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "distsession: ranks 0-1,3 wait in all_reduce #1 (float32 [4, 2], sum) at In[6] line 5 (for 10 s) for rank 2, which runs In[6] line 4.": (
         NOTICE,
     ),
-    "KeyboardInterrupt: the run on ranks 0-3 was stopped.": (AGAIN,),
+    "KeyboardInterrupt: the run on ranks 0-3 was stopped: ranks 0-1,3 wait in all_reduce #1 (float32 [4, 2], sum) at In[6] line 5 (for 3 s) for rank 2, which runs In[6] line 4.": (
+        AGAIN,
+    ),
+    "KeyboardInterrupt: the run on ranks 0-3 was stopped: rank 2 was at In[11] line 4 (time.sleep(60)), ranks 0-1,3 had finished their part.": (
+        WHERE,
+    ),
+    "While rank 2 handled that, rank 2 called barrier at In[9] line 7, ranks 0-1,3 called all_reduce (float32 [4], sum) at In[9] line 5.": (
+        HANDLED,
+    ),
     "ranks 0-1,3 wait in all_reduce #1 (float32 [4, 2], sum) at In[6] line 5 (for 3 s) for rank 2, which runs In[6] line 4.": (
         DIAGNOSE,
     ),
     "[rank 2] (others wait for it)": (STACKS,),
     "ValueError on rank 2 (vm, cpu) at In[7] line 3: no such file: digits.npz": (ERROR_FIRST,),
-    "CollectiveHangError: ranks 0-1,3 wait in barrier #1 at In[8] line 3": (ENDED,),
-    "CollectiveMismatchError: rank 0 waits in all_reduce #2 (float32 [4, 2], sum) at In[10] line 4,": (
+    "CollectiveHangError: rank 2 did not come to barrier #1 at In[8] line 3: it finished its part without it; ranks 0-1,3 wait. No wait can help.": (
+        ENDED,
+    ),
+    "CollectiveMismatchError: rank 0 waits in all_reduce #2 (float32 [4, 2], sum) at In[10] line 4, ranks 1-3 in all_reduce #2 of group 300000 (ranks 0-3) (float32 [4, 2], sum) at In[10] line 4: each waits for the other. The ranks issue their operations in different orders.": (
         ORDER,
     ),
     "CollectiveHangError: rank 2 did not come to all_reduce (float32 [4], sum) within 2 s, in which ranks 0-1,3 waited at In[7] line 2; rank 2 was at In[7] line 1.": (

@@ -164,7 +164,7 @@ EXAMPLES: list[Any] = [
     RankReady(1, INFO),
     ReconnectRequest(3, 2, 12.5),
     Reply(1, 0, 0.25, ERROR, ({"text/plain": "3"}, {}), has_output=True),
-    Aborted(Operation("barrier", "world", (0, 1), 3), had_own=True),
+    Aborted(Operation("barrier", "world", (0, 1), 3)),
     Called(1, "all_reduce", "float32 [4], sum", "In[2] line 1"),
     Mismatch("world", 3, (Called(0, "barrier"), Called(1, "all_reduce", "float32 [4], sum"))),
     TimedOut(Operation("barrier", "world", (0, 1), 3), (1,), 30.0),

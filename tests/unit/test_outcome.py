@@ -19,6 +19,7 @@ from distsession.kernel.outcome import (
     own_causes,
     reconnected_text,
     run_error,
+    with_handled,
     with_mismatch,
 )
 from distsession.protocol.messages import (
@@ -48,9 +49,11 @@ def own(text: str = "boom", at: float = 0.0, kind: type[Exception] = ValueError)
 
 
 def suffered(line: int = 5, *, waits: bool = True, had_own: bool = False) -> Failure:
-    reason = Aborted(barrier(line, waits=waits), had_own)
+    reason = Aborted(barrier(line, waits=waits))
     text = "rank 0 waits in barrier for rank 3, which failed"
-    return Failure(CollectiveError(text), ErrorInfo("CollectiveError", text), reason)
+    before = (own().info, own().error) if had_own else None
+    info = ErrorInfo("CollectiveError", text)
+    return Failure(CollectiveError(text), info, reason, own=before)
 
 
 def died(at: float = 0.0) -> Failure:
@@ -333,3 +336,57 @@ def test_what_a_script_shows_has_the_ranks_traceback() -> None:
     lines = error._render_traceback_()
     assert lines.count("ValueError: no") == 1  # it has it already
     assert lines[-1] == "and more"
+
+
+# --- what ranks were handling ---------------------------------------------------------------------
+
+
+CALLS = (Called(0, "all_reduce"), Called(1, "all_reduce"), Called(2, "barrier"))
+UNLIKE = Mismatch("world", 1, CALLS)
+
+
+def handling(reason: Reason, ename: str = "CollectiveMismatchError") -> Failure:
+    before = own()
+    return Failure(
+        CollectiveError("seen"), ErrorInfo(ename, "seen"), reason, own=(before.info, before.error)
+    )
+
+
+def test_what_one_rank_was_handling_is_the_cause_of_a_mismatch() -> None:
+    failed = {
+        0: because(UNLIKE, "CollectiveMismatchError"),
+        1: because(UNLIKE, "CollectiveMismatchError"),
+        2: handling(UNLIKE),
+    }
+    error = run_error(with_handled(failed, {}, 3), NONE, [])
+    assert list(error.by_rank) == [2, 0, 1]
+    assert str(error).startswith("ValueError on rank 2 at In[7] line 2: boom. While rank 2 handled")
+    assert "rank 2 called barrier, ranks 0-1 called all_reduce" in str(error)
+
+
+def test_a_rank_that_was_freed_before_it_saw_the_mismatch_is_its_cause_all_the_same() -> None:
+    failed = {
+        0: because(UNLIKE, "CollectiveMismatchError"),
+        1: because(UNLIKE, "CollectiveMismatchError"),
+        2: handling(Aborted(barrier(5))),
+    }
+    error = run_error(with_handled(failed, {}, 3), NONE, [])
+    assert list(error.by_rank) == [2, 0, 1]
+    assert str(error).startswith("ValueError on rank 2 at In[7] line 2: boom. While rank 2 handled")
+
+
+def test_what_all_ranks_were_handling_explains_no_mismatch() -> None:
+    failed = {rank: handling(UNLIKE) for rank in range(3)}
+    assert with_handled(failed, {}, 3) == failed
+
+
+def test_what_a_rank_was_handling_is_no_cause_beside_a_failure_of_another() -> None:
+    failed = {0: own("first"), 2: handling(Aborted(barrier(5)))}
+    assert with_handled(failed, {}, 3) == failed
+
+
+def test_what_most_ranks_were_handling_explains_no_wait_in_vain() -> None:
+    failed = {rank: handling(Aborted(barrier(5))) for rank in range(3)}
+    assert with_handled(failed, {}, 4) == failed
+    alone = with_handled({0: failed[0]}, {}, 4)
+    assert type(alone[0].error) is ValueError

@@ -265,7 +265,7 @@ def test_an_error_is_headed_by_its_ranks_where_they_are_the_line_and_the_reason(
     line = render.error_line((0, 1), ERROR, {0: "alpha, cpu", 1: "alpha, cpu"})
     assert line == ("ZeroDivisionError on ranks 0-1 (alpha, cpu) at In[3] line 2: division by zero")
     assert render.error_line((1,), ErrorInfo("ValueError", "no\nreally"), {1: "beta, cuda:0"}) == (
-        "ValueError on rank 1 (beta, cuda:0): no"
+        "ValueError on rank 1 (beta, cuda:0): no ... really"
     )
     assert render.error_line((1,), ErrorInfo("KeyboardInterrupt", ""), {}) == (
         "KeyboardInterrupt on rank 1"
@@ -275,7 +275,7 @@ def test_an_error_is_headed_by_its_ranks_where_they_are_the_line_and_the_reason(
 def test_a_reason_that_is_too_long_is_cut() -> None:
     line = render.error_line((1,), ErrorInfo("ValueError", "x" * 10_000), {})
     assert len(line) < 600
-    assert line.endswith("xxx...")
+    assert "xxx ... xxx" in line
 
 
 def test_many_places_are_cut_short() -> None:

@@ -202,6 +202,9 @@ class Recorder(RequestListener):
         self.epoch = 0
         """Counts the generations that this process has seen; streams of others mean nothing."""
         self.overdue: TimedOut | None = None
+        self._has_told_fork = False
+        self.raised: Mismatch | None = None
+        """What has been raised in this request, whatever the user's code makes of it."""
         """For what this rank has given the group up by itself, if it has."""
         self._limit = 0.0
         """Seconds that what the main thread is blocked in may take; 0 where that sees to it."""
@@ -246,6 +249,7 @@ class Recorder(RequestListener):
 
     def begin_request(self, request: Request) -> None:
         self._show_request(request.id)
+        self.raised = None
         self.unseen.begin_request()
         self._expire_abort()
         if isinstance(request, (CallRequest, PushRequest)):
@@ -646,8 +650,12 @@ class Recorder(RequestListener):
         known, mismatch = operation or self._operation(), abort.mismatch
         if mismatch is not None and any(call.rank == self.rank for call in mismatch.calls):
             remedy = mismatch_remedy(mismatch)
+            self.raised = mismatch
             return cause.attach(CollectiveMismatchError(abort.text, remedy=remedy), mismatch)
         error = kinds.get(abort.reason, CollectiveError)(abort.text)
+        if abort.reason is AbortReason.FORKED and not self._has_told_fork:
+            self._has_told_fork = True  # nobody waits for what it raises, and it may be caught
+            sys.stderr.write(f"CollectiveError: {_described(known)}: {abort.text}\n")
         return cause.attach(error, Aborted(known))
 
     def _operation(self) -> Operation | None:
@@ -1196,6 +1204,7 @@ class Stream:
         calls = tuple(seen[rank] for rank in sorted(seen))
         mismatch = Mismatch(self.name, sequence, calls, is_async)
         text, remedy = sentence(mismatch_text(mismatch)), mismatch_remedy(mismatch)
+        self.recorder.raised = mismatch
         return cause.attach(CollectiveMismatchError(text, remedy=remedy), mismatch)
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
