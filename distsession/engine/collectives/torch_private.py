@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,7 @@ __all__ = [
     "Recipe",
     "abort_backends",
     "backend_classes",
+    "boxed",
     "current_stream",
     "graph_classes",
     "has_succeeded",
@@ -215,6 +217,38 @@ def install_group_factory(
     _batch_messages()
     _end_coalescing()
     _follow_limits()
+    _keep_forward_work()
+
+
+def _keep_forward_work() -> None:
+    """Let the handle that a reducer waits for live as long as the reducer has it.
+
+    Where C++ alone holds a handle that is written in Python, pybind11 no longer finds its methods.
+    The base class's ``wait`` runs then, which nothing ends. What C++ gets from a group, and what
+    ``_register_work`` gets, torch itself keeps; what ``DDP.join`` gives to its reducer it does not.
+    """
+    kind, name = dist.Reducer, "_set_forward_pass_work_handle"
+    native = getattr(kind, name, None)
+    if native is None:
+        return
+    kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def keep(reducer: Any, work: Any, *more: Any, **options: Any) -> None:
+        native(reducer, work, *more, **options)
+        kept[reducer] = work
+
+    put_in_place(kind, name, keep)
+
+
+def boxed(wait: Callable[..., bool], native: Callable[[], Any]) -> Any:
+    """A handle of ours as a script object, which keeps what it waits with.
+
+    Args:
+        wait: Of the handle.
+        native: Its own way, for a torch that has no work around a function of Python.
+    """
+    kind = getattr(torch._C._distributed_c10d, "PythonCallbackWork", None)
+    return native() if kind is None else kind(wait).boxed()
 
 
 _makers: list[Any] = []

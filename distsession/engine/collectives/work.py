@@ -30,6 +30,8 @@ __all__ = ["AnySourceWork", "IssuedWork", "Mark", "await_collective"]
 WAIT_STEP = timedelta(seconds=0.3)
 """How long a wait within torch lasts before it is seen whether the group has been given up: gloo
 (torch 2.13) now and then loses an operation that is under way when its connections are shut."""
+NO_LIMIT = timedelta(0)
+"""What C++ gives to ``wait`` where its caller has set no limit."""
 FIRST_PAUSE_S = 2e-5
 LONGEST_PAUSE_S = 2e-3
 """Seconds between two looks at whether somebody has begun to send."""
@@ -74,7 +76,8 @@ class IssuedWork(dist.Work):
         if entry is not None:
             begin_wait(entry, is_over=bool(self._inner.is_completed()))
         try:
-            if args or kwargs or self._is_message:  # a message's wait must not end too early
+            # A message's wait must not end too early.
+            if (args and args != (NO_LIMIT,)) or kwargs or self._is_message:
                 ended = bool(self._inner.wait(*args, **kwargs))
             else:
                 ended = await_collective(self._inner, recorder)
@@ -122,6 +125,9 @@ class IssuedWork(dist.Work):
 
     def is_success(self) -> Any:
         return self._inner.is_success()
+
+    def boxed(self) -> Any:
+        return self._inner.boxed()  # this object may be gone when that is waited for
 
     def source_rank(self) -> int:
         return int(self._inner.source_rank())
@@ -235,6 +241,9 @@ class AnySourceWork(dist.Work):
 
     def is_completed(self) -> bool:
         return self._find() and bool(self._work.is_completed())
+
+    def boxed(self) -> Any:
+        return torch_private.boxed(self.wait, super().boxed)
 
     def _source_rank(self) -> int:
         return self._source
