@@ -214,7 +214,10 @@ class Rank:
             torch_private.leave_groups_to_torch()
         elif torch_changes.is_usable(Part.GROUPS):
             self._groups = Groups(
-                self._recorder, detail=start.check == "detail", strict=start.check == "strict"
+                self._recorder,
+                detail=start.check == "detail",
+                strict=start.check == "strict",
+                session=self._place.session,
             )
         if start.check == "detail" and (self._groups is None or not is_gloo):
             dist.set_debug_level(dist.DebugLevel.DETAIL)

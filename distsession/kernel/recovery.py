@@ -174,6 +174,7 @@ class Recovery:
             # What a lost device was given never comes to its end, whatever had been begun.
             sequences={} if region.is_device_lost else region.sequences(),
             refused=region.refused(),
+            left=region.left(),
             unseen=texts(under_way),
             is_replaying=bool(under_way),
         )

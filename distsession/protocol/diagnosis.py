@@ -22,7 +22,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from distsession.protocol.cause import sentence
-from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.protocol.messages import (
+    LIMITED_STORE_WAIT,
+    STORE_WAIT,
+    Left,
+    Operation,
+    RankReport,
+)
 from distsession.protocol.operation_names import (
     WORLD,
     AnySource,
@@ -76,6 +82,7 @@ class Verdict:
         reason: Why the process group is to be given up for it.
         lines: The sentence in lines: who waits, and for whom.
         untimed: The sentence without how long ranks have waited, where it says that.
+        has_left: A rank that the waiting ones miss has left the process group for good.
         is_crossed: Devices have operations of two groups in different orders, in streams that may
             well go on past each other.
     """
@@ -89,6 +96,7 @@ class Verdict:
     lines: tuple[str, ...] = field(default=(), compare=False)
     untimed: str = field(default="", compare=False)
     is_crossed: bool = False
+    has_left: bool = False
 
 
 def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
@@ -102,7 +110,7 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
     """
     found = _Findings(reports, is_sole)
     if found.stuck:
-        never = {m for rank in found.stuck for m in found.missing[rank] if found.is_gone(m)}
+        never = {m for rank in found.stuck for m in found.missing[rank] if found.is_lost(m, rank)}
         missing = _union(found.missing[rank] for rank in found.stuck)
         failed = any(_has_failed(reports[rank]) for rank in never)
         kind = Kind.DEADLOCK if never else Kind.ORDER
@@ -111,7 +119,10 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         lines = _lines(parts, found.waits(found.late))
         reason = _abort_reason(kind, [reports[rank] for rank in never])
         waiting = _sorted(found.stuck)
-        return Verdict(kind, " ".join(lines), waiting, missing, failed, reason, lines)
+        has_left = any(found.has_left(m, rank) for rank in found.stuck for m in never)
+        return Verdict(
+            kind, " ".join(lines), waiting, missing, failed, reason, lines, has_left=has_left
+        )
     if found.late:
         missing = _union(found.missing[rank] for rank in found.late)
         lines = _lines(found.waits(found.late, timed=True))
@@ -145,6 +156,8 @@ def _described_keys(operation: Operation) -> str:
     return f"the {operation.detail} of the store{at}"
 
 
+_LEFT = -1
+"""How grave it is that a rank has left a group: there is nothing to be said before it."""
 IN_DIFFERENT_ORDERS = "the ranks issue their operations in different orders"
 NO_SENDER = "no rank is left that could send something"
 
@@ -242,9 +255,11 @@ class _Findings:
         if self.blocked[rank].is_enqueued and any(self.reports[m].is_replaying for m in missing):
             return True
         if is_from_any(self.blocked[rank]):  # who sends first is enough
-            return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
+            return not missing or any(
+                m not in stuck and not self.is_lost(m, rank) for m in missing
+            )
         if not _is_store_wait(self.blocked[rank]):
-            return not any(m in stuck or self.is_gone(m) for m in missing)
+            return not any(m in stuck or self.is_lost(m, rank) for m in missing)
         if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:
             return True
         is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
@@ -257,13 +272,31 @@ class _Findings:
             report.state == RankState.IDLE and report.outcome is not None
         )
 
+    def is_lost(self, rank: int, waiting: int) -> bool:
+        """A rank does not come any more to what another one waits in."""
+        return self.is_gone(rank) or self.has_left(rank, waiting)
+
+    def has_left(self, rank: int, waiting: int) -> bool:
+        """It has destroyed the group that another one waits in and has not destroyed itself."""
+        left = self._left(rank, waiting)
+        return left is not None and left.is_final
+
+    def _left(self, rank: int, waiting: int) -> Left | None:
+        """Where a rank has left the group that another one waits in, if it has."""
+        group = _group_name(self.blocked[waiting].group)
+        if rank not in self.missing[waiting] or group in self.reports[waiting].left:
+            return None
+        return self.reports[rank].left.get(group)
+
     # --- in words ---------------------------------------------------------------------------------
 
     def waits(self, ranks: Iterable[int], timed: bool = False) -> list[str]:
         """For each operation that some ranks wait in, for whom; the gravest reason first."""
         parts = []
         for together, operation in self._together(ranks):
-            reasons = self._reasons(_union(self.missing[rank] for rank in together))
+            left = self._left_by(together)
+            missed = _union(self.missing[rank] for rank in together)
+            reasons = self._reasons(rank for rank in missed if rank not in left)
             seconds = max(self.blocked[rank].seconds for rank in together)
             since = f" (for {seconds:.0f} s)" if timed and seconds >= 1 else ""
             wait = _agree(together, "waits", "wait")
@@ -281,8 +314,39 @@ class _Findings:
                 does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
                 keys = f"{_described_keys(operation)}{since}, which no rank has set"
                 text = f"{_name(together)} {wait} for {keys}:\n{does_what}"
-            parts.append((min(grade for grade, _, _ in reasons), together, text))
+            if left:
+                who = f"{_name(together)} {wait} {where} {described}{since}"
+                text = f"{self._left_text(left, operation)}:\n{who} for {_name(sorted(left))}"
+                text += f"; {missing}" if missing else ""
+            grade = min((grade for grade, _, _ in reasons), default=_LEFT)
+            parts.append((_LEFT if left else grade, together, text))
         return [text for _, _, text in sorted(parts)]
+
+    def _left_by(self, waiting: Sequence[int]) -> dict[int, Left]:
+        """The ranks that have left the group which others wait in, of those that these miss.
+
+        Who has only put another group in its place has left it once it is certain not to come.
+        """
+        first = waiting[0]
+        found = {rank: self._left(rank, first) for rank in self.missing[first]}
+        return {
+            rank: left
+            for rank, left in found.items()
+            if left is not None and self.is_lost(rank, first)
+        }
+
+    @staticmethod
+    def _left_text(left: Mapping[int, Left], operation: Operation) -> str:
+        """``rank 0 left the session's group at In[2] line 3``."""
+        group = _group_name(operation.group)
+        what = "the session's group" if group == WORLD else group
+        at: dict[str, list[int]] = {}
+        for rank, each in sorted(left.items()):
+            at.setdefault(each.place, []).append(rank)
+        return ", ".join(
+            f"{_name(ranks)} left {what}{f' at {place}' if place else ''}"
+            for place, ranks in at.items()
+        )
 
     def circle(self) -> str:
         """The stuck ranks, all of which wait for one another."""
