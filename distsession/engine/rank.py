@@ -228,7 +228,7 @@ class Rank:
             self._recorder.compare_far = self._compare_far
         if self._groups is not None:
             self._store.record_wait = self._groups.record_store_wait
-        self._user_groups = UserGroups(self._place, self._recorder)
+        self._user_groups = UserGroups(self._place, self._recorder, self._groups)
         self._imports = ImportWatch()
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
         self._group_lock = threading.Lock()
@@ -399,6 +399,7 @@ class Rank:
             "multiprocessing's 'spawn' and let it make a group of its own."
         )
         self._recorder.abort = Abort(AbortReason.FORKED, text, self._generation)
+        self._user_groups.become_child(text)
 
     def _announce(self) -> None:
         self._info = process_group.rank_info(self._place, self._generation)
@@ -664,6 +665,7 @@ class Rank:
     # --- the process group ------------------------------------------------------------------------
 
     def _reconnect(self, request: ReconnectRequest) -> Any:
+        had_none = not dist.is_initialized()
         with self._group_lock:  # an abort of the generation before comes too late from here on
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
@@ -686,6 +688,7 @@ class Rank:
                 alone=False,
                 timeout=request.timeout,
             )
+        self._user_groups.is_given_back = had_none
         self._announce()
         return NOTHING
 

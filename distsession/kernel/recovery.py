@@ -431,13 +431,15 @@ class Recovery:
         Args:
             may_keep: Connections that nothing has happened to stay as they are.
         """
-        if not self.launcher.must_reconnect:
+        launcher = self.launcher
+        if not (launcher.must_reconnect or launcher.lacks_group):
             return ""
         with self.lock:
-            if not self.launcher.must_reconnect:
+            lacks_group = launcher.lacks_group
+            if not (launcher.must_reconnect or lacks_group):
                 return ""
             with self._waiting():
-                problem = self.launcher.reconnect(may_keep=may_keep)
+                problem = launcher.reconnect(may_keep=may_keep and not lacks_group)
             if not problem:
                 self.verdict = None
             return problem

@@ -189,6 +189,12 @@ class Board:
                 found.append(region.rank)
         return found
 
+    @property
+    def lacks_group(self) -> bool:
+        """Whether code has left the process group on some ranks, and none is in another one."""
+        states = self.words[WITHOUT_GROUP::REGION].tolist()
+        return any(states) and OWN_GROUP not in states
+
     # --- what the kernel says to all ranks: one word each, so that they see it all or not -------
 
     def begin_epoch(self, epoch: int) -> None:

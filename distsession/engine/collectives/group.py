@@ -83,6 +83,7 @@ class Groups:
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         """How many groups of each name, of these members, have been made in this generation: torch
         gives the name of one that was destroyed to another."""
+        self._inherited: list[Any] = []
         self._default: weakref.ref[SwappableGroup] | None = None
         """The session's own group, until it is destroyed."""
         self._named: Counter[tuple[int, ...]] = Counter()
@@ -282,6 +283,10 @@ class Groups:
         finally:
             recorder.block(0)
             stream.end(at)
+
+    def become_child(self) -> None:
+        """In a forked process: let no group go, whose threads only the rank has to wait for."""
+        self._inherited = [(group, group.inner) for group in list(self._alive.values())]
 
     # --- groups that code leaves ------------------------------------------------------------------
 

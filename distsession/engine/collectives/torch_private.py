@@ -60,6 +60,7 @@ __all__ = [
     "put_in_place",
     "refresh_data_parallel",
     "refresh_modules",
+    "refuse_groups",
     "replace_init_process_group",
     "set_group_count",
     "set_store",
@@ -86,6 +87,8 @@ NOT_OURS = ("fake", "mpi", "threaded")
 in the life of a process."""
 
 _is_native = False
+_refusal: Exception | None = None
+"""What is raised where a group of ours is to be used to make another one."""
 _is_making = False
 """A group within one of ours is made, for which the outer one's name is free for a while."""
 _is_sorting = False
@@ -167,6 +170,7 @@ def install_group_factory(
     signature = _signature(native)
 
     def helper(*args: Any, **kwargs: Any) -> Any:
+        _check_refusal()
         bound = signature.bind(*args, **kwargs)
         asked = dist.Backend(str(bound.arguments["backend"]))
         if _is_native or set(c10d.BackendConfig(asked).get_device_backend_map().values()) & {
@@ -459,6 +463,18 @@ def leave_groups_to_torch() -> None:
     """From here on torch makes its own gloo groups, and nothing else is done to them."""
     global _is_native
     _is_native = True
+
+
+def refuse_groups(error: Exception) -> None:
+    """From here on no group is made beside a default group that is one of ours."""
+    global _refusal
+    _refusal = error
+
+
+def _check_refusal() -> None:
+    default: Any = dist.group.WORLD
+    if _refusal is not None and default is not None and hasattr(default, "members"):
+        raise _refusal
 
 
 def make_backend_group(
