@@ -741,8 +741,7 @@ class LocalLauncher(Launcher):
         if ranks:
             parts.append(f"destroy_process_group() was called on {ranks_text(ranks)}")
         if own:
-            be = "is" if len(own) == 1 else "are"
-            parts.append(f"{ranks_text(own)} {be} in a process group that code has made there")
+            parts.append(f"code on {ranks_text(own)} has made another process group")
         if not parts:
             return ""
         back = "session.reconnect() or %session reconnect brings back the session's group"

@@ -48,7 +48,7 @@ from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.event_loop import RankLoop
 from distsession.engine.execute import NOTHING
-from distsession.engine.forks import Forks, make_private, spawn_hint
+from distsession.engine.forks import Forks, launch_error, make_private, spawn_hint
 from distsession.engine.imports import LONG_S, ImportWatch
 from distsession.engine.ipython import ShellFront, make_shell, new_namespace, register
 from distsession.engine.kernel_link import KernelLink, Received
@@ -589,6 +589,8 @@ class Rank:
 
     def _explain(self, raised: BaseException) -> BaseException:
         """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
+        if explained := launch_error(raised):
+            return explained
         for part in cause.chain(raised):
             if cause.has_reason(part):
                 break

@@ -255,9 +255,7 @@ class _Findings:
         if self.blocked[rank].is_enqueued and any(self.reports[m].is_replaying for m in missing):
             return True
         if is_from_any(self.blocked[rank]):  # who sends first is enough
-            return not missing or any(
-                m not in stuck and not self.is_lost(m, rank) for m in missing
-            )
+            return not missing or any(m not in stuck and not self.is_lost(m, rank) for m in missing)
         if not _is_store_wait(self.blocked[rank]):
             return not any(m in stuck or self.is_lost(m, rank) for m in missing)
         if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:

@@ -392,7 +392,7 @@ def follow_groups(on_default: Callable[[Any], None], on_end: Callable[[str], Non
         on_default: Gets the default group from now on, or None.
         on_end: Gets the name of a group that is gone from torch's tables; empty for all of them.
     """
-    world = type(c10d._world)
+    world: Any = type(c10d._world)
     default: Any = vars(world).get("default_pg")
     if isinstance(default, property) and default.fset is not None:
         native_setter = default.fset
@@ -403,8 +403,12 @@ def follow_groups(on_default: Callable[[Any], None], on_end: Callable[[str], Non
                 on_default(group)
 
         _disable_dynamo(set_default)
-        world.default_pg = default.setter(set_default)  # type: ignore[method-assign]
-    ends, ends_all = c10d._unregister_process_group, c10d._unregister_all_process_groups
+        world.default_pg = default.setter(set_default)
+    module: Any = c10d
+    ends = getattr(module, "_unregister_process_group", None)
+    ends_all = getattr(module, "_unregister_all_process_groups", None)
+    if ends is None or ends_all is None:
+        return
 
     def end(name: str) -> None:
         ends(name)
@@ -418,7 +422,7 @@ def follow_groups(on_default: Callable[[Any], None], on_end: Callable[[str], Non
 
     for function in (end, end_all):
         _disable_dynamo(function)
-    c10d._unregister_process_group, c10d._unregister_all_process_groups = end, end_all
+    module._unregister_process_group, module._unregister_all_process_groups = end, end_all
 
 
 def is_known(group: Any) -> bool:
