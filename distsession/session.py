@@ -646,6 +646,9 @@ class Session(RankView):
         alone = [region.rank for region in regions if region.is_without_group]
         if alone and not running:
             state = f"no process group on {ranks_text(alone)}"
+        own = [region.rank for region in regions if region.has_own_group]
+        if own and not (alone or running):
+            state = f"{ranks_text(own)} in another process group"
         for region in regions:
             if region.is_asking:
                 what = "is in the debugger" if region.is_in_debugger else "waits for input"

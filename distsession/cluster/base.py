@@ -246,6 +246,11 @@ class Launcher(ABC):
         """Whether the process group is to be connected anew before the next run."""
         return self.is_broken
 
+    @property
+    def lacks_group(self) -> bool:
+        """Whether code has destroyed the group on some ranks, and none is in another one."""
+        return False
+
     def reconnect(self, *, may_keep: bool = True) -> str:
         """Connect the process group anew; gives what prevents it, or nothing.
 

@@ -637,6 +637,11 @@ class LocalLauncher(Launcher):
         """Whether the board tells all that ranks have done, and their store is still there."""
         return self._is_one_board and not self._monitor.store_ended
 
+    @property
+    def lacks_group(self) -> bool:
+        board = self.board
+        return board is not None and board.lacks_group and not self.channel.pending()
+
     def reconnect(self, *, may_keep: bool = True) -> str:
         self._reconnect = reconnect = Reconnect(self, self._world, may_keep=may_keep)
         try:
@@ -731,12 +736,18 @@ class LocalLauncher(Launcher):
         dead = self._monitor.dead
         regions = () if self.board is None else self.board.regions
         ranks = [r.rank for r in regions if r.is_without_group and r.rank not in dead]
-        if not ranks:
+        own = [r.rank for r in regions if r.has_own_group and r.rank not in dead]
+        parts = []
+        if ranks:
+            parts.append(f"destroy_process_group() was called on {ranks_text(ranks)}")
+        if own:
+            parts.append(f"code on {ranks_text(own)} has made another process group")
+        if not parts:
             return ""
-        return (
-            f"destroy_process_group() was called on {ranks_text(ranks)}: init_process_group() "
-            "makes another group, session.reconnect() or %session reconnect brings back the first."
-        )
+        back = "session.reconnect() or %session reconnect brings back the session's group"
+        if not own:
+            back = "the next run has the session's group again"
+        return f"{' and '.join(parts)}: {back}."
 
     def _is_gone(self, rank: int) -> bool:
         """Whether the process of a rank that was ready is gone, told or not."""

@@ -16,20 +16,24 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from torch.multiprocessing import start_processes
 
-from distsession.engine.failure import is_own
+from distsession.engine import cause
+from distsession.engine.failure import is_own, is_user_code, message_of
 from distsession.engine.process import forget_inherited_finalizers
+from distsession.errors import SessionStateError
 
-__all__ = ["Forks", "make_private", "spawn_hint"]
+__all__ = ["Forks", "launch_error", "make_private", "spawn_hint"]
 
 _MAP_FIXED = 0x10  # <sys/mman.h>
 _INTERRUPTED = 130
@@ -48,6 +52,67 @@ def spawn_hint(error: BaseException) -> str:
                     f"already: call {name}(rank, ...) itself, or keep it in a .py file."
                 )
     return ""
+
+
+LAUNCHERS = {
+    ("accelerate.launchers", "notebook_launcher"): ("notebook_launcher", "function"),
+    ("accelerate.launchers", "debug_launcher"): ("debug_launcher", "function"),
+    ("torch.distributed.launcher.api", "launch_agent"): ("elastic_launch", "entrypoint"),
+    ("torch.multiprocessing.spawn", "start_processes"): ("torch.multiprocessing", "fn"),
+}
+"""Where processes are started that are to be ranks: how that is called, and what it calls the
+function that they run."""
+_CANNOT_MEET = re.compile(r"EADDRINUSE|this process was forked from rank \d+")
+_NOTHING_SAID = "ChildFailedError"
+"""torch's elastic agent raises it without what its processes have said."""
+
+
+def launch_error(error: BaseException) -> BaseException | None:
+    """What to raise instead where code on a rank starts ranks of its own that cannot meet.
+
+    They want the port of all other ranks of the host, or were forked from a rank with its group.
+    """
+    parts = list(cause.chain(error))
+    found = next((each for part in parts if (each := _launcher(part)) is not None), None)
+    if found is None:
+        return None
+    launcher, function = found
+    texts = [message_of(part) for part in parts]
+    is_silent = any(type(part).__name__ == _NOTHING_SAID for part in parts)
+    is_refused = is_silent and launcher in ("notebook_launcher", "debug_launcher")
+    if not is_refused and not any(_CANNOT_MEET.search(text) for text in texts):
+        return None
+    name = getattr(function, "__name__", "the function")
+    own_port = "" if launcher.endswith("_launcher") else (
+        ", or start processes by 'spawn' with a MASTER_PORT of their own"
+    )  # fmt: skip
+    explained = SessionStateError(
+        f"{launcher} starts processes to train with, and the ranks are these processes already: "
+        f"call {name}(...) itself{own_port}."
+    )
+    return explained.with_traceback(_users_part(error.__traceback__))
+
+
+def _launcher(error: BaseException) -> tuple[str, Any] | None:
+    """Which function started processes, as a traceback shows, and what they were to run."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        key = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if key in LAUNCHERS:
+            title, name = LAUNCHERS[key]
+            return title, frame.f_locals.get(name)
+    return None
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """The frames of a traceback up to the innermost one of the user's code."""
+    each = list(traceback.walk_tb(frames))
+    count = max(
+        (n + 1 for n, (f, _) in enumerate(each) if is_user_code(f.f_code.co_filename)), default=0
+    )
+    part: TracebackType | None = None
+    for frame, line in reversed(each[:count]):
+        part = TracebackType(part, frame, frame.f_lasti, line)
+    return part
 
 
 class Forks:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
 from distsession.engine import host_info, store, store_server
-from distsession.engine.collectives import torch_changes
+from distsession.engine.collectives import torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
 from distsession.errors import CollectiveError
 from distsession.protocol.agent_messages import StartRanks
@@ -29,6 +29,7 @@ __all__ = [
     "forget_earlier",
     "inherited_environment",
     "is_gloo",
+    "is_of_session",
     "join",
     "keep",
     "leave",
@@ -179,7 +180,9 @@ def join(
             _await_ranks(meeting, place.world_size, timeout)
     else:
         meeting = dist.PrefixStore(part, store.connect_tcp(place.store_port))
-    if groups is not None and groups.has_world and _is_of_session(place):
+    if groups is not None:
+        groups.put_back_default()
+    if groups is not None and groups.has_world and is_of_session(place, groups):
         groups.reconnect_world(meeting)
     else:
         leave()
@@ -203,7 +206,7 @@ def can_keep(place: Place, groups: Groups | None, begun: int) -> bool:
         groups: What keeps groups alive over generations.
         begun: How many operations it had begun when the kernel compared them with those of others.
     """
-    if groups is None or not groups.has_world or not _is_of_session(place):
+    if groups is None or not groups.has_world or not is_of_session(place, groups):
         return False
     recorder = groups.recorder
     return recorder.connections.are_whole and recorder.begun == begun
@@ -234,8 +237,10 @@ def is_gloo(backend: str) -> bool:
     return {part.rpartition(":")[2] for part in backend.split(",")} == {"gloo"}
 
 
-def _is_of_session(place: Place) -> bool:
+def is_of_session(place: Place, groups: Groups | None) -> bool:
     """Whether the group that there is has the session's ranks; user code may have made another."""
+    if groups is not None:
+        return groups.is_default(place.rank, place.world_size)
     return (dist.get_rank(), dist.get_world_size()) == (place.rank, place.world_size)
 
 
@@ -257,9 +262,8 @@ def _await_ranks(meeting: dist.Store, world_size: int, timeout: float | None) ->
 
 
 def leave() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the process group, if there is one, and forget those that code has put away."""
+    torch_private.forget_groups()
 
 
 def rank_info(place: Place, generation: int) -> RankInfo:

@@ -48,7 +48,7 @@ from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.event_loop import RankLoop
 from distsession.engine.execute import NOTHING, awaiting
-from distsession.engine.forks import Forks, make_private, spawn_hint
+from distsession.engine.forks import Forks, launch_error, make_private, spawn_hint
 from distsession.engine.imports import LONG_S, ImportWatch
 from distsession.engine.ipython import ShellFront, make_shell, new_namespace, register
 from distsession.engine.kernel_link import KernelLink, Received
@@ -214,7 +214,10 @@ class Rank:
             torch_private.leave_groups_to_torch()
         elif torch_changes.is_usable(Part.GROUPS):
             self._groups = Groups(
-                self._recorder, detail=start.check == "detail", strict=start.check == "strict"
+                self._recorder,
+                detail=start.check == "detail",
+                strict=start.check == "strict",
+                session=self._place.session,
             )
         if start.check == "detail" and (self._groups is None or not is_gloo):
             dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -225,7 +228,7 @@ class Rank:
             self._recorder.compare_far = self._compare_far
         if self._groups is not None:
             self._store.record_wait = self._groups.record_store_wait
-        self._user_groups = UserGroups(self._place, self._recorder)
+        self._user_groups = UserGroups(self._place, self._recorder, self._groups)
         self._imports = ImportWatch()
         self._cpp_warnings = torch_private.CppWarnings()
         self._trace = Trace(rank, None if self._groups is None else self._recorder)
@@ -397,6 +400,7 @@ class Rank:
             "multiprocessing's 'spawn' and let it make a group of its own."
         )
         self._recorder.abort = Abort(AbortReason.FORKED, text, self._generation)
+        self._user_groups.become_child(text)
 
     def _announce(self) -> None:
         self._info = process_group.rank_info(self._place, self._generation)
@@ -592,6 +596,8 @@ class Rank:
 
     def _explain(self, raised: BaseException) -> BaseException:
         """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
+        if explained := launch_error(raised):
+            return explained
         for part in cause.chain(raised):
             if cause.has_reason(part):
                 break
@@ -676,6 +682,7 @@ class Rank:
     # --- the process group ------------------------------------------------------------------------
 
     def _reconnect(self, request: ReconnectRequest) -> Any:
+        had_none = not dist.is_initialized()
         with self._group_lock:  # an abort of the generation before comes too late from here on
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
@@ -698,6 +705,7 @@ class Rank:
                 alone=False,
                 timeout=request.timeout,
             )
+        self._user_groups.is_given_back = had_none
         self._announce()
         return NOTHING
 

@@ -2,6 +2,7 @@
 
 A rank is in the session's process group from the start. Code that was written for torchrun makes
 one all the same: ``init_process_group`` in a group goes on with it, where nothing contradicts that.
+A call that brings its own place to meet and says something else makes another group in its place.
 After ``destroy_process_group()``, and for ``rpc.init_rpc``, ranks meet again. torch has rank 0 open
 a port for that, and the others wait for it in C++, for half an hour, where nobody can stop them;
 a port that was used before may be in use still. So here they meet in the session's own store,
@@ -14,23 +15,26 @@ import functools
 import inspect
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from distsession.engine import store
+from distsession.engine import process_group, store
 from distsession.engine.collectives import torch_private
+from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
 from distsession.engine.listeners import RequestListener
 from distsession.engine.process_group import Place
+from distsession.errors import CollectiveError
 from distsession.protocol.messages import Request
 
 __all__ = ["WITHOUT_GROUP", "UserGroups"]
 
 WITHOUT_GROUP = (
     "This rank has left its process group (destroy_process_group): init_process_group() makes one "
-    "of all ranks that call it, and session.reconnect() brings back the session's."
+    "of all ranks that call it, and the next run has the session's again."
 )
 
 
@@ -40,11 +44,18 @@ class UserGroups(RequestListener):
     Args:
         place: Of this rank.
         recorder: Lets the kernel see whether there is a process group.
+        groups: All of this process; None where torch makes its own.
     """
 
-    def __init__(self, place: Place, recorder: Recorder):
+    def __init__(self, place: Place, recorder: Recorder, groups: Groups | None):
         self._place = place
+        self._groups = groups
+        self._recorder = recorder
         self._region = recorder.region
+        self.is_given_back = False
+        """Code has destroyed the session's group, which was connected anew for what comes next."""
+        self._forked_from = ""
+        """Why this process has no group, if it is a copy of the rank."""
         self._generation = 0
         self._met: Counter[str] = Counter()
 
@@ -59,7 +70,23 @@ class UserGroups(RequestListener):
         self._met.clear()
 
     def end_request(self, request: Request) -> None:
-        self._region.set_without_group(not dist.is_initialized())
+        is_in_one = dist.is_initialized()
+        has_own = is_in_one and not process_group.is_of_session(self._place, self._groups)
+        self._region.set_without_group(not is_in_one, has_own=has_own)
+
+    def become_child(self, text: str) -> None:
+        """In a process that was forked from the rank, whose connections are the rank's.
+
+        What it makes of groups is torch's own affair, as in a child of a plain program.
+
+        Args:
+            text: What to say where it wants to use the rank's.
+        """
+        self._forked_from = text
+        if self._groups is not None:
+            self._groups.become_child()
+        torch_private.leave_groups_to_torch()
+        torch_private.refuse_groups(CollectiveError(text))
 
     def _meet(self, port: int, rank: int, world_size: int, timeout: timedelta) -> Any:
         """A store for these ranks alone; returns when all of them have come.
@@ -88,13 +115,28 @@ class UserGroups(RequestListener):
 
         @functools.wraps(native)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
+            if dist.is_initialized() and self.is_given_back:
+                process_group.leave()  # as the user's code has done before
+            self.is_given_back = False
             if not dist.is_initialized():
                 # It goes into the keys at which gloo meets, and counts attempts that failed, too.
-                torch_private.set_group_count(0)
+                torch_private.begin_group_count()
                 native(*args, **kwargs)
                 return
+            if self._forked_from and self._has_world_of_rank():
+                raise CollectiveError(self._forked_from)
             asked = signature.bind(*args, **kwargs).arguments
-            if problem := _contradiction(asked):
+            problem = _contradiction(asked)
+            if problem and self._asks_for_another(asked):
+                warnings.warn(
+                    f"this rank was in a process group, {problem}, and leaves it for its own: "
+                    "after destroy_process_group() the next run has the session's again.",
+                    stacklevel=2,
+                )
+                process_group.leave()
+                native(*args, **kwargs)
+                return
+            if problem:
                 raise ValueError(
                     f"this rank is in a process group already, {problem}. Leave the call out, or "
                     "call torch.distributed.destroy_process_group() on all ranks before it."
@@ -106,6 +148,17 @@ class UserGroups(RequestListener):
             )
 
         return init_process_group
+
+    def _asks_for_another(self, asked: dict[str, Any]) -> bool:
+        """Whether a call cannot mean the session's group: it brings its own place to meet."""
+        if asked.get("store") is not None:
+            return True
+        url, size = str(asked.get("init_method") or "env:"), asked.get("world_size")
+        is_small = isinstance(size, int) and 0 < size <= self._place.world_size
+        return is_small and not url.startswith("env:") and not _contradiction(asked, ("backend",))
+
+    def _has_world_of_rank(self) -> bool:
+        return self._groups is not None and self._groups.has_world
 
 
 class _UserStore(store.StorePart):
@@ -119,14 +172,21 @@ class _UserStore(store.StorePart):
         pass
 
 
-def _contradiction(asked: dict[str, Any]) -> str:
-    """What of a call of ``init_process_group`` does not agree with the group that there is."""
-    backend = asked.get("backend")
+def _contradiction(
+    asked: dict[str, Any], names: Sequence[str] = ("backend", "rank", "world_size")
+) -> str:
+    """What of a call of ``init_process_group`` does not agree with the group that there is.
+
+    Args:
+        asked: The arguments of the call.
+        names: Those that are looked at.
+    """
+    backend = asked.get("backend") if "backend" in names else None
     present = dist.get_backend_config() or dist.get_backend()
     if backend and not set(_backends(str(backend))) <= set(_backends(present)):
         return f"whose backend is {dist.get_backend()}, not {backend}"
     for name, mine in (("rank", dist.get_rank()), ("world_size", dist.get_world_size())):
-        value = asked.get(name, -1)
+        value = asked.get(name, -1) if name in names else -1
         if value not in (-1, None, mine):
             return f"with {name}={mine}, not {value}"
     return ""

@@ -185,6 +185,7 @@ class Recovery:
             # What a lost device was given never comes to its end, whatever had been begun.
             sequences={} if region.is_device_lost else region.sequences(),
             refused=region.refused(),
+            left=region.left(),
             unseen=texts(under_way),
             is_replaying=bool(under_way),
         )
@@ -465,13 +466,15 @@ class Recovery:
         Args:
             may_keep: Connections that nothing has happened to stay as they are.
         """
-        if not self.launcher.must_reconnect:
+        launcher = self.launcher
+        if not (launcher.must_reconnect or launcher.lacks_group):
             return ""
         with self.lock:
-            if not self.launcher.must_reconnect:
+            lacks_group = launcher.lacks_group
+            if not (launcher.must_reconnect or lacks_group):
                 return ""
             with self._waiting():
-                problem = self.launcher.reconnect(may_keep=may_keep)
+                problem = launcher.reconnect(may_keep=may_keep and not lacks_group)
             if not problem:
                 self.verdict = None
             return problem

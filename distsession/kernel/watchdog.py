@@ -146,7 +146,7 @@ class Watchdog:
         if verdict.failed:
             shares_board = self._recovery.launcher.shares_board
             grace = CONFIRM_FAILURE_S if shares_board else CONFIRM_S
-        elif verdict.kind is Kind.ORDER and not waits_for_any:
+        elif verdict.has_left or (verdict.kind is Kind.ORDER and not waits_for_any):
             grace = CONFIRM_S
         elif not grace:
             return

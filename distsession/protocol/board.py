@@ -29,13 +29,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from distsession.protocol.messages import Operation
+from distsession.protocol.messages import Left, Operation
 from distsession.protocol.operation_names import CodeLine
 from distsession.protocol.unseen import Unseen
 
 __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 
-HEADER = 48
+HEADER = 96
 STREAMS = 4096
 RING = 64
 SLOT = 8
@@ -61,6 +61,7 @@ REGION = HEADER + STREAMS * STREAM + TEXT_WORDS + LINE_WORDS
 STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
 IN_DEBUGGER, ASKS, ASKS_AT = range(8, 11)  # the first two are read together
 INCARNATIONS, WITHOUT_GROUP = 11, 12
+OWN_GROUP = 2  # of WITHOUT_GROUP
 LOG_REQUEST, LOG_BEGINS = 13, 14  # the latter of two files, a word each
 CLOCK_BEHIND = 16
 """In nanoseconds; written by the kernel, in what it has of the boards of other hosts."""
@@ -84,6 +85,11 @@ PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(37, 41)
 CONNECTED_IN, IS_UNSETTLED = 41, 42
 SEEN_AT = 43
 """In nanoseconds of the clock here; written by the keeper of hosts, when it has had a look."""
+LEFT_COUNT, LEFT = 44, 48
+"""How many groups its code has left, and a ring of the last ones: three words for each."""
+LEFT_RING, LEFT_WORDS = 16, 3
+GROUP, LEFT_AT, IS_FINAL = range(LEFT_WORDS)
+"""The text with the group's name, the place in the code, and whether it can come back by itself."""
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, BEGUN, MEMBERS = range(6)
 """``COUNT`` operations were posted, and ``BEGUN`` of them handed to gloo."""
@@ -188,6 +194,12 @@ class Board:
                 found.append(region.rank)
         return found
 
+    @property
+    def lacks_group(self) -> bool:
+        """Whether code has left the process group on some ranks, and none is in another one."""
+        states = self.words[WITHOUT_GROUP::REGION].tolist()
+        return any(states) and OWN_GROUP not in states
+
     # --- what the kernel says to all ranks: one word each, so that they see it all or not -------
 
     def begin_epoch(self, epoch: int) -> None:
@@ -250,7 +262,8 @@ class Region:
         The counts of incarnations and of texts go on, so that nobody takes what comes for what was.
         """
         for word in range(HEADER):
-            if word not in (TEXT_END, INCARNATIONS) and word < COMMITTED:
+            is_kept = word in (TEXT_END, INCARNATIONS) or COMMITTED <= word < LEFT_COUNT
+            if not is_kept:
                 self._words[self.start + word] = 0
 
     @property
@@ -375,9 +388,41 @@ class Region:
         """Whether something that it has issued has not ended yet."""
         self._words[self.start + IS_UNSETTLED] = is_unsettled
 
-    def set_without_group(self, is_without: bool) -> None:
-        """Whether its code has left the process group."""
-        self._words[self.start + WITHOUT_GROUP] = is_without
+    def set_without_group(self, is_without: bool, *, has_own: bool = False) -> None:
+        """Whether its code has left the process group, and whether it has made one of its own."""
+        self._words[self.start + WITHOUT_GROUP] = OWN_GROUP if has_own else is_without
+
+    def note_left(self, group: str, place: int, *, is_final: bool) -> None:
+        """Its code leaves a process group, which it may have put aside before.
+
+        Args:
+            group: The group's name.
+            place: A word that stands for the line.
+            is_final: It cannot come back to it.
+        """
+        words = self._words
+        number = words[self.start + LEFT_COUNT]
+        at = self._left_at(group) or self.start + LEFT + number % LEFT_RING * LEFT_WORDS
+        words[at + GROUP] = 0
+        words[at + LEFT_AT], words[at + IS_FINAL] = place, is_final
+        words[at + GROUP] = self.add_text(group)
+        words[self.start + LEFT_COUNT] = number + 1
+
+    def forget_left(self, group: str) -> None:
+        """It is in a group of that name again."""
+        if at := self._left_at(group):
+            self._words[at + GROUP] = 0
+
+    def left_slots(self) -> Iterator[int]:
+        """Where it stands that its code has left a group."""
+        first = self.start + LEFT
+        for at in range(first, first + LEFT_RING * LEFT_WORDS, LEFT_WORDS):
+            if self._words[at + GROUP]:
+                yield at
+
+    def _left_at(self, group: str) -> int:
+        slots = self.left_slots() if self._words[self.start + LEFT_COUNT] else ()
+        return next((at for at in slots if self.text(self._words[at + GROUP]) == group), 0)
 
     def set_staged(self, number: int) -> None:
         """Which push it has staged that the kernel commits by a word; 0 if none."""
@@ -450,7 +495,24 @@ class Region:
     @property
     def is_without_group(self) -> bool:
         """Whether its code has left the process group, when its last request ended."""
-        return self._words[self.start + WITHOUT_GROUP] != 0
+        return self._words[self.start + WITHOUT_GROUP] == 1
+
+    @property
+    def has_own_group(self) -> bool:
+        """Whether it was in a group of its code's own, then."""
+        return self._words[self.start + WITHOUT_GROUP] == OWN_GROUP
+
+    def left(self) -> dict[str, Left]:
+        """The process groups that its code has left in this generation."""
+        words = self._words
+        if not words[self.start + LEFT_COUNT]:
+            return {}
+        found = {}
+        for at in self.left_slots():
+            group, place = self.text(words[at + GROUP]), self.place(words[at + LEFT_AT])
+            if group:
+                found[group] = Left(place, words[at + IS_FINAL] != 0)
+        return found
 
     def text(self, number: int) -> str | None:
         """The text of that number; None where it has been overwritten, empty for number 0."""

@@ -34,6 +34,7 @@ def running_report(region: Region, letter: str) -> RankReport:
         region.operations(),
         region.sequences(),
         region.refused(),
+        left=region.left(),
         unseen=texts(region.unseen),
         unseen_count=region.unseen_count,
         is_replaying=Unseen.REPLAY in region.unseen,

@@ -22,7 +22,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from distsession.protocol.cause import sentence
-from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.protocol.messages import (
+    LIMITED_STORE_WAIT,
+    STORE_WAIT,
+    Left,
+    Operation,
+    RankReport,
+)
 from distsession.protocol.operation_names import (
     WORLD,
     AnySource,
@@ -77,6 +83,7 @@ class Verdict:
         reason: Why the process group is to be given up for it.
         lines: The sentence in lines: one for each operation that ranks wait in.
         untimed: The sentence without how long ranks have waited, where it says that.
+        has_left: A rank that the waiting ones miss has left the process group for good.
         is_crossed: Devices have operations of two groups in different orders, in streams that may
             well go on past each other.
     """
@@ -90,6 +97,7 @@ class Verdict:
     lines: tuple[str, ...] = field(default=(), compare=False)
     untimed: str = field(default="", compare=False)
     is_crossed: bool = False
+    has_left: bool = False
 
 
 def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
@@ -103,7 +111,7 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
     """
     found = _Findings(reports, is_sole)
     if found.stuck:
-        never = {m for rank in found.stuck for m in found.missing[rank] if found.is_gone(m)}
+        never = {m for rank in found.stuck for m in found.missing[rank] if found.is_lost(m, rank)}
         missing = _union(found.missing[rank] for rank in found.stuck)
         failed = any(_has_failed(reports[rank]) for rank in never)
         kind = Kind.DEADLOCK if never else Kind.ORDER
@@ -111,7 +119,10 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         lines = _lines(parts, found.waits(found.late))
         reason = _abort_reason(kind, [reports[rank] for rank in never])
         waiting = _sorted(found.stuck)
-        return Verdict(kind, " ".join(lines), waiting, missing, failed, reason, lines)
+        has_left = any(found.has_left(m, rank) for rank in found.stuck for m in never)
+        return Verdict(
+            kind, " ".join(lines), waiting, missing, failed, reason, lines, has_left=has_left
+        )
     if found.late:
         missing = _union(found.missing[rank] for rank in found.late)
         lines = _lines(found.waits(found.late, timed=True))
@@ -158,6 +169,8 @@ def _did_not(operation: Operation) -> str:
     return f"{verb} {describe_operation(operation)}"
 
 
+_LEFT = -1
+"""How grave it is that a rank has left a group: there is nothing to be said before it."""
 IN_DIFFERENT_ORDERS = "The ranks issue their operations in different orders"
 NO_SENDER = "No rank is left that could send something"
 NO_WAIT = "No wait can help"
@@ -256,9 +269,9 @@ class _Findings:
         if self.blocked[rank].is_enqueued and any(self.reports[m].is_replaying for m in missing):
             return True
         if is_from_any(self.blocked[rank]):  # who sends first is enough
-            return not missing or any(m not in stuck and not self.is_gone(m) for m in missing)
+            return not missing or any(m not in stuck and not self.is_lost(m, rank) for m in missing)
         if not _is_store_wait(self.blocked[rank]):
-            return not any(m in stuck or self.is_gone(m) for m in missing)
+            return not any(m in stuck or self.is_lost(m, rank) for m in missing)
         if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:
             return True
         is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
@@ -270,6 +283,22 @@ class _Findings:
         return report.state == RankState.DEAD or (
             report.state == RankState.IDLE and report.outcome is not None
         )
+
+    def is_lost(self, rank: int, waiting: int) -> bool:
+        """A rank does not come any more to what another one waits in."""
+        return self.is_gone(rank) or self.has_left(rank, waiting)
+
+    def has_left(self, rank: int, waiting: int) -> bool:
+        """It has destroyed the group that another one waits in and has not destroyed itself."""
+        left = self._left(rank, waiting)
+        return left is not None and left.is_final
+
+    def _left(self, rank: int, waiting: int) -> Left | None:
+        """Where a rank has left the group that another one waits in, if it has."""
+        group = _group_name(self.blocked[waiting].group)
+        if rank not in self.missing[waiting] or group in self.reports[waiting].left:
+            return None
+        return self.reports[rank].left.get(group)
 
     # --- in words ---------------------------------------------------------------------------------
 
@@ -302,6 +331,10 @@ class _Findings:
         """The same of a deadlock, in which the missing ranks are at fault: they come first."""
         parts = []
         for together, operation in self._together(self.stuck):
+            left = self._left_by(together)
+            if left:
+                parts.append((_LEFT, together, self._left_text(left, together, operation)))
+                continue
             missing = _union(self.missing[rank] for rank in together)
             reasons = self._reasons(missing)
             why = ", ".join(f"{_name(late)} {does}" for _, late, does in reasons)
@@ -313,6 +346,44 @@ class _Findings:
             parts.append((min(grade for grade, _, _ in reasons), together, text))
         texts = [text for _, _, text in sorted(parts)]
         return [*texts[:-1], f"{texts[-1]}. {NO_WAIT}"]
+
+    def _left_by(self, waiting: Sequence[int]) -> dict[int, Left]:
+        """The ranks that have left the group which others wait in, of those that these miss.
+
+        Who has only put another group in its place has left it once it is certain not to come.
+        """
+        first = waiting[0]
+        found = {rank: self._left(rank, first) for rank in self.missing[first]}
+        return {
+            rank: left
+            for rank, left in found.items()
+            if left is not None and self.is_lost(rank, first)
+        }
+
+    def _left_text(
+        self, left: Mapping[int, Left], waiting: Sequence[int], operation: Operation
+    ) -> str:
+        """``rank 0 left the session's group at In[2] line 3: rank 1 waits in ... for rank 0``."""
+        group = _group_name(operation.group)
+        what = "the session's group" if group == WORLD else group
+        at: dict[str, list[int]] = {}
+        for rank, each in sorted(left.items()):
+            at.setdefault(each.place, []).append(rank)
+        who = ", ".join(
+            f"{_name(ranks)} left {what}{f' at {place}' if place else ''}"
+            for place, ranks in at.items()
+        )
+        where = (
+            f"for {_agree(waiting, 'its', 'their')} device in" if operation.is_enqueued else "in"
+        )
+        missed = _union(self.missing[rank] for rank in waiting)
+        others = self._reasons(rank for rank in missed if rank not in left)
+        missing = "; ".join(
+            [_name(sorted(left)), *(f"{_name(late)}, which {does}" for _, late, does in others)]
+        )
+        wait = _agree(waiting, "waits", "wait")
+        described = describe_operation(operation)
+        return f"{who}: {_name(waiting)} {wait} {where} {described} for {missing}"
 
     def circle(self) -> str:
         """The stuck ranks, all of which wait for one another, and why."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from distsession.protocol.rank_state import AbortReason, Outcome, RankState
 from distsession.ranks import RankInfo
@@ -753,6 +753,18 @@ LIMITED_STORE_WAIT = "limited_store_wait"
 """The same where the caller has said for how long."""
 
 
+class Left(NamedTuple):
+    """That the code of a rank has left a process group.
+
+    Attributes:
+        place: In the code; empty where that is not known.
+        is_final: It has destroyed the group, rather than put another one in its place.
+    """
+
+    place: str
+    is_final: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport(Message):
     """What one rank does.
@@ -775,6 +787,7 @@ class RankReport(Message):
         unseen_count: How often something of that kind was begun.
         is_replaying: A graph that it has replayed is not seen to be complete, which may have
             operations of any group.
+        left: The process groups that its code has left.
     """
 
     rank: int
@@ -792,6 +805,7 @@ class RankReport(Message):
     unseen_count: int = 0
     instruction: int = 0
     is_replaying: bool = False
+    left: dict[str, Left] = field(default_factory=dict)
 
 
 # --- kernel to rank, on the control socket --------------------------------------------------------

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,6 +283,50 @@ def test_a_rank_that_has_ended_its_part_is_not_waited_for(four: Session) -> None
             "In[8]",
         )
     assert_as_on_the_page(on_the_page("CollectiveHangError", "In[8]"), shown)
+
+
+def test_a_rank_that_has_left_the_group_is_not_waited_for(four: Session) -> None:
+    number_anew(four)
+    cell = """# %%distributed
+if rank == 0:
+    dist.destroy_process_group()
+else:
+    dist.barrier()
+"""
+    with kept(four):
+        shown = raised(four, cell, errors.CollectiveHangError, "In[9]")
+    assert_as_on_the_page(on_the_page("CollectiveHangError: rank 0 left", "In[9]"), shown)
+
+
+def test_while_a_rank_that_has_left_the_group_runs_the_others_are_freed(
+    two: Session, tmp_path: Path
+) -> None:
+    code = (
+        "import time\nfrom distsession.errors import CollectiveHangError\n"
+        "if rank == 0:\n    dist.destroy_process_group()\n"
+        "    began = time.monotonic()\n"
+        "    while not os.path.exists(path) and time.monotonic() - began < 60: time.sleep(0.01)\n"
+        "    found = os.path.exists(path)\n"
+        "else:\n"
+        "    try: dist.barrier()\n"
+        "    except CollectiveHangError: open(path, 'w').close()"
+    )
+    two.execute(f"import os; path = {str(tmp_path / 'freed')!r}")
+    with contextlib.suppress(errors.DistsessionError):
+        two.execute(code, timeout=LONG)
+    assert two[0].evaluate("found")[0]
+
+
+def test_who_only_has_put_the_group_away_may_come_back_to_it(two: Session) -> None:
+    two.execute(
+        "import time\nfrom torch.distributed import distributed_c10d as c10d\n"
+        "if rank == 0:\n"
+        "    world, c10d.GroupMember.WORLD = c10d.GroupMember.WORLD, None\n"
+        "    time.sleep(3)\n"
+        "    c10d.GroupMember.WORLD = world\n"
+        "dist.barrier()",
+        timeout=LONG,
+    )
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_freed(four: Session) -> None:
@@ -714,6 +759,8 @@ def test_without_a_grace_only_what_is_certain_at_once_is_ended() -> None:
             "for each in (None, group) if rank == 0 else (group, None): dist.barrier(each)",
             errors.CollectiveMismatchError,
         )
+        leaving = "dist.destroy_process_group() if rank else dist.barrier()"
+        raised(session, leaving, errors.CollectiveHangError)
 
 
 # --- comparing ------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,16 +102,35 @@ def test_a_tutorials_setup_and_cleanup_run_again_and_again(
 def test_without_a_group_the_status_says_so_and_how_to_get_one(
     session: Session, backend: Backend
 ) -> None:
+    with pytest.raises(RunError) as raised:
+        session.execute(f"dist.destroy_process_group()\n{SUM}")
+    assert "the next run has the session's" in "\n".join(raised.value._render_traceback_())
     session.execute("dist.destroy_process_group()")
     assert "no process group on ranks 0-1" in session.status()
-    assert "session.reconnect()" in session.status()
+    assert "the next run has the session's group again" in session.status()
     assert "idle" not in session.status()
-    with pytest.raises(RunError) as raised:
-        session.execute(SUM)
-    assert "session.reconnect()" in "\n".join(raised.value._render_traceback_())
-    session.reconnect()
-    assert f"idle (2 ranks, {backend})" in session.status()
     assert total(session) == [2, 2]
+    assert f"idle (2 ranks, {backend})" in session.status()
+
+
+def test_a_group_that_is_destroyed_on_some_ranks_comes_back_on_all(session: Session) -> None:
+    session.execute("if rank == 1:\n    dist.destroy_process_group()")
+    assert "no process group on rank 1" in session.status()
+    assert total(session) == [2, 2]
+    session[0].execute("dist.destroy_process_group()")
+    assert dict(session[1].evaluate("dist.is_initialized()")) == {1: True}
+    assert total(session) == [2, 2]
+
+
+def test_a_group_given_back_gives_way_to_one_that_code_makes(
+    session: Session, output: Recorder, backend: Backend
+) -> None:
+    session.execute("dist.destroy_process_group()\nfrom datetime import timedelta")
+    output.clear()
+    session.execute(f"dist.init_process_group('{backend}', timeout=timedelta(seconds=77))\n{SUM}")
+    assert "in a process group already" not in output.text(0, "stderr")
+    assert list(session.evaluate("t.item()").values()) == [2, 2]
+    assert "idle (2 ranks" in session.status()
 
 
 def test_what_holds_the_group_goes_on_after_a_reconnect(session: Session) -> None:
@@ -241,7 +262,8 @@ def test_a_group_of_some_of_the_ranks_is_given_back(
     session[:2].execute(making, timeout=30)
     session[:2].execute(SUM)
     assert list(session[:2].evaluate("t.item()").values()) == [2, 2]
-    assert "no process group on rank 2" in session.status()
+    assert "ranks 0-1 in another process group" in session.status()
+    assert "session.reconnect()" in session.status()
     session.reconnect()
     assert total(session) == [3, 3, 3]
 
@@ -285,6 +307,201 @@ def test_processes_that_a_rank_spawns_meet_at_a_port_of_their_own(
         timeout=60,
     )
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
+OWN_WORLD = """
+import tempfile, time, traceback
+import multiprocessing
+from torch.distributed import distributed_c10d as c10d
+
+def own(place=0, size=1, path=None):
+    store = dist.FileStore(path or tempfile.mktemp(), size)
+    dist.init_process_group("gloo", store=store, rank=place, world_size=size)
+
+def child(code, queue):
+    try:
+        queue.put(str(eval(code)))
+    except BaseException as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+def in_child(code):
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(code, queue))
+    process.start()
+    said = queue.get()
+    process.join()
+    return said
+"""
+AND_SUM = f"\n{SUM}"
+
+
+@OWN
+@pytest.mark.parametrize(
+    ("code", "left"),
+    [
+        (f"if rank == 0:\n    dist.destroy_process_group()\n    own(){AND_SUM}", "rank 0"),
+        (f"if rank == 1:\n    dist.destroy_process_group()\n    own(){AND_SUM}", "rank 1"),
+        (f"if rank == 1:\n    own(){AND_SUM}", "rank 1"),
+        (f"if rank == 0:\n    dist.destroy_process_group()\nelse:\n    {SUM.splitlines()[0]}"
+         "\n    dist.all_reduce(t)", "rank 0"),
+        ("if rank == 0:\n    c10d._abort_process_group()\nelse:\n    dist.barrier()", "rank 0"),
+        (f"if rank == 0:\n    dist.destroy_process_group()\n    dist.init_process_group(){AND_SUM}",
+         "rank 0"),
+        ("if rank == 0:\n    c10d.GroupMember.WORLD = None\nelse:\n    dist.barrier()", "rank 0"),
+        (f"if rank == 0:\n    c10d._update_default_pg(None)\n    own(){AND_SUM}", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.send(torch.ones(1), 0)\n"
+         "    dist.recv(torch.ones(1), 0)", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.recv(torch.ones(1))",
+         "rank 0"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_has_left_the_group_is_named_with_its_line(
+    session: Session, code: str, left: str
+) -> None:
+    session.execute(OWN_WORLD)
+    with pytest.raises(CollectiveHangError) as raised:
+        session.execute(code, timeout=60)
+    first = str(raised.value).splitlines()[0]
+    assert re.match(rf"{left} left the session's group at In\[\d+\] line \d+:", first), first
+    assert list(session.evaluate("x").values()) == [0, 10]
+    assert total(session) == [2, 2]
+
+
+@OWN
+def test_a_rank_that_left_in_an_earlier_run_is_named_with_that_line(session: Session) -> None:
+    session.execute(OWN_WORLD)
+    session.execute("if rank == 1:\n    own()")
+    assert "rank 1 in another process group" in session.status()
+    with pytest.raises(CollectiveHangError, match="rank 1 left the session's group at In"):
+        session.execute(SUM, timeout=60)
+    assert total(session) == [2, 2]
+
+
+@OWN
+def test_a_member_that_has_destroyed_its_group_is_named(session: Session) -> None:
+    session.execute("g = dist.new_group([0, 1])")
+    code = (
+        "if rank == 0:\n    dist.destroy_process_group(g)\n"
+        "else:\n    dist.all_reduce(torch.ones(1), group=g)"
+    )
+    with pytest.raises(CollectiveHangError, match=r"rank 0 left group \S+ \(ranks 0-1\) at In"):
+        session.execute(code, timeout=60)
+    assert total(session) == [2, 2]
+
+
+@OWN
+def test_worlds_of_other_ranks_are_not_taken_for_the_sessions(
+    session: Session, tmp_path: Path
+) -> None:
+    session.execute(OWN_WORLD)
+    # Each is rank 0 of a world of its own, and comes to operations at other times.
+    session.execute(
+        "dist.destroy_process_group()\nown()\nt = torch.full((2,), 1.0 + rank)\n"
+        "if rank:\n    dist.all_reduce(t)\n    dist.barrier()\n"
+        "g = dist.new_group([0])\ndist.broadcast(t, 0, group=g)\ngot = t[0].item()",
+        timeout=60,
+    )
+    assert list(session.evaluate("got").values()) == [1, 2]
+    session.reconnect()
+    # The ranks of that world are numbered the other way round.
+    session.execute(
+        "dist.destroy_process_group()\n"
+        f"own(1 - rank, 2, {str(tmp_path / 'store')!r})\n"
+        "t = torch.full((1,), 1.0 + rank)\ndist.broadcast(t, 0)\n"
+        "g = dist.new_group([0])\n"
+        "if rank == 1:\n    dist.all_reduce(torch.ones(1), group=g)\n"
+        "dist.barrier()",
+        timeout=60,
+    )
+    assert list(session.evaluate("t.item()").values()) == [2, 2]
+    session.reconnect()
+    # A rank that has been in others is in step with the rest all the same.
+    session.execute(
+        "if rank == 0:\n    dist.destroy_process_group()\n    own()\n"
+        "dist.destroy_process_group()\ndist.init_process_group('gloo')\n" + SUM,
+        timeout=60,
+    )
+    assert list(session.evaluate("t.item()").values()) == [2, 2]
+
+
+@OWN
+def test_a_call_with_a_store_of_its_own_makes_a_world_of_its_own(
+    session: Session, output: Recorder
+) -> None:
+    session.execute(OWN_WORLD)
+    output.clear()
+    session.execute(f"import warnings; warnings.simplefilter('always')\nown(){AND_SUM}")
+    assert "leaves it for its own" in output.text(0, "stderr")
+    assert list(session.evaluate("(t.item(), dist.get_world_size())").values()) == [(1, 1)] * 2
+    session.execute("dist.destroy_process_group()\nhad_one = dist.is_initialized()")
+    assert list(session.evaluate("had_one").values()) == [False, False]
+    assert total(session) == [2, 2]
+    url = "dist.init_process_group('gloo', 'file://' + tempfile.mktemp(), rank=0, world_size=1)"
+    session.execute(f"{url}\nsize = dist.get_world_size()\ndist.destroy_process_group()")
+    assert list(session.evaluate("size").values()) == [1, 1]
+
+
+@OWN
+def test_a_forked_process_is_refused_the_ranks_group_at_once(session: Session) -> None:
+    session.execute(OWN_WORLD)
+    uses = [
+        "dist.init_process_group('gloo')",
+        "own()",
+        "dist.all_reduce(torch.ones(1))",
+        "dist.barrier()",
+        "dist.new_group([0, 1])",
+        "dist.new_group([rank], use_local_synchronization=True)",
+    ]
+    for said in session.execute(f"[in_child(use) for use in {uses}]", fetch=True).values():
+        for each in said:
+            assert "CollectiveError: this process was forked from rank" in each
+            assert "'spawn'" in each
+    seen = "[in_child('(dist.get_rank(), dist.get_world_size())')]"
+    assert session.execute(seen, fetch=True)[1] == ["(1, 2)"]
+    # One that has no group, or has given up the rank's, makes its own as in a plain program.
+    alone = "own(), dist.all_reduce(torch.ones(1)), dist.get_world_size()"
+    code = f"[in_child({f'dist.destroy_process_group(), {alone}'!r})]"
+    assert session.execute(code, fetch=True)[0] == ["(None, None, None, 1)"]
+    code = f"dist.destroy_process_group()\n[in_child({alone!r})]"
+    assert session.execute(code, fetch=True)[0] == ["(None, None, 1)"]
+    assert total(session) == [2, 2]
+
+
+LAUNCHED = """
+import torch.distributed as dist
+
+def train(rank, world):
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+"""
+
+
+@OWN
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "mp.start_processes(launched.train, args=(2,), nprocs=2, start_method='fork')",
+        "elastic_launch(LaunchConfig(1, 1, 1, rdzv_endpoint='127.0.0.1:{port}', "
+        "rdzv_backend='static', rdzv_configs={{'rank': 0}}, run_id='x'), launched.train)(0, 1)",
+    ],
+)
+def test_code_that_starts_ranks_on_ranks_is_told_in_one_line(
+    session: Session, tmp_path: Path, port: int, launch: str
+) -> None:
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(RunError) as raised:
+        session.execute(
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+            "import launched\n"
+            "import torch.multiprocessing as mp\n"
+            "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+            + launch.format(port=port),
+            timeout=60,
+        )
+    lines = str(raised.value).splitlines()
+    assert "the ranks are these processes already: call train(...) itself" in lines[0]
+    assert len("\n".join(raised.value._render_traceback_()).splitlines()) < 15
+    assert total(session) == [2, 2]
 
 
 def test_a_reconnect_needs_all_ranks(session: Session) -> None:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from distsession.protocol import diagnosis
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, diagnose
-from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, Operation, RankReport
+from distsession.protocol.messages import (
+    LIMITED_STORE_WAIT,
+    STORE_WAIT,
+    Left,
+    Operation,
+    RankReport,
+)
 from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcome, RankState
 
 Reports = dict[int, RankReport]
@@ -96,13 +102,15 @@ class Case:
     waiting: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     failed: bool = False
+    has_left: bool = False
 
     @property
     def verdict(self) -> Verdict:
         reason = AbortReason.FAILED if self.failed else AbortReason.HANG
         if self.kind is Kind.ORDER:
             reason = AbortReason.MISMATCH
-        return Verdict(self.kind, self.sentence, self.waiting, self.missing, self.failed, reason)
+        facts = self.waiting, self.missing, self.failed, reason
+        return Verdict(self.kind, self.sentence, *facts, has_left=self.has_left)
 
 
 def nothing(id: str, reports: Reports, sentence: str) -> Case:
@@ -602,7 +610,82 @@ ORDER = [
     ),
 ]
 
-CASES = [pytest.param(case, id=case.id) for case in NOTHING + WAIT + DEADLOCK + ORDER]
+LEFT, PUT_AWAY = Left("In[3] line 1", True), Left("In[3] line 1", False)
+
+
+def left(reports: Reports, *ranks: int, group: str = "world", how: Left = LEFT) -> Reports:
+    """The same ranks, some of which have left a group."""
+    gone = {group: how}
+    return {
+        rank: replace(report, left=gone) if rank in ranks else report
+        for rank, report in reports.items()
+    }
+
+
+LEAVING = [
+    Case(
+        "one has left the group and computes",
+        waiting(0, 2, 3) | left(computing(1), 1),
+        Kind.DEADLOCK,
+        f"rank 1 left the session's group at In[3] line 1: ranks 0,2-3 wait in {SUM_TEXT} for "
+        f"rank 1.{NO_WAIT}",
+        (0, 2, 3),
+        (1,),
+        has_left=True,
+    ),
+    Case(
+        "one has left a smaller group, and another is late",
+        waiting(0, op=TP) | left(computing(1), 1, group="tp") | computing(2, 3),
+        Kind.DEADLOCK,
+        f"rank 1 left tp at In[3] line 1: rank 0 waits in {TP_TEXT} for rank 1.{NO_WAIT}",
+        (0,),
+        (1,),
+        has_left=True,
+    ),
+    Case(
+        "one has left and one is late",
+        waiting(0, 2) | left(computing(1), 1) | computing(3),
+        Kind.DEADLOCK,
+        f"rank 1 left the session's group at In[3] line 1: ranks 0,2 wait in {SUM_TEXT} for rank "
+        f"1; rank 3, which runs In[3] line 7.{NO_WAIT}",
+        (0, 2),
+        (1, 3),
+        has_left=True,
+    ),
+    Case(
+        "one has left after it had begun the operation",
+        waiting(0) | left(finished(1, 2, 3, world=5), 1),
+        Kind.NOTHING,
+        f"no rank waits for a missing one: ranks 1-3 finished their part; rank 0 is in {SUM_TEXT}.",
+    ),
+    Case(
+        "one has another default group, and computes",
+        waiting(0, 2, 3) | left(computing(1), 1, how=PUT_AWAY),
+        Kind.WAIT,
+        f"ranks 0,2-3 wait in {SUM_TEXT} (for 12 s) for rank 1, which runs In[3] line 7.",
+        (0, 2, 3),
+        (1,),
+    ),
+    Case(
+        "one has another default group, and has ended its part",
+        waiting(0, 2, 3) | left(finished(1), 1, how=PUT_AWAY),
+        Kind.DEADLOCK,
+        f"rank 1 left the session's group at In[3] line 1: ranks 0,2-3 wait in {SUM_TEXT} for "
+        f"rank 1.{NO_WAIT}",
+        (0, 2, 3),
+        (1,),
+    ),
+    Case(
+        "all have destroyed the group, and use it still",
+        left(waiting(0, 2, 3) | computing(1), 0, 1, 2, 3),
+        Kind.WAIT,
+        f"ranks 0,2-3 wait in {SUM_TEXT} (for 12 s) for rank 1, which runs In[3] line 7.",
+        (0, 2, 3),
+        (1,),
+    ),
+]
+
+CASES = [pytest.param(case, id=case.id) for case in NOTHING + WAIT + DEADLOCK + LEAVING + ORDER]
 
 
 @pytest.mark.parametrize("case", CASES)

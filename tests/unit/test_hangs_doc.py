@@ -58,6 +58,10 @@ DEATH = f"{RECOVERY}test_a_dead_rank_is_named_and_replaced"
 ERROR_FIRST = f"{HERE}test_the_error_of_a_rank_comes_first_and_the_others_are_freed"
 FIRST_LINES_SAY = f"{FIRST_LINES}test_the_first_lines_say_who_in_what_and_where"
 ENDED = f"{HERE}test_a_rank_that_has_ended_its_part_is_not_waited_for"
+LEFT = f"{HERE}test_a_rank_that_has_left_the_group_is_not_waited_for"
+LEFT_BY = (
+    "integration/test_user_groups.py::test_a_rank_that_has_left_the_group_is_named_with_its_line"
+)
 NO_GRACE = f"{HERE}test_without_a_grace_only_what_is_certain_at_once_is_ended"
 THREADS = f"{HERE}test_what_a_rank_does_between_runs_is_not_watched"
 ANY_SOURCE = f"{HERE}test_a_receive_from_anyone_names_those_who_may_send"
@@ -284,6 +288,18 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         ENDED,
         NO_GRACE,
     ),
+    "A rank has left the group, by `destroy_process_group()` or for a group of its own.": (
+        LEFT,
+        LEFT_BY,
+    ),
+    "Whoever waits for it there is freed at once, also while that rank still runs, and is told at which line it left:": (
+        LEFT,
+        f"{HERE}test_while_a_rank_that_has_left_the_group_runs_the_others_are_freed",
+    ),
+    "Where its code has only put another group in the place of the default one, it may put that back, so this counts once it has ended its part.": (
+        f"{HERE}test_who_only_has_put_the_group_away_may_come_back_to_it",
+        LEFT_BY,
+    ),
     "Ranks wait for each other in different groups.": (
         ORDER,
         EACH_OTHER,
@@ -437,7 +453,7 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         FINISHED,
         ENDED,
     ),
-    "With 0, ranks wait until you stop them, except where a rank has failed or where they wait for each other.": (
+    "With 0, ranks wait until you stop them, except where a rank has failed or has left the group, or where they wait for each other.": (
         NO_GRACE,
     ),
     "To connect the group anew takes some milliseconds, with many ranks some seconds, and every rank.": (
@@ -611,6 +627,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "ValueError on rank 2 (vm, cpu) at In[7] line 3: no such file: digits.npz": (ERROR_FIRST,),
     "CollectiveHangError: rank 2 did not come to barrier #1 at In[8] line 3: it finished its part without it; ranks 0-1,3 wait. No wait can help.": (
         ENDED,
+    ),
+    "CollectiveHangError: rank 0 left the session's group at In[9] line 3: ranks 1-3 wait in barrier #1 at In[9] line 5 for rank 0. No wait can help.": (
+        LEFT,
     ),
     "CollectiveMismatchError: rank 0 waits in all_reduce #2 (float32 [4, 2], sum) at In[10] line 4, ranks 1-3 in all_reduce #2 of group 300000 (ranks 0-3) (float32 [4, 2], sum) at In[10] line 4: each waits for the other. The ranks issue their operations in different orders.": (
         ORDER,

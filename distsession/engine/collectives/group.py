@@ -41,7 +41,7 @@ from distsession.errors import CollectiveError, CollectiveMismatchError
 from distsession.protocol.board import key_of
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT
 from distsession.protocol.operation_names import WORLD, Pair
-from distsession.ranks import format_ranks
+from distsession.ranks import format_ranks, ranks_text
 
 __all__ = ["Groups"]
 
@@ -56,10 +56,19 @@ class Groups:
         recorder: Writes down what they do.
         detail: See :func:`~distsession.engine.collectives.torch_private.make_native_group`.
         strict: All members meet before each operation, also of a backend that waits on a device.
+        session: Which session this is, so that members of a group can tell who else is of it.
     """
 
-    def __init__(self, recorder: Recorder, *, detail: bool = False, strict: bool = False):
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        detail: bool = False,
+        strict: bool = False,
+        session: str = "",
+    ):
         self.recorder = recorder
+        self._session = session
         self.strict = strict
         self.generation = 0
         self._detail = detail
@@ -71,36 +80,78 @@ class Groups:
         self._alive: weakref.WeakValueDictionary[str, SwappableGroup] = (
             weakref.WeakValueDictionary()
         )
-        self._made: Counter[str] = Counter()
-        """How many groups of each name have been made in this generation: torch gives the name of
-        one that was destroyed to another."""
+        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        """How many groups of each name, of these members, have been made in this generation: torch
+        gives the name of one that was destroyed to another."""
+        self._inherited: list[Any] = []
+        self._default: weakref.ref[SwappableGroup] | None = None
+        """The session's own group, until it is destroyed."""
         self._named: Counter[tuple[int, ...]] = Counter()
         torch_private.install_group_factory(self._make, self._meet_to_make, self._name_of)
+        torch_private.follow_groups(self._on_default, self._on_end)
         recorder.unseen.install()
 
     def _make(
         self, options: Any, recipe: torch_private.Recipe = torch_private.GLOO
     ) -> SwappableGroup:
         """Called by torch for each new group that this rank is a member of."""
-        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         name = str(options.group_id)
         is_world = not options.global_ranks_in_group
+        world: Any = None if is_world else dist.group.WORLD
         group = SwappableGroup(
-            self, name, members, options.group_rank, options.timeout, is_world, recipe
+            self, name, ranks, options.group_rank, options.timeout, is_world, recipe
         )
-        group.number = self._made[name]
-        self._made[name] += 1
+        if isinstance(world, SwappableGroup):
+            group.set_members([world.members[rank] for rank in ranks], world.is_foreign)
         if not is_world:
+            self._number(group)
             # Here, where one can be told to stop, rather than within gloo.
             with group.recorded(("new_group",), meets=True):
                 self._connect_new(group, options.store)
-        else:
-            # Joining; otherwise it is the user's own doing.
-            if self._meeting is None:
-                self.recorder.connections.lose()
+        elif self._meeting is not None:  # the session's
+            self._number(group)
             group.connect(self._store_of(group) or options.store)
+            self._default = weakref.ref(group)
+        else:
+            self._connect_own(group, options.store)
+            self._number(group)
         self._add(group)
         return group
+
+    def _number(self, group: SwappableGroup) -> None:
+        """Of its members and its name, all of which they have made as often by now."""
+        key = group.getGroupName(), tuple(group.members)
+        group.number = self._made[key]
+        self._made[key] += 1
+
+    def _connect_own(self, group: SwappableGroup, store: dist.Store) -> None:
+        """Connect a default group of the user's own, and find out which ranks its members are.
+
+        Each member says who it is before it connects, so who is connected to all can read it. Who
+        says nothing is no rank of this session, such as a process that a rank has started.
+        """
+        me, place, size = self.recorder.rank, group.rank(), group.size()
+        self.recorder.connections.lose()
+        is_told = size > 1 and group.recipe.is_gloo and not torch_private.connects_later()
+        if is_told:
+            store.set(f"distsession/{place}", f"{self._session} {me}")
+        group.connect(store)
+        members: list[int] | None = [me]
+        if is_told:
+            members = self._read_members(store, size)
+        elif size > 1:  # nobody has waited for the others yet
+            is_alike = place == me and size <= len(self.recorder.board.regions)
+            members = list(range(size)) if is_alike else None
+        group.set_members(members or group.ranks, is_foreign=members is None)
+
+    def _read_members(self, store: dist.Store, size: int) -> list[int] | None:
+        """The session's ranks that members of a group have said they are; None if some have not."""
+        keys = [f"distsession/{place}" for place in range(size)]
+        said = [store.get(key).decode().split() for key in keys] if store.check(keys) else []
+        if not said or any(each[0] != self._session for each in said):
+            return None
+        return [int(rank) for _, rank in said]
 
     def _connect_new(self, group: SwappableGroup, store: dist.Store) -> None:
         """Connect a group beside others, whose connections stay if this is given up before."""
@@ -116,6 +167,7 @@ class Groups:
 
     def _add(self, group: SwappableGroup) -> None:
         self._alive[group.getGroupName()] = group
+        self.recorder.region.forget_left(group.title)
         connections = self.recorder.connections
         if not group.recipe.is_gloo:
             connections.lose()  # what a device was given is not kept account of
@@ -135,9 +187,10 @@ class Groups:
         world: Any = dist.group.WORLD
         if not isinstance(world, SwappableGroup):
             return
-        members = world.members if ranks is None else list(ranks)
-        if len(set(members)) != len(members) or not set(members) <= set(world.members):
+        asked = world.ranks if ranks is None else list(ranks)
+        if len(set(asked)) != len(asked) or not set(asked) <= set(world.ranks):
             return  # which torch refuses
+        members = [world.members[rank] for rank in asked]
         meeting = makers if isinstance(makers, SwappableGroup) else world
         with meeting.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
             pass
@@ -162,8 +215,7 @@ class Groups:
     ) -> SwappableGroup:
         """A group around one that torch has made out of another."""
         group = SwappableGroup(self, name, members, inner.rank(), timeout, False, recipe)
-        group.number = self._made[name]
-        self._made[name] += 1
+        self._number(group)
         group.use(inner)
         group.devices = [torch.device(device) for device in recipe.backends]
         self.recorder.connections.lose()
@@ -178,7 +230,7 @@ class Groups:
             return dist.PrefixStore("world", self._meeting)
         if self._backends_store is None:
             return None
-        count = self._made[group.getGroupName()]
+        count = self._made[group.getGroupName(), tuple(group.members)]
         name = "world" if group.is_world else f"group{group.getGroupName()}-{count}"
         return dist.PrefixStore(name, self._backends_store)
 
@@ -195,7 +247,7 @@ class Groups:
                 group.recipe,
                 store,
                 group,
-                group.members,
+                group.ranks,
                 group.limit,
                 is_world=group.is_world,
                 may_split=not is_again,
@@ -236,6 +288,48 @@ class Groups:
         finally:
             recorder.block(0)
             stream.end(at)
+
+    def become_child(self) -> None:
+        """In a forked process: let no group go, whose threads only the rank has to wait for."""
+        self._inherited = [(group, group.inner) for group in list(self._alive.values())]
+
+    # --- groups that code leaves ------------------------------------------------------------------
+
+    def _on_default(self, group: Any) -> None:
+        """Called by torch: code has put this group, or None, in the place of the default one."""
+        own = None if self._default is None else self._default()
+        if own is None or self._meeting is not None:
+            return
+        if group is own:
+            self.recorder.region.forget_left(own.title)
+        else:
+            self.recorder.note_left(own.title, is_final=False)
+
+    def _on_end(self, name: str) -> None:
+        """Called by torch: code has destroyed the group of that name, or all of them."""
+        if self._meeting is not None:
+            return
+        for group in list(self._alive.values()):
+            if group.getGroupName() == name or (not name and not group.is_ended):
+                group.is_ended = True
+                self.recorder.note_left(group.title, is_final=True)
+                if self._default is not None and group is self._default():
+                    self._default = None
+
+    def put_back_default(self) -> None:
+        """Let the session's group be the default one again, where code has only put it away."""
+        own = None if self._default is None else self._default()
+        if own is not None and dist.group.WORLD is not own and torch_private.is_known(own):
+            torch_private.put_back_default(own)
+
+    def is_default(self, rank: int, world_size: int) -> bool:
+        """Whether the default group has the session's ranks; user code may have made another."""
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            return False
+        world: Any = dist.group.WORLD
+        if not isinstance(world, SwappableGroup):
+            return True
+        return world.members == world.ranks and not world.is_foreign
 
     # --- a new generation -------------------------------------------------------------------------
 
@@ -297,6 +391,7 @@ class Groups:
     def reconnect_world(self, meeting: dist.Store) -> None:
         """Connect the default group anew; returns when every rank has."""
         world: Any = dist.group.WORLD
+        self._default = weakref.ref(world)
         self._carry_over(world)
         world.connect(self._store_of(world) or dist.PrefixStore("world", meeting), is_again=True)
 
@@ -349,7 +444,7 @@ class Groups:
     def _carry_over(self, group: SwappableGroup) -> None:
         """A group of an earlier generation goes on in this one, on all its members."""
         group.number = 0
-        self._made[group.getGroupName()] = 1
+        self._made[group.getGroupName(), tuple(group.members)] = 1
 
 
 class SwappableGroup(Collectives):
@@ -366,7 +461,14 @@ class SwappableGroup(Collectives):
         recipe: torch_private.Recipe = torch_private.GLOO,
     ):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self.ranks = list(members)
+        """The numbers of its members in the default group."""
         self.members = list(members)
+        """Which ranks of the session they are."""
+        self.is_foreign = False
+        """Some of its members are no ranks of the session, so nothing can be compared with them."""
+        self.is_ended = False
+        """Code has destroyed it."""
         self.is_world = is_world
         self.recipe = recipe
         enqueues = {device: name != "gloo" for device, name in recipe.backends.items()}
@@ -392,7 +494,8 @@ class SwappableGroup(Collectives):
         self._seconds = timeout.total_seconds()
         self._name = name
         self._description = "undefined"
-        self._title = WORLD if is_world else f"group {name} (ranks {format_ranks(members)})"
+        self.title = ""
+        self.set_members(members)
         self._unusable = ""
         self.number = 0
         """How many groups of its name there were before, in this generation."""
@@ -403,6 +506,18 @@ class SwappableGroup(Collectives):
         """Lets its streams go with it."""
         self.inner: Any = None
         self.devices: list[torch.device] = []
+
+    def set_members(self, members: Sequence[int], is_foreign: bool = False) -> None:
+        """Say which ranks of the session its members are."""
+        self.members, self.is_foreign = list(members), is_foreign
+        if is_foreign:
+            self.title = "own group" if self.is_world else f"own group {self._name}"
+        elif not self.is_world:
+            self.title = f"group {self._name} (ranks {format_ranks(members)})"
+        elif self.members == list(range(len(self._recorder.board.regions))):
+            self.title = WORLD
+        else:
+            self.title = f"own group ({ranks_text(members)})"
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -444,7 +559,7 @@ class SwappableGroup(Collectives):
 
     def _own_stream(self) -> Stream:
         if self._stream is None or self._generation != self._groups.generation:
-            self._stream = self._find_stream(self._title, self.members)
+            self._stream = self._find_stream(self.title, self.members)
         return self._stream
 
     def _pair_stream(self, source: int, target: int, tag: int) -> Stream:
@@ -452,10 +567,12 @@ class SwappableGroup(Collectives):
         for rank in (source, target):
             self.check_member(rank)
         ends = (self.members[source], self.members[target])
-        return self._find_stream(Pair(self._title, *ends, tag).name, ends, tag)
+        return self._find_stream(Pair(self.title, *ends, tag).name, ends, tag)
 
     def _find_stream(self, name: str, members: Sequence[int], tag: int = 0) -> Stream:
         groups, recorder = self._groups, self._recorder
+        if self.is_foreign:
+            members = (recorder.rank,)
         if self._generation != groups.generation:
             self._generation = groups.generation
             self._stream = None
@@ -472,7 +589,7 @@ class SwappableGroup(Collectives):
 
     def _any_stream(self) -> Stream:
         """What this rank receives from whoever sends first."""
-        name = Pair(self._title, None, self._recorder.rank).name
+        name = Pair(self.title, None, self._recorder.rank).name
         return self._find_stream(name, self.members)
 
     @contextmanager
@@ -735,7 +852,7 @@ class SwappableGroup(Collectives):
 
     def _any_source(self, tensors: Any, tag: int) -> Any:
         self.check_usable()
-        if not self._recorder.check:
+        if not self._recorder.check or self.is_foreign:
             return self.inner.recv_anysource(tensors, tag)
         return AnySourceWork(self, tensors, tag)
 

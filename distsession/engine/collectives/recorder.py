@@ -478,6 +478,9 @@ class Recorder(RequestListener):
         for at in list(self._slots_in_use()):
             words[at + _SIGNATURE] = anew(words[at + _SIGNATURE])
             words[at + _PLACE] = _moved(words[at + _PLACE], anew)
+        for at in list(region.left_slots()):
+            words[at + layout.GROUP] = anew(words[at + layout.GROUP])
+            words[at + layout.LEFT_AT] = _moved(words[at + layout.LEFT_AT], anew)
         asks = region.start + layout.ASKS_AT
         words[asks] = _moved(words[asks], anew)
         self._turn_at = (region.text_end // _HALF + 1) * _HALF
@@ -513,6 +516,12 @@ class Recorder(RequestListener):
         number = self._add_text(name)
         self.names[number] = name
         return number
+
+    def note_left(self, group: str, *, is_final: bool) -> None:
+        """Code of the user leaves a process group; see ``Region.note_left``."""
+        with self._lock:
+            place = self.place_of(sys._getframe(1))
+            self.region.note_left(group, place, is_final=is_final)
 
     def block(self, at: int, limit: float = 0.0) -> None:
         """The main thread waits in this operation from here on; 0 for none.

@@ -41,14 +41,18 @@ __all__ = [
     "Recipe",
     "abort_backends",
     "backend_classes",
+    "begin_group_count",
     "boxed",
     "current_stream",
+    "follow_groups",
+    "forget_groups",
     "graph_classes",
     "has_succeeded",
     "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
     "is_accelerator_used",
+    "is_known",
     "is_making_groups",
     "is_stream_capturing",
     "leave_groups_to_torch",
@@ -58,9 +62,11 @@ __all__ = [
     "native_backends",
     "native_groups",
     "prepare_ranks",
+    "put_back_default",
     "put_in_place",
     "refresh_data_parallel",
     "refresh_modules",
+    "refuse_groups",
     "replace_init_process_group",
     "set_group_count",
     "set_store",
@@ -87,6 +93,10 @@ NOT_OURS = ("fake", "mpi", "threaded")
 in the life of a process."""
 
 _is_native = False
+_refusal: Exception | None = None
+"""What is raised where a group of ours is to be used to make another one."""
+_is_making = False
+"""A group within one of ours is made, for which the outer one's name is free for a while."""
 _is_sorting = False
 """Whether standard output is looked through for gloo's line."""
 
@@ -166,6 +176,7 @@ def install_group_factory(
     signature = _signature(native)
 
     def helper(*args: Any, **kwargs: Any) -> Any:
+        _check_refusal()
         bound = signature.bind(*args, **kwargs)
         asked = dist.Backend(str(bound.arguments["backend"]))
         if _is_native or set(c10d.BackendConfig(asked).get_device_backend_map().values()) & {
@@ -445,6 +456,68 @@ def install_rendezvous(meet: Callable[[int, int, int, timedelta], Any]) -> None:
     module._create_c10d_store = create
 
 
+def follow_groups(on_default: Callable[[Any], None], on_end: Callable[[str], None]) -> None:
+    """Let these functions hear of it when code puts a default group in place, or ends groups.
+
+    Args:
+        on_default: Gets the default group from now on, or None.
+        on_end: Gets the name of a group that is gone from torch's tables; empty for all of them.
+    """
+    world: Any = type(c10d._world)
+    default: Any = vars(world).get("default_pg")
+    if isinstance(default, property) and default.fset is not None:
+        native_setter = default.fset
+
+        def set_default(self: Any, group: Any) -> None:
+            native_setter(self, group)
+            if not _is_native:
+                on_default(group)
+
+        _disable_dynamo(set_default)
+        world.default_pg = default.setter(set_default)
+    module: Any = c10d
+    ends = getattr(module, "_unregister_process_group", None)
+    ends_all = getattr(module, "_unregister_all_process_groups", None)
+    if ends is None or ends_all is None:
+        return
+
+    def end(name: str) -> None:
+        ends(name)
+        if not (_is_native or _is_making):
+            on_end(name)
+
+    def end_all() -> None:
+        ends_all()
+        if not _is_native:
+            on_end("")
+
+    for function in (end, end_all):
+        _disable_dynamo(function)
+    module._unregister_process_group, module._unregister_all_process_groups = end, end_all
+
+
+def is_known(group: Any) -> bool:
+    """Whether torch has a group in its tables: it has not been destroyed."""
+    return group in c10d._world.pg_map
+
+
+def put_back_default(group: Any) -> None:
+    """Make a group that torch knows the default one again, and end that which has its place."""
+    other = dist.group.WORLD
+    c10d._update_default_pg(group)
+    if other is not None and other is not group and is_known(other):
+        dist.destroy_process_group(other)
+
+
+def forget_groups() -> None:
+    """Destroy what is left in torch's tables, where code has put the default group away."""
+    groups = list(c10d._world.pg_map)
+    if groups and not dist.is_initialized():
+        c10d._update_default_pg(groups[0])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def replace_init_process_group(wrap: Callable[[Any], Any]) -> None:
     """Let user code call another function, which is made from torch's own."""
     dist.init_process_group = c10d.init_process_group = wrap(c10d.init_process_group)
@@ -465,6 +538,18 @@ def leave_groups_to_torch() -> None:
     """From here on torch makes its own gloo groups, and nothing else is done to them."""
     global _is_native
     _is_native = True
+
+
+def refuse_groups(error: Exception) -> None:
+    """From here on no group is made beside a default group that is one of ours."""
+    global _refusal
+    _refusal = error
+
+
+def _check_refusal() -> None:
+    default: Any = dist.group.WORLD
+    if _refusal is not None and default is not None and hasattr(default, "members"):
+        raise _refusal
 
 
 def make_backend_group(
@@ -492,18 +577,20 @@ def make_backend_group(
         may_split: Its communicator may be split from that of the default group, which takes all
             ranks of the world.
     """
+    global _is_making
     world, name = c10d._world, outer.group_name
     tables = [getattr(world, table) for table in _TABLES if hasattr(world, table)]
     before = [dict(table) for table in tables]
     tagged = {tag: list(groups) for tag, groups in world.tags_to_pg.items()}
-    is_known = outer in world.pg_names
+    is_named = outer in world.pg_names
     default: Any = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
     options = recipe.options
     for part, value in (("split_from", None), ("split_color", NO_SPLIT)):
         if hasattr(options, part):  # as the last making left it
             setattr(options, part, value)
-    if is_known:
+    _is_making = True
+    if is_named:
         world.pg_names.pop(outer)
         c10d._unregister_process_group(name)
     if default is not None and not may_split:
@@ -530,8 +617,9 @@ def make_backend_group(
             table.update(entries)
         world.tags_to_pg.clear()
         world.tags_to_pg.update(tagged)
-        if is_known:
+        if is_named:
             c10d._register_process_group(name, outer)
+        _is_making = False
         if default is not None and not may_split:
             default.bound_device_id = bound
     for device, backend in recipe.backends.items():
@@ -856,6 +944,12 @@ def set_store(group: Any, store: dist.Store) -> None:
     """Let new groups that descend from this one meet through another store."""
     backend, _ = c10d._world.pg_map[group]
     c10d._world.pg_map[group] = (backend, store)
+
+
+def begin_group_count() -> None:
+    """Number new groups from the beginning, as torch does once all are destroyed."""
+    if not c10d._world.pg_map:
+        set_group_count(0)
 
 
 def set_group_count(count: int) -> None:
