@@ -35,7 +35,7 @@ from distsession.protocol.unseen import Unseen
 
 __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 
-HEADER = 96
+HEADER = 128
 STREAMS = 4096
 RING = 64
 SLOT = 8
@@ -86,10 +86,11 @@ CONNECTED_IN, IS_UNSETTLED = 41, 42
 SEEN_AT = 43
 """In nanoseconds of the clock here; written by the keeper of hosts, when it has had a look."""
 LEFT_COUNT, LEFT = 44, 48
-"""How many groups its code has left, and a ring of the last ones: three words for each."""
-LEFT_RING, LEFT_WORDS = 16, 3
-GROUP, LEFT_AT, IS_FINAL = range(LEFT_WORDS)
-"""The text with the group's name, the place in the code, and whether it can come back by itself."""
+"""How many groups its code has left, and a ring of the last ones: five words for each."""
+LEFT_RING, LEFT_WORDS = 16, 5
+GROUP, LEFT_AT, IS_FINAL, FAMILY = range(4)
+"""The text with the group's name, the place in the code, whether it has destroyed the group, and two
+words that tell the group from others of its name."""
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, BEGUN, MEMBERS = range(6)
 """``COUNT`` operations were posted, and ``BEGUN`` of them handed to gloo."""
@@ -392,24 +393,26 @@ class Region:
         """Whether its code has left the process group, and whether it has made one of its own."""
         self._words[self.start + WITHOUT_GROUP] = OWN_GROUP if has_own else is_without
 
-    def note_left(self, group: str, place: int, *, is_final: bool) -> None:
+    def note_left(self, group: str, family: tuple[int, int], place: int, *, is_final: bool) -> None:
         """Its code leaves a process group, which it may have put aside before.
 
         Args:
             group: The group's name.
+            family: What tells the group from others of its name, as the keys of its streams do.
             place: A word that stands for the line.
-            is_final: It cannot come back to it.
+            is_final: It has destroyed the group.
         """
         words = self._words
         number = words[self.start + LEFT_COUNT]
         at = self._left_at(group) or self.start + LEFT + number % LEFT_RING * LEFT_WORDS
         words[at + GROUP] = 0
         words[at + LEFT_AT], words[at + IS_FINAL] = place, is_final
+        words[at + FAMILY], words[at + FAMILY + 1] = family
         words[at + GROUP] = self.add_text(group)
         words[self.start + LEFT_COUNT] = number + 1
 
     def forget_left(self, group: str) -> None:
-        """It is in a group of that name again."""
+        """It has put the group of that name back."""
         if at := self._left_at(group):
             self._words[at + GROUP] = 0
 
@@ -511,7 +514,8 @@ class Region:
         for at in self.left_slots():
             group, place = self.text(words[at + GROUP]), self.place(words[at + LEFT_AT])
             if group:
-                found[group] = Left(place, words[at + IS_FINAL] != 0)
+                family = words[at + FAMILY], words[at + FAMILY + 1]
+                found[group] = Left(place, words[at + IS_FINAL] != 0, family)
         return found
 
     def text(self, number: int) -> str | None:
@@ -776,6 +780,7 @@ class Region:
                     in_thread=blocked != word and slots[offset + STATE] == WAITING,
                     is_enqueued=(is_enqueued := slots[offset + STATE] == ENQUEUED),
                     device_stream=slots[offset + DEVICE_STREAM] if is_enqueued else 0,
+                    stream_key=words[at + KEY],
                 )
                 found.append((operation.is_waiting, slot.began, operation))
         return tuple(operation for _, _, operation in sorted(found, key=lambda f: f[:2]))

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from distsession.protocol.board import key_of
 from distsession.protocol.cause import sentence
 from distsession.protocol.messages import (
     LIMITED_STORE_WAIT,
@@ -295,10 +296,10 @@ class _Findings:
 
     def _left(self, rank: int, waiting: int) -> Left | None:
         """Where a rank has left the group that another one waits in, if it has."""
-        group = _group_name(self.blocked[waiting].group)
-        if rank not in self.missing[waiting] or group in self.reports[waiting].left:
+        operation = self.blocked[waiting]
+        if rank not in self.missing[waiting] or _left_by(self.reports[waiting], operation):
             return None
-        return self.reports[rank].left.get(group)
+        return _left_by(self.reports[rank], operation)
 
     # --- in words ---------------------------------------------------------------------------------
 
@@ -531,6 +532,14 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     if inside:
         return report.state != RankState.DEAD and not RankState(report.state).is_halted
     return key not in report.refused and report.sequences.get(key[0], 0) >= key[1]
+
+
+def _left_by(report: RankReport, operation: Operation) -> Left | None:
+    """Where a rank has left the group of an operation; another one may have its name by now."""
+    left = report.left.get(_group_name(operation.group))
+    if left is None or key_of(*left.family, operation.group) != operation.stream_key:
+        return None
+    return left
 
 
 def _needed(operation: Operation, rank: int) -> frozenset[int]:

@@ -732,6 +732,7 @@ class Operation(Message):
         is_enqueued: A device was given it, and has not been seen to complete it.
         device_stream: The number of the device's stream in which it runs, after whatever the rank
             has given to that stream before; 0 where that is not known.
+        stream_key: Tells its group from others that had the same name.
     """
 
     name: str
@@ -745,6 +746,7 @@ class Operation(Message):
     in_thread: bool = False
     is_enqueued: bool = False
     device_stream: int = 0
+    stream_key: int = field(default=0, compare=False)
 
 
 STORE_WAIT = "store_wait"
@@ -759,10 +761,13 @@ class Left(NamedTuple):
     Attributes:
         place: In the code; empty where that is not known.
         is_final: It has destroyed the group, rather than put another one in its place.
+        family: What tells the group from others that had its name: with the name it gives the
+            keys of its streams.
     """
 
     place: str
     is_final: bool
+    family: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

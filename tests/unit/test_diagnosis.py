@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsession.protocol import diagnosis
+from distsession.protocol.board import key_of
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, diagnose
 from distsession.protocol.messages import (
     LIMITED_STORE_WAIT,
@@ -610,7 +611,9 @@ ORDER = [
     ),
 ]
 
-LEFT, PUT_AWAY = Left("In[3] line 1", True), Left("In[3] line 1", False)
+LEFT, PUT_AWAY = Left("In[3] line 1", True, (1, 0)), Left("In[3] line 1", False, (1, 0))
+IN_WORLD = replace(SUM, stream_key=key_of(1, 0, "world"))
+IN_TP = replace(TP, stream_key=key_of(1, 0, "tp"))
 
 
 def left(reports: Reports, *ranks: int, group: str = "world", how: Left = LEFT) -> Reports:
@@ -625,7 +628,7 @@ def left(reports: Reports, *ranks: int, group: str = "world", how: Left = LEFT) 
 LEAVING = [
     Case(
         "one has left the group and computes",
-        waiting(0, 2, 3) | left(computing(1), 1),
+        waiting(0, 2, 3, op=IN_WORLD) | left(computing(1), 1),
         Kind.DEADLOCK,
         f"rank 1 left the session's group at In[3] line 1: ranks 0,2-3 wait in {SUM_TEXT} for "
         f"rank 1.{NO_WAIT}",
@@ -635,7 +638,7 @@ LEAVING = [
     ),
     Case(
         "one has left a smaller group, and another is late",
-        waiting(0, op=TP) | left(computing(1), 1, group="tp") | computing(2, 3),
+        waiting(0, op=IN_TP) | left(computing(1), 1, group="tp") | computing(2, 3),
         Kind.DEADLOCK,
         f"rank 1 left tp at In[3] line 1: rank 0 waits in {TP_TEXT} for rank 1.{NO_WAIT}",
         (0,),
@@ -644,7 +647,7 @@ LEAVING = [
     ),
     Case(
         "one has left and one is late",
-        waiting(0, 2) | left(computing(1), 1) | computing(3),
+        waiting(0, 2, op=IN_WORLD) | left(computing(1), 1) | computing(3),
         Kind.DEADLOCK,
         f"rank 1 left the session's group at In[3] line 1: ranks 0,2 wait in {SUM_TEXT} for rank "
         f"1; rank 3, which runs In[3] line 7.{NO_WAIT}",
@@ -654,13 +657,13 @@ LEAVING = [
     ),
     Case(
         "one has left after it had begun the operation",
-        waiting(0) | left(finished(1, 2, 3, world=5), 1),
+        waiting(0, op=IN_WORLD) | left(finished(1, 2, 3, world=5), 1),
         Kind.NOTHING,
         f"no rank waits for a missing one: ranks 1-3 finished their part; rank 0 is in {SUM_TEXT}.",
     ),
     Case(
         "one has another default group, and computes",
-        waiting(0, 2, 3) | left(computing(1), 1, how=PUT_AWAY),
+        waiting(0, 2, 3, op=IN_WORLD) | left(computing(1), 1, how=PUT_AWAY),
         Kind.WAIT,
         f"ranks 0,2-3 wait in {SUM_TEXT} (for 12 s) for rank 1, which runs In[3] line 7.",
         (0, 2, 3),
@@ -668,7 +671,7 @@ LEAVING = [
     ),
     Case(
         "one has another default group, and has ended its part",
-        waiting(0, 2, 3) | left(finished(1), 1, how=PUT_AWAY),
+        waiting(0, 2, 3, op=IN_WORLD) | left(finished(1), 1, how=PUT_AWAY),
         Kind.DEADLOCK,
         f"rank 1 left the session's group at In[3] line 1: ranks 0,2-3 wait in {SUM_TEXT} for "
         f"rank 1.{NO_WAIT}",
@@ -677,13 +680,22 @@ LEAVING = [
     ),
     Case(
         "all have destroyed the group, and use it still",
-        left(waiting(0, 2, 3) | computing(1), 0, 1, 2, 3),
+        left(waiting(0, 2, 3, op=IN_WORLD) | computing(1), 0, 1, 2, 3),
+        Kind.WAIT,
+        f"ranks 0,2-3 wait in {SUM_TEXT} (for 12 s) for rank 1, which runs In[3] line 7.",
+        (0, 2, 3),
+        (1,),
+    ),
+    Case(
+        "one has left a group that had that name before",
+        waiting(0, 2, 3, op=replace(SUM, stream_key=key_of(1, 1, "world"))) | left(computing(1), 1),
         Kind.WAIT,
         f"ranks 0,2-3 wait in {SUM_TEXT} (for 12 s) for rank 1, which runs In[3] line 7.",
         (0, 2, 3),
         (1,),
     ),
 ]
+
 
 CASES = [pytest.param(case, id=case.id) for case in NOTHING + WAIT + DEADLOCK + LEAVING + ORDER]
 

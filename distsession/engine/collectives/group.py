@@ -167,7 +167,6 @@ class Groups:
 
     def _add(self, group: SwappableGroup) -> None:
         self._alive[group.getGroupName()] = group
-        self.recorder.region.forget_left(group.title)
         connections = self.recorder.connections
         if not group.recipe.is_gloo:
             connections.lose()  # what a device was given is not kept account of
@@ -303,7 +302,7 @@ class Groups:
         if group is own:
             self.recorder.region.forget_left(own.title)
         else:
-            self.recorder.note_left(own.title, is_final=False)
+            self._note_left(own, is_final=False)
 
     def _on_end(self, name: str) -> None:
         """Called by torch: code has destroyed the group of that name, or all of them."""
@@ -312,9 +311,13 @@ class Groups:
         for group in list(self._alive.values()):
             if group.getGroupName() == name or (not name and not group.is_ended):
                 group.is_ended = True
-                self.recorder.note_left(group.title, is_final=True)
+                self._note_left(group, is_final=True)
                 if self._default is not None and group is self._default():
                     self._default = None
+
+    def _note_left(self, group: SwappableGroup, *, is_final: bool) -> None:
+        family = self.generation, group.number
+        self.recorder.note_left(group.title, family, is_final=is_final)
 
     def put_back_default(self) -> None:
         """Let the session's group be the default one again, where code has only put it away."""

@@ -517,11 +517,11 @@ class Recorder(RequestListener):
         self.names[number] = name
         return number
 
-    def note_left(self, group: str, *, is_final: bool) -> None:
+    def note_left(self, group: str, family: tuple[int, int], *, is_final: bool) -> None:
         """Code of the user leaves a process group; see ``Region.note_left``."""
         with self._lock:
             place = self.place_of(sys._getframe(1))
-            self.region.note_left(group, place, is_final=is_final)
+            self.region.note_left(group, family, place, is_final=is_final)
 
     def block(self, at: int, limit: float = 0.0) -> None:
         """The main thread waits in this operation from here on; 0 for none.
