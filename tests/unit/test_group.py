@@ -626,7 +626,7 @@ def test_a_group_of_torchs_own_works_before_and_after_it_is_replaced(board: Boar
         work.wait()
         assert tensor.tolist() == [1, 1]
     assert inner[0] is not inner[1]
-    assert groups.recorder.region.sequences() == {"world": 4}
+    assert groups.recorder.region.sequences() == {"own group (rank 0)": 4}
     assert groups.recorder.region.operations() == ()
 
 
