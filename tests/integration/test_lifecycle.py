@@ -492,7 +492,7 @@ def test_ctrl_c_stops_a_run_and_the_session_goes_on() -> None:
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=100)[0]
-    assert "RunInterrupt the run on ranks 0-1 was stopped: ranks 0-1 were running." in output
+    assert "RunInterrupt the run on ranks 0-1 was stopped: ranks 0-1 were at sleep." in output
     assert "[ranks 0-1] 3" in output
 
 
