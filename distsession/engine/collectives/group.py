@@ -661,7 +661,7 @@ class SwappableGroup(Collectives):
         recorder = self._recorder
         at = stream.post(key)
         if is_async:
-            return self._issue(call, stream, at, key)
+            return self._issue(call, stream, at, key, has_sizes=has_sizes)
         try:
             stream.meet(at, self._seconds)
             if has_sizes:
@@ -698,11 +698,14 @@ class SwappableGroup(Collectives):
         key: tuple[Any, ...],
         *,
         is_message: bool = False,
+        has_sizes: bool = False,
     ) -> Any:
         """Begin an operation without waiting for it."""
         connections = self._recorder.connections
         try:
             stream.compare(at)
+            if has_sizes and self._recorder.check:
+                stream.compare_sizes(at, is_async=True)
             self._recorder.enter(stream)
             number = connections.issue()
             try:

@@ -882,8 +882,13 @@ class Stream:
 
     def end_posted(self, at: int, posted: Posted) -> None:
         """That operation is over; its slot is marked if it is still its own."""
-        if at and self.words[at] == posted[0]:
+        if at and self.words[at] == posted[0] and self.words[at + _STATE] < _DONE:
             self.words[at + _STATE] = _DONE
+
+    def fail_posted(self, at: int, posted: Posted) -> None:
+        """The same of one that failed after the backend had accepted it."""
+        if at and self.words[at] == posted[0]:
+            self.words[at + _STATE] = layout.FAILED
 
     def wait_for(self, at: int, posted: Posted, key: tuple[Any, ...]) -> int:
         """This thread is about to wait for that operation; gives where that can be seen.

@@ -48,6 +48,7 @@ __all__ = [
     "forget_groups",
     "graph_classes",
     "has_succeeded",
+    "has_value",
     "hide_from_compiler",
     "install_group_factory",
     "install_rendezvous",
@@ -729,8 +730,11 @@ def has_succeeded(work: Any) -> bool:
         future = work.get_future()
     except RuntimeError:
         return bool(work.is_completed() and work.is_success())
-    if not future.done():
-        return False
+    return bool(future.done()) and has_value(future)
+
+
+def has_value(future: Any) -> bool:
+    """Whether a future that is done has come to a good end."""
     try:
         future.value()
     except Exception:  # what the operation came to

@@ -87,7 +87,10 @@ class IssuedWork(dist.Work):
         except RuntimeError as error:
             if entry is not None:
                 entry[FLAGS] |= FAILED
-            raise recorder.explain(error) from None
+            explained = recorder.explain(error)  # as long as it can be seen what broke off
+            if self._inner.is_completed():  # otherwise only the wait has ended
+                self._stream.fail_posted(self._at, self._posted)
+            raise explained from None
         finally:
             recorder.block(0)
             self._stream.end_posted(at, self._posted)
@@ -108,7 +111,15 @@ class IssuedWork(dist.Work):
         future, entry = self._inner.get_future(), self._entry
         if entry is not None:  # C++ waits for the future, as in a backward, and does not say when
             entry[FLAGS] |= IS_FUTURE
-            future.add_done_callback(lambda _: end(entry))
+        stream, at, posted = self._stream, self._at, self._posted
+
+        def note_end(done: Any) -> None:
+            if entry is not None:
+                end(entry)
+            if not torch_private.has_value(done):
+                stream.fail_posted(at, posted)
+
+        future.add_done_callback(note_end)
         return future
 
     def get_future_result(self) -> Any:
