@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
 from distsession.engine import host_info, store, store_server
-from distsession.engine.collectives import torch_changes
+from distsession.engine.collectives import torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
 from distsession.errors import CollectiveError
 from distsession.protocol.agent_messages import StartRanks
@@ -129,6 +129,7 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
         assert not torch.cuda._is_in_bad_fork(), "CUDA was initialised before the fork"
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
+        torch_private.bind_to_current_device()
     return place
 
 
