@@ -130,6 +130,7 @@ def prepare(start: StartRanks, rank: int, store_port: int) -> Place:
         assert not torch.cuda._is_in_bad_fork(), "CUDA was initialised before the fork"
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
+        torch_private.bind_to_current_device()
     return place
 
 

@@ -89,8 +89,8 @@ LEFT_COUNT, LEFT = 44, 48
 """How many groups its code has left, and a ring of the last ones: five words for each."""
 LEFT_RING, LEFT_WORDS = 16, 5
 GROUP, LEFT_AT, IS_FINAL, FAMILY = range(4)
-"""The text with the group's name, the place in the code, whether it has destroyed the group, and two
-words that tell the group from others of its name."""
+"""The text with the group's name, the place in the code, whether it has destroyed the group, and
+two words that tell the group from others of its name."""
 # Words of a stream's head; the members are bits, the name is text.
 KEY, INCARNATION, COUNT, NAME_BYTES, BEGUN, MEMBERS = range(6)
 """``COUNT`` operations were posted, and ``BEGUN`` of them handed to gloo."""

@@ -36,6 +36,7 @@ using c10d::ReduceOp;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kName = "standin";
+constexpr const char* kName2 = "standin2";
 constexpr size_t kRingBytes = 128 * 1024; // that much is sent without a receiver, as NCCL buffers
 constexpr auto kRemoteCheck = std::chrono::milliseconds(50);
 constexpr auto kAbortTimeout = std::chrono::seconds(90);
@@ -76,6 +77,7 @@ struct Ring {
 
 struct Head {
   alignas(64) std::atomic<int> joined;
+  alignas(64) std::atomic<int> splits; // calls of all members together
   alignas(64) std::array<std::atomic<int>, kKinds> connected;
 };
 
@@ -205,6 +207,18 @@ class Communicator {
     ++connected;
     WithoutGil released;
     for (int idle = 0; connected < size_; ++idle) {
+      raise_if_aborted();
+      pause_longer(idle);
+    }
+  }
+
+  // Blocks until all members have called it as often as this one, as ncclCommSplit does: those that
+  // get no part of it have to call it, too.
+  void split() {
+    const auto all = (++splits_) * size_;
+    ++head()->splits;
+    WithoutGil released;
+    for (int idle = 0; head()->splits < all; ++idle) {
       raise_if_aborted();
       pause_longer(idle);
     }
@@ -347,6 +361,7 @@ class Communicator {
   std::atomic<bool> aborted_{false};
   std::atomic<bool> ready_{false};
   std::array<bool, kKinds> connects_{};
+  int splits_ = 0;
   std::atomic<bool> remote_error_{false};
   Clock::time_point dead_since_{};
 };
@@ -705,6 +720,7 @@ class ProcessGroupStandin : public c10d::Backend {
     explicit Options(bool is_high_priority_stream = false)
         : c10d::Backend::Options(kName), is_high_priority_stream(is_high_priority_stream) {}
     bool is_high_priority_stream;
+    c10::intrusive_ptr<ProcessGroupStandin> split_from; // its communicator is split for the first
   };
 
   ProcessGroupStandin(
@@ -791,6 +807,7 @@ class ProcessGroupStandin : public c10d::Backend {
       const c10::intrusive_ptr<Backend::Options>& opts) override {
     const auto found = std::find(ranks.begin(), ranks.end(), getRank());
     const auto number = splits_++;
+    communicator("0", getRank(), getSize())->split();
     if (found == ranks.end()) {
       return nullptr;
     }
@@ -805,16 +822,17 @@ class ProcessGroupStandin : public c10d::Backend {
     }
     auto inner = c10::make_intrusive<c10d::PrefixStore>(
         c10::str("split", number, "/", c10::Join("_", ranks)), store ? store : store_);
-    auto group = c10::make_intrusive<ProcessGroupStandin>(
-        inner,
-        static_cast<int>(found - ranks.begin()),
-        static_cast<int>(ranks.size()),
-        options);
-    return c10::static_intrusive_pointer_cast<Backend>(group);
+    return child(
+        inner, static_cast<int>(found - ranks.begin()), static_cast<int>(ranks.size()), options);
   }
 
   int splits() const {
     return splits_;
+  }
+
+  // What a rank does for a group that is split from this one and that it is no member of.
+  void perform_nocolor_split(at::Device) {
+    communicator("0", getRank(), getSize())->split();
   }
 
   void eagerConnectSingleDevice(at::Device) override {
@@ -1065,8 +1083,8 @@ class ProcessGroupStandin : public c10d::Backend {
     auto device = c10::Device(c10::DeviceType::PrivateUse1, current_stream(-1).device_index());
     if (!opts.device_ids.empty()) {
       device = c10::Device(device.type(), static_cast<c10::DeviceIndex>(opts.device_ids[0]));
-    } else if (getBoundDeviceId()) {
-      device = *getBoundDeviceId();
+    } else if (own_device()) {
+      device = *own_device();
     } else if (opts.device && opts.device->type() == device.type() && opts.device->has_index()) {
       device = *opts.device;
     }
@@ -1080,6 +1098,25 @@ class ProcessGroupStandin : public c10d::Backend {
     return work;
   }
 
+ protected:
+  virtual std::optional<at::Device> own_device() const {
+    return getBoundDeviceId();
+  }
+
+  virtual void check_device(const at::Tensor&) const {}
+
+  virtual c10::intrusive_ptr<Backend> child(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      const c10::intrusive_ptr<Options>& options) {
+    return c10::make_intrusive<ProcessGroupStandin>(store, rank, size, options);
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<Options> options_;
+  bool eager_ = false;
+
  private:
   // ---- arguments ----
 
@@ -1088,6 +1125,7 @@ class ProcessGroupStandin : public c10d::Backend {
         ValueError,
         tensor.device().type() == c10::DeviceType::PrivateUse1 && !tensor.is_sparse(),
         "Tensors must be on standin and dense");
+    check_device(tensor);
     TORCH_CHECK_WITH(
         ValueError,
         tensor.is_contiguous(tensor.suggest_memory_format()),
@@ -1200,6 +1238,20 @@ class ProcessGroupStandin : public c10d::Backend {
 
   // ---- communicators and streams ----
 
+  // A child's communicator is split from this one's, if there is one that works.
+  void split_for_child() {
+    CommunicatorPtr parent;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = communicators_.find("0");
+      parent = found == communicators_.end() ? nullptr : found->second;
+    }
+    if (parent && parent->ready() && !parent->aborted()) {
+      ++splits_;
+      parent->split();
+    }
+  }
+
   CommunicatorPtr communicator(const std::string& key, int rank, int size) {
     CommunicatorPtr found;
     bool is_new = false;
@@ -1216,6 +1268,9 @@ class ProcessGroupStandin : public c10d::Backend {
       }
     }
     if (is_new) {
+      if (key == "0" && options_->split_from) {
+        options_->split_from->split_for_child();
+      }
       WithoutGil released;
       found->join(*store_, c10::str("standin/", key));
     } else if (!found->ready()) {
@@ -1363,18 +1418,59 @@ class ProcessGroupStandin : public c10d::Backend {
     return work;
   }
 
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> number_{0};
   std::atomic<int> splits_{0};
   std::mutex mutex_;
   bool aborted_ = false;
-  bool eager_ = false;
   std::map<std::string, CommunicatorPtr> communicators_;
   std::map<std::pair<std::string, c10::DeviceIndex>, Stream> streams_;
   OperationPtr coalesced_;
   std::vector<at::Tensor> coalesced_tensors_;
   bool coalesced_async_ = false;
+};
+
+// The class behind "nccl" from torch 2.15 on: one communicator on one device, made with the group.
+class ProcessGroupStandin2 : public ProcessGroupStandin {
+ public:
+  using ProcessGroupStandin::ProcessGroupStandin;
+
+  const std::string getBackendName() const override {
+    return kName2;
+  }
+
+  // Makes the communicator.
+  void connect_on(std::optional<at::Device> device) {
+    const auto index = current_stream(-1).device_index();
+    device_ = device ? *device : at::Device(c10::DeviceType::PrivateUse1, index);
+    eagerConnectSingleDevice(*device_);
+  }
+
+ protected:
+  std::optional<at::Device> own_device() const override {
+    return device_;
+  }
+
+  void check_device(const at::Tensor& tensor) const override {
+    TORCH_CHECK(
+        device_->index() == tensor.device().index(),
+        "ProcessGroupNCCL is bound to device ",
+        *device_,
+        " but an operation was issued on ",
+        tensor.device());
+  }
+
+  c10::intrusive_ptr<Backend> child(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      const c10::intrusive_ptr<Options>& options) override {
+    auto group = c10::make_intrusive<ProcessGroupStandin2>(store, rank, size, options);
+    group->connect_on(device_);
+    return c10::static_intrusive_pointer_cast<Backend>(group);
+  }
+
+ private:
+  std::optional<at::Device> device_;
 };
 
 } // namespace
@@ -1388,6 +1484,7 @@ void bind_group(py::module_& m) {
       group, "Options")
       .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
       .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream)
+      .def_readwrite("split_from", &Group::Options::split_from)
       .def("__deepcopy__", [](const Group::Options& self, const py::dict&) {
         return c10::make_intrusive<Group::Options>(self);
       });
@@ -1404,7 +1501,42 @@ void bind_group(py::module_& m) {
           py::arg("options"),
           py::call_guard<py::gil_scoped_release>())
       .def("comm_split_count", &Group::splits)
+      .def("perform_nocolor_split", &Group::perform_nocolor_split)
       .def_property_readonly("options", &Group::options);
+
+  using Group2 = ProcessGroupStandin2;
+  auto group2 = py::class_<Group2, c10::intrusive_ptr<Group2>, c10d::Backend>(
+      m, "ProcessGroupStandin2");
+  group2
+      .def(
+          py::init([](c10::intrusive_ptr<c10d::Store> store,
+                      int rank,
+                      int size,
+                      c10::intrusive_ptr<Group::Options> options,
+                      std::optional<at::Device> device) {
+            auto made =
+                c10::make_intrusive<Group2>(std::move(store), rank, size, std::move(options));
+            made->connect_on(device);
+            return made;
+          }),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"),
+          py::arg("device_id") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "perform_nocolor_split",
+          [](Group2& self, at::Device device) { self.perform_nocolor_split(device); })
+      .def(
+          "split",
+          &Group2::split,
+          py::arg("store"),
+          py::arg("ranks"),
+          py::arg("opts"),
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", [](Group2& self) { return self.options(); });
+  group2.attr("Options") = group.attr("Options");
 }
 
 } // namespace standin

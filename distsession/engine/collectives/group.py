@@ -233,13 +233,12 @@ class Groups:
         name = "world" if group.is_world else f"group{group.getGroupName()}-{count}"
         return dist.PrefixStore(name, self._backends_store)
 
-    def make_native(self, group: SwappableGroup, store: dist.Store, *, is_again: bool) -> Any:
+    def make_native(self, group: SwappableGroup, store: dist.Store) -> Any:
         """The inner group.
 
         Args:
             group: The outer one.
             store: With a prefix of its own.
-            is_again: It had one before: what only its members do has to be enough then.
         """
         if not group.recipe.is_gloo:
             made = torch_private.make_backend_group(
@@ -249,7 +248,6 @@ class Groups:
                 group.ranks,
                 group.limit,
                 is_world=group.is_world,
-                may_split=not is_again,
             )
             for kind in torch_private.backend_classes(made):
                 self.recorder.unseen.watch_backends(kind)
@@ -396,7 +394,7 @@ class Groups:
         world: Any = dist.group.WORLD
         self._default = weakref.ref(world)
         self._carry_over(world)
-        world.connect(self._store_of(world) or dist.PrefixStore("world", meeting), is_again=True)
+        world.connect(self._store_of(world) or dist.PrefixStore("world", meeting))
 
     def reconnect_others(self, meeting: dist.Store, *, alone: bool) -> None:
         """Connect anew every group that all its members know; every rank has to do so.
@@ -428,7 +426,7 @@ class Groups:
             else:
                 self._carry_over(group)
                 store = None if group.recipe.is_gloo else self._store_of(group)
-                group.connect(store or dist.PrefixStore(f"group{name}", meeting), is_again=True)
+                group.connect(store or dist.PrefixStore(f"group{name}", meeting))
         self._meeting = None
         torch_private.refresh_modules()
         self._note_made()
@@ -524,14 +522,14 @@ class SwappableGroup(Collectives):
 
     # --- connections ------------------------------------------------------------------------------
 
-    def connect(self, store: dist.Store, *, is_again: bool = False) -> None:
+    def connect(self, store: dist.Store) -> None:
         """Replace the inner group; returns when all members have."""
         old = [self.inner]
         self.inner = None
         self._unusable = "this process group is not connected."
         if old[0] is not None:  # its threads may need a moment to end, for which nobody has to wait
             threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
-        self.use(self._groups.make_native(self, store, is_again=is_again))
+        self.use(self._groups.make_native(self, store))
         self._unusable = ""
 
     def use(self, inner: Any) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "abort_backends",
     "backend_classes",
     "begin_group_count",
+    "bind_to_current_device",
     "boxed",
     "current_stream",
     "follow_groups",
@@ -190,12 +191,14 @@ def install_group_factory(
         bound.arguments["device_id"] = None  # it is for what is within, which connects at once
         recipes.append(recipe)
         try:
-            group, store = native(*bound.args, **bound.kwargs)
+            with _without_splits():
+                group, store = native(*bound.args, **bound.kwargs)
         finally:
             recipes.pop()
         if isinstance(group, dist.ProcessGroup):
             group.devices = [torch.device(d) for d in recipe.backends]  # type: ignore[attr-defined]
-            group.bound_device_id = device_id
+            inner = getattr(group, "inner", None)  # which may have chosen a device by itself
+            group.bound_device_id = device_id or getattr(inner, "bound_device_id", None)
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = (asked, store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
@@ -561,12 +564,12 @@ def make_backend_group(
     timeout: timedelta,
     *,
     is_world: bool,
-    may_split: bool,
 ) -> dist.ProcessGroup:
     """A group of torch's own, of any backend, that is in none of the world's tables.
 
     torch makes it as it makes every group. What it writes into its tables is taken out again, and
-    while it does, the outer group is not in them, so that both can have one name.
+    while it does, the outer group is not in them, so that both can have one name. Its communicator
+    is always a new one, see ``_without_splits``.
 
     Args:
         recipe: How the outer group was asked for.
@@ -575,8 +578,6 @@ def make_backend_group(
         members: Ranks of the world.
         timeout: Of each operation.
         is_world: It is the default group's.
-        may_split: Its communicator may be split from that of the default group, which takes all
-            ranks of the world.
     """
     global _is_making
     world, name = c10d._world, outer.group_name
@@ -584,8 +585,8 @@ def make_backend_group(
     before = [dict(table) for table in tables]
     tagged = {tag: list(groups) for tag, groups in world.tags_to_pg.items()}
     is_named = outer in world.pg_names
-    default: Any = dist.group.WORLD
-    bound = None if default is None else default.bound_device_id
+    # A group that has chosen its device by itself stays on it when it is connected anew.
+    device_id = recipe.device_id or outer.bound_device_id
     options = recipe.options
     for part, value in (("split_from", None), ("split_color", NO_SPLIT)):
         if hasattr(options, part):  # as the last making left it
@@ -594,10 +595,8 @@ def make_backend_group(
     if is_named:
         world.pg_names.pop(outer)
         c10d._unregister_process_group(name)
-    if default is not None and not may_split:
-        default.bound_device_id = None
     try:
-        with native_groups(), _without_lines_of_gloo():
+        with _without_splits(), native_groups(), _without_lines_of_gloo():
             group: Any = c10d._new_process_group_helper(
                 outer.size(),
                 outer.rank(),
@@ -608,7 +607,7 @@ def make_backend_group(
                 options,
                 timeout,
                 None,
-                recipe.device_id,
+                device_id,
                 outer.group_desc,
             )[0]
         c10d._unregister_process_group(name)
@@ -621,13 +620,59 @@ def make_backend_group(
         if is_named:
             c10d._register_process_group(name, outer)
         _is_making = False
-        if default is not None and not may_split:
-            default.bound_device_id = bound
     for device, backend in recipe.backends.items():
         if backend == "gloo" and not connects_later():
             own = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", store))
             _close_listener(own, outer.rank())
     return group  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _without_splits() -> Iterator[None]:
+    """Let torch make a communicator of its own for a group, not one split from the default group's.
+
+    torch splits where the default group has a device, and a split waits for every rank of that
+    group. Ranks that are no members of the new one take no part in it in torch 2.15, where their
+    backend's name is not that of the default group, as ours never is; nor do they where members
+    make a group alone, or where it is connected anew. So a group is split from another in
+    ``split_group()`` only, which every rank of the parent calls. For both sides nothing of it is
+    then begun: neither the members' part nor, up to torch 2.14, that of all others.
+    """
+    default: Any = dist.group.WORLD
+    bound = None if default is None else default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None  # torch asks it for nothing else while it makes a group
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def bind_to_current_device() -> None:
+    """Let groups that choose a device when they are made take this rank's current one.
+
+    From torch 2.15 on, NCCL's class makes its communicator with the group. Where nobody has named a
+    device it takes ``cuda:LOCAL_RANK``, modulo the number of devices, which is another than the
+    rank's in a session whose ``devices=`` are not the first ones. The current device is the
+    session's unless user code has set another.
+    """
+    native = getattr(c10d, "_nccl2_device", None)
+    if native is None or hasattr(native, "__wrapped__"):
+        return
+
+    @functools.wraps(native)
+    def choose(options: Any) -> Any:
+        group = options.process_group
+        if group is not None and group.bound_device_id is None and not options.enable_reconfigure:
+            kind = torch.accelerator.current_accelerator()
+            if kind is not None:
+                index = torch.accelerator.current_device_index()
+                group.bound_device_id = torch.device(kind.type, index)
+        return native(options)
+
+    setattr(c10d, "_nccl2_device", choose)  # noqa: B010 - torch before 2.15 has none
 
 
 def backend_classes(group: Any) -> set[type]:
@@ -643,7 +688,8 @@ def backend_classes(group: Any) -> set[type]:
 
 def native_backends() -> list[type]:
     """Those that come with torch and give operations to a device."""
-    names = ("ProcessGroupNCCL", "ProcessGroupXCCL", "ProcessGroupUCC")
+    nccl = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+    names = (*nccl, "ProcessGroupXCCL", "ProcessGroupUCC")
     found = [getattr(c10d, name, None) for name in names]
     return [kind for kind in found if isinstance(kind, type)]
 
