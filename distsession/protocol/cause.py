@@ -162,12 +162,15 @@ def _sizes_text(mismatch: Mismatch) -> str:
         rest.add((post.name, post.detail.removesuffix(found.description)))
     ranks = sorted(sizes)
     world = {len(part) for both in sizes.values() for part in both if part}
-    if len(rest) != 1 or world != {len(ranks)}:
+    # Of the default group it is known who the members are, though some have not come yet.
+    members = list(range(*world)) if mismatch.group == WORLD and len(world) == 1 else ranks
+    if len(rest) != 1 or world != {len(members)}:
         return ""
     wrong = [
         (source, target, sizes[source][0][n], sizes[target][1][m])
-        for m, source in enumerate(ranks)
-        for n, target in enumerate(ranks)
+        for m, source in enumerate(members)
+        for n, target in enumerate(members)
+        if source in sizes and target in sizes
         if sizes[source][0] and sizes[target][1] and sizes[source][0][n] != sizes[target][1][m]
     ]
     if not wrong:

@@ -19,7 +19,11 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
     ReduceScatterOptions,
+    ScatterOptions,
 )
 
 from distsession.engine.collectives import torch_private
@@ -109,8 +113,10 @@ class Collectives(dist.ProcessGroup):
 
     # --- collectives ------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        opts = AllreduceOptions() if opts is None else opts
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
+        if type(opts) is not AllreduceOptions:  # torch takes one tensor, and an op, as well
+            opts = _options(AllreduceOptions, timeout, reduceOp=named.get("op", opts))
+            tensors = _listed(tensors)
         tensor = tensors[0]
         # The one that is called most: what others have functions for is done here.
         op = _OPS.get(hash(opts.reduceOp)) or _op(opts)
@@ -124,18 +130,30 @@ class Collectives(dist.ProcessGroup):
             lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts), tensors[0]
         )
 
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
+        if not isinstance(opts, BroadcastOptions):
+            opts = _options(BroadcastOptions, timeout, rootRank=named.get("root", opts))
+            tensors = _listed(tensors)
         tensor = tensors[0]
         key = ("broadcast", tensor.dtype, tensor.shape, self._root(opts))
         return self._collective(lambda g: g.broadcast(tensors, opts), key, _is_async(opts), tensor)
 
-    def reduce(self, tensors: Any, opts: Any) -> Any:
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        if not isinstance(opts, ReduceOptions):
+            root = named.get("root", opts)
+            opts = _options(ReduceOptions, timeout, rootRank=root, reduceOp=op)
+            tensors = _listed(tensors)
         tensor = tensors[0]
         key = ("reduce", tensor.dtype, tensor.shape, _op(opts), self._root(opts))
         return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts), tensor)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = AllgatherOptions() if opts is None else opts
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> Any:
+        if not isinstance(opts, AllgatherOptions):
+            opts = _options(AllgatherOptions, named.get("timeout", opts))
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
         shape = inputs[0].shape
         if self._takes_parts:
             shape = _parts(outputs[0], shape)
@@ -172,20 +190,37 @@ class Collectives(dist.ProcessGroup):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        if not isinstance(opts, GatherOptions):
+            opts = _options(GatherOptions, timeout, rootRank=named.get("root", opts))
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs] if outputs else [], [inputs]
         key = ("gather", inputs[0].dtype, inputs[0].shape, self._root(opts))
         return self._collective(
             lambda g: g.gather(outputs, inputs, opts), key, _is_async(opts), inputs[0]
         )
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        if not isinstance(opts, ScatterOptions):
+            opts = _options(ScatterOptions, timeout, rootRank=named.get("root", opts))
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs] if inputs else []
         key = ("scatter", outputs[0].dtype, outputs[0].shape, self._root(opts))
         return self._collective(
             lambda g: g.scatter(outputs, inputs, opts), key, _is_async(opts), outputs[0]
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = ReduceScatterOptions() if opts is None else opts
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        if not isinstance(opts, ReduceScatterOptions):
+            opts = _options(ReduceScatterOptions, timeout, reduceOp=named.get("op", opts))
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
         shape = _parts(inputs[0], outputs[0].shape)
         key = ("reduce_scatter", outputs[0].dtype, shape, _op(opts))
         return self._collective(
@@ -223,9 +258,10 @@ class Collectives(dist.ProcessGroup):
         return self._collective(call, key, _is_async(opts), inputs[0], has_sizes=True)
 
     def alltoall_base(
-        self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None
+        self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None, **named: Any
     ) -> Any:
-        opts = AllToAllOptions() if opts is None else opts
+        if not isinstance(opts, AllToAllOptions):
+            opts = _options(AllToAllOptions, named.get("timeout", opts))
         size = len(self.members)
         send_sizes = list(send) or [tensor.shape[0] // size] * size
         receive_sizes = list(receive) or [output.shape[0] // size] * size
@@ -240,8 +276,9 @@ class Collectives(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base
 
-    def barrier(self, opts: Any = None) -> Any:
-        opts = BarrierOptions() if opts is None else opts
+    def barrier(self, opts: Any = None, **named: Any) -> Any:
+        if not isinstance(opts, BarrierOptions):
+            opts = _options(BarrierOptions, named.get("timeout", opts))
         return self._collective(lambda g: g.barrier(opts), ("barrier",), _is_async(opts), None)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
@@ -267,6 +304,19 @@ class Collectives(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         return self._any_source(tensors, tag)
+
+
+def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:
+    """torch's options, from what its groups take in their place; None is for a default."""
+    opts = kind()
+    for name, value in {"timeout": timeout, **values}.items():
+        if value is not None:
+            setattr(opts, name, value)
+    return opts
+
+
+def _listed(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _op(opts: Any) -> str:
