@@ -1,0 +1,1 @@
+"""Tests of ranks written after those of torch's repository that its wheel does not have."""

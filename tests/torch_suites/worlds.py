@@ -1,0 +1,153 @@
+"""Where methods run: the ranks of a session, and plain processes. Both tell how it went alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distsession import DistsessionError, RunError, Session
+from distsession.kernel.output import Silent
+from tests.torch_suites.suites import Suite
+
+__all__ = ["Outcome", "Plain", "Ranks"]
+
+ROOT = Path(__file__).parents[2]
+WORST_FIRST = ("died", "timeout", "failed", "skipped", "passed")
+USABLE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a method went.
+
+    Attributes:
+        status: The worst of the ranks'.
+        texts: What each rank says about it.
+        seconds: What it took.
+        unusable: Why the session cannot be used after it.
+    """
+
+    status: str
+    texts: dict[int, str]
+    seconds: float
+    unusable: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed" and not self.unusable
+
+
+class Ranks:
+    """The ranks of one session, which run one method after another."""
+
+    def __init__(self, suite: Suite):
+        self._suite = suite
+        self._session = Session(suite.ranks, output=Silent)
+        self._session.execute(
+            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+            "from tests.torch_suites import method as _torch_suites"
+        )
+
+    def run(self, method: str, limit: float) -> Outcome:
+        with tempfile.TemporaryDirectory() as folder:
+            call = f"_torch_suites.run({self._suite.name!r}, {method!r}, rank, {folder!r})"
+            began = time.monotonic()
+            said, status = "", "died"
+            try:
+                self._session.execute(call, timeout=limit)
+            except TimeoutError as error:
+                said, status = str(error), "timeout"
+            except RunError as error:
+                said, status = str(error), "failed"
+            except (DistsessionError, RuntimeError) as error:
+                said = f"{type(error).__name__}: {error}"
+            took = time.monotonic() - began
+            return _outcome(folder, self._suite, took, status, said, self._unusable())
+
+    def _unusable(self) -> str:
+        try:
+            self._session.execute(
+                "if not dist.is_initialized(): dist.init_process_group()\n"
+                "_t = torch.ones(1); dist.all_reduce(_t)\n"
+                "assert _t.item() == world_size == dist.get_world_size(), _t",
+                timeout=USABLE_TIMEOUT_S,
+            )
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def renew(self) -> None:
+        """Other ranks, which have run nothing."""
+        self.close()
+        self.__init__(self._suite)  # type: ignore[misc]
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class Plain:
+    """Processes that are forked for each method."""
+
+    def __init__(self, suite: Suite):
+        self._suite = suite
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.torch_suites.plain", suite.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._expect("ready")
+
+    def run(self, method: str, limit: float) -> Outcome:
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.monotonic()
+            self._ask({"method": method, "folder": folder, "limit": limit})
+            took = time.monotonic() - began
+            missing = "timeout" if took >= limit else "died"
+            said = "".join(
+                path.read_text(errors="replace")[-1000:]
+                for path in sorted(Path(folder).glob("*.out"))
+            )
+            return _outcome(folder, self._suite, took, missing, said)
+
+    def _ask(self, what: dict[str, Any]) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        self._expect("done")
+
+    def _expect(self, word: str) -> None:
+        assert self._process.stdout
+        while (line := self._process.stdout.readline()).strip() != word:
+            if not line:
+                raise RuntimeError(f"the plain processes of {self._suite.name} have ended")
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _outcome(
+    folder: str, suite: Suite, took: float, missing: str, said: str, unusable: str = ""
+) -> Outcome:
+    """From what the ranks have written down; those that have not count as ``missing``."""
+    statuses, texts = [], {}
+    for rank in range(suite.ranks):
+        path = Path(folder) / f"{rank}.json"
+        told = json.loads(path.read_text()) if path.exists() else None
+        statuses.append(told["status"] if told else missing)
+        if told is None or told["text"]:
+            texts[rank] = told["text"] if told else said
+    worst = min(statuses, key=WORST_FIRST.index)
+    return Outcome(worst, texts, took, unusable)
