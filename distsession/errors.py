@@ -205,7 +205,29 @@ def _rebuild_engine_died(
 
 
 class CollectiveError(DistsessionError, RuntimeError):
-    """A collective (or a send or receive) was given up; the message says for whose sake."""
+    """A collective (or a send or receive) was given up; the message says for whose sake.
+
+    On a rank it is of the type, too, that torch raises in such a case.
+
+    Attributes:
+        torch_text: What torch says in such a case, for code that looks for it; ``str()`` ends with
+            it.
+    """
+
+    torch_text: str = ""
+
+    @property
+    def own_text(self) -> str:
+        """The message without what torch says."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.own_text} (torch: {self.torch_text})" if self.torch_text else self.own_text
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The message in lines, as it is shown: without what torch says."""
+        return self._lines or (self.own_text,)
 
 
 class CollectiveMismatchError(CollectiveError):

@@ -6,13 +6,14 @@ the second have tensors made on their device unless a program says otherwise, so
 the same. The parameter says what differs in what a test may assume.
 
 ``DISTSESSION_BACKENDS=gloo,standin,nccl`` names others. NCCL needs a GPU, which all ranks share.
+``standin2`` plays the other class that NCCL has, from torch 2.15 on.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 
 from distsession import Session
 
-__all__ = ["BACKENDS", "GLOO", "STANDIN", "Backend", "Place", "only", "places"]
+__all__ = ["BACKENDS", "GLOO", "STANDIN", "STANDIN2", "Backend", "Place", "only", "places"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Backend:
 
     def why_not(self) -> str | None:
         """Why it cannot be had on this machine, or None."""
-        if self.name == "standin":
+        if self.device == "standin":
             return _why_no_standin()
         if self.name == "nccl":
             return _why_no_nccl()
@@ -87,6 +88,8 @@ STANDIN = Backend(
     is_device=True,
     break_device="torch.standin._break()",
 )
+STANDIN2 = replace(STANDIN, name="standin2")
+"""As NCCL's class of torch 2.15: it connects when it is made, and binds its group to a device."""
 NCCL = Backend(
     "nccl",
     device="cuda",
@@ -97,7 +100,7 @@ NCCL = Backend(
     break_device="torch.zeros(4)[torch.full((1,), 99)].sum().item()",
 )
 
-_ALL = {backend.name: backend for backend in (GLOO, STANDIN, NCCL)}
+_ALL = {backend.name: backend for backend in (GLOO, STANDIN, STANDIN2, NCCL)}
 BACKENDS = tuple(
     _ALL[name] for name in os.environ.get("DISTSESSION_BACKENDS", "gloo,standin").split(",")
 )
@@ -120,9 +123,11 @@ def places(**ranks: Iterable[int]) -> list[Any]:
     """Parameters of a fixture: the numbers of ranks that each backend is tried with.
 
     Args:
-        **ranks: By the name of the backend. NCCL is tried with those of the stand-in.
+        **ranks: By the name of the backend. NCCL and ``standin2`` are tried with those of the
+            stand-in.
     """
-    ranks.setdefault("nccl", ranks.get("standin", ()))
+    for name in ("standin2", "nccl"):
+        ranks.setdefault(name, ranks.get("standin", ()))
     return [
         pytest.param(Place(backend, count), id=f"{backend}, {count} ranks")
         for backend in BACKENDS

@@ -109,6 +109,8 @@ def message_of(error: BaseException) -> str:
     """What an error says; never raises."""
     if isinstance(error, SyntaxError) and error.lineno is not None:  # the place stands by itself
         return _safely(lambda: str(error.msg)[:_MAX_VALUE], "invalid syntax")
+    if isinstance(error, CollectiveError):  # what torch says is for code that looks for it
+        return error.own_text[:_MAX_VALUE]
     return _safely(
         lambda: str(error)[:_MAX_VALUE],
         f"<its message cannot be shown: {type(error).__name__}.__str__ raises>",

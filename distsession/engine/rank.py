@@ -661,6 +661,7 @@ class Rank:
                 named=isinstance(request, PullRequest),
                 may_be_remote=True,
                 lend=lend,
+                for_ranks=isinstance(request, PullRequest) and request.for_ranks,
             )
         except SerializationError as error:  # its frames are ours, and explain nothing
             raise error.with_traceback(None) from None

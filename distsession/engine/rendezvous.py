@@ -27,6 +27,7 @@ from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
 from distsession.engine.listeners import RequestListener
 from distsession.engine.process_group import Place
+from distsession.engine.torch_errors import TWICE, clients_text, in_torchs_place, late_clients_text
 from distsession.errors import CollectiveError
 from distsession.protocol.messages import Request
 
@@ -88,7 +89,7 @@ class UserGroups(RequestListener):
         torch_private.leave_groups_to_torch()
         torch_private.refuse_groups(CollectiveError(text))
 
-    def _meet(self, port: int, rank: int, world_size: int, timeout: timedelta) -> Any:
+    def _meet(self, host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Any:
         """A store for these ranks alone; returns when all of them have come.
 
         Returns:
@@ -103,7 +104,21 @@ class UserGroups(RequestListener):
         part = f"generation{self._generation}/{name}"
         client = store.session_store(place.store_path)
         this = f"{part}/{self._met[name]}"
-        client.meet(this, part, world_size, timeout)
+        try:
+            client.meet(this, part, world_size, timeout)
+        except dist.DistStoreError as error:
+            seconds, came = timeout.total_seconds(), 1 + client.add(f"{this}/arrived", 0)
+            text = clients_text(seconds, came, world_size)
+            kind: type[Exception] = dist.DistStoreError
+            if rank != 0:
+                text, kind = late_clients_text(host, port, seconds), dist.DistNetworkError
+            if isinstance(error, CollectiveError):
+                in_torchs_place(error, text, kind)
+                raise
+            raise kind(
+                f"{came} of {world_size} ranks came to the {name} within {seconds:g} s: each has "
+                f"to call init_process_group or init_rpc there. (torch: {text})"
+            ) from None
         self._met[name] += 1
         own = f"{this}/store"
         if place.backend != "gloo":  # whose threads call a store without Python
@@ -139,7 +154,8 @@ class UserGroups(RequestListener):
             if problem:
                 raise ValueError(
                     f"this rank is in a process group already, {problem}. Leave the call out, or "
-                    "call torch.distributed.destroy_process_group() on all ranks before it."
+                    "call torch.distributed.destroy_process_group() on all ranks before it. "
+                    f"(torch: {TWICE})"
                 )
             warnings.warn(
                 "this rank is in a process group already, and init_process_group goes on with it: "

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from distsession.engine.process import die_with_parent
 from distsession.engine.store_server import EMPTY, UNLIKE, WORD, Op, pack, unpack
+from distsession.engine.torch_errors import STORE_CLOSED, in_torchs_place, key_text
+from distsession.errors import CollectiveError
 
 __all__ = ["Store", "StoreEndedError", "StorePart", "connect_tcp", "serve_tcp", "session_store"]
 
@@ -35,7 +37,7 @@ CONNECT_RETRY_S = 0.01
 
 ENDED = (
     "the session's rendezvous store has ended, and what was in it is lost. It is replaced by "
-    "itself, and the process group is connected anew before the next run."
+    f"itself, and the process group is connected anew before the next run. (torch: {STORE_CLOSED})"
 )
 
 _Value = str | bytes
@@ -240,6 +242,22 @@ class Store(dist.Store):
         shown: Sequence[str] = (),
     ) -> list[bytes]:
         """Ask for what may not be there yet; the keys may be shown by other names."""
+        try:
+            return self._await_answer(code, keys, limit, is_limited, shown)
+        except TimeoutError:
+            raise dist.DistStoreError(key_text(keys, limit.total_seconds())) from None
+        except CollectiveError as error:  # torch would have waited on
+            in_torchs_place(error, key_text(keys, limit.total_seconds()), dist.DistStoreError)
+            raise
+
+    def _await_answer(
+        self,
+        code: int,
+        keys: Sequence[str],
+        limit: timedelta,
+        is_limited: bool,
+        shown: Sequence[str],
+    ) -> list[bytes]:
         deadline = time.monotonic() + limit.total_seconds()
         soon = time.monotonic() + UNREPORTED_WAIT_S
         with self._using() as connection:
@@ -252,10 +270,6 @@ class Store(dist.Store):
                     with self.record_wait(shown or keys, is_limited):
                         return connection.receive(deadline)[1]
                 return connection.receive(deadline)[1]
-            except TimeoutError:
-                names = ", ".join(f"/{key}" for key in keys)
-                ms = limit.total_seconds() * 1000
-                raise dist.DistStoreError(f"wait timeout after {ms:.0f}ms, keys: {names}") from None
             finally:
                 self._waiting.discard(connection)
 
@@ -376,7 +390,8 @@ class Store(dist.Store):
             connection.send(pack(Op.POP, [_bytes(key), b"now"]))
             code, parts = connection.receive(None)
         if code == EMPTY:
-            raise getattr(dist, "QueueEmptyError", RuntimeError)(f"queue {key} is empty")
+            kind = getattr(dist, "QueueEmptyError", RuntimeError)
+            raise kind(f"queue is empty: {key}")
         return parts[0]
 
     def queue_len(self, key: str) -> int:

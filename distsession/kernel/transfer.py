@@ -130,7 +130,10 @@ def copy(
     """
     if lend and _copy_lent(requests, source, ranks, names):
         return
-    payload = requests.fetch_frames(source, lambda number: PullRequest(number, tuple(names)))
+    wanted = tuple(names)
+    payload = requests.fetch_frames(
+        source, lambda number: PullRequest(number, wanted, for_ranks=True)
+    )
     _push_frames(requests, ranks, payload)
 
 
@@ -141,7 +144,9 @@ def _copy_lent(requests: Requests, source: int, ranks: Sequence[int], names: Seq
     all the while: what is read of a process that has ended, or computes on, may be anything.
     """
     wanted = tuple(names)
-    payload = requests.fetch_frames(source, lambda number: PullRequest(number, wanted, lend=True))
+    payload = requests.fetch_frames(
+        source, lambda number: PullRequest(number, wanted, lend=True, for_ranks=True)
+    )
     with requests.pushing:
         try:
             problems = requests.call(ranks, PushRequest, payload, verb="sending")

@@ -213,6 +213,9 @@ def late_text(overdue: TimedOut, waiting: Sequence[int], places: Mapping[int, st
         verb = f"send to rank {pair.target}" if operation.name == "recv" else "receive it"
         who = f"{ranks_text(overdue.missing)} did not {verb}{limit}"
         text = f"{who}; {ranks_text(waiting)} waited in {name}{detail}{at}"
+    elif overdue.missing and pair is not None:
+        who = f"no rank sent to rank {pair.target}{limit}"
+        text = f"{who}; {ranks_text(waiting)} waited in {name}{detail}{at}"
     elif overdue.missing:
         who = f"{ranks_text(overdue.missing)} did not come to {name}{detail}{limit}"
         text = f"{who}, in which {ranks_text(waiting)} waited{at}"

@@ -244,11 +244,13 @@ class PullRequest(Message):
         names: Names, also of parts, such as ``"model.weight"`` or ``"losses[0]"``.
         lend: For another rank of this host: what is large on a device may stay there, and is held
             until a ``ReturnRequest``.
+        for_ranks: For other ranks, so that a module with its process group may be among it.
     """
 
     id: int
     names: tuple[str, ...]
     lend: bool = False
+    for_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

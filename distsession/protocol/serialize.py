@@ -64,18 +64,24 @@ class _Chunks(list[Any]):
 
 class _Pickler(cloudpickle.Pickler):
     def __init__(
-        self, file: Any, buffers: list[Any], reducer: Reducer | None, files: set[str] | None
+        self,
+        file: Any,
+        buffers: list[Any],
+        reducer: Reducer | None,
+        files: set[str] | None,
+        for_ranks: bool,
     ):
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._reducer = reducer
         self._files = files
+        self._for_ranks = for_ranks
 
     def reducer_override(self, obj: Any) -> Any:
         if self._files is not None and isinstance(obj, FunctionType):
             file = obj.__code__.co_filename
             if is_notebook_file(file):
                 self._files.add(file)
-        if is_refused(obj):
+        if not self._for_ranks and is_refused(obj):
             raise Unsendable(type(obj).__name__)
         if self._reducer is not None:
             reduced = self._reducer(obj)
@@ -89,10 +95,11 @@ def _dump(
     files: set[str] | None = None,
     may_be_remote: bool = False,
     lend: Lend | None = None,
+    for_ranks: bool = False,
 ) -> Frames:
     chunks, buffers = _Chunks(), list[Any]()
     reducer = _reducer()
-    _Pickler(chunks, buffers, reducer, files).dump(obj)
+    _Pickler(chunks, buffers, reducer, files, for_ranks).dump(obj)
     memory = [b.raw() for b in buffers] if reducer is None else reducer.finish(buffers, lend)
     if not may_be_remote:
         memory = [in_memory(frame) for frame in memory]
@@ -137,6 +144,7 @@ def dump_value(
     named: bool = False,
     may_be_remote: bool = False,
     lend: Lend | None = None,
+    for_ranks: bool = False,
 ) -> Frames:
     """Pickle one value.
 
@@ -149,15 +157,16 @@ def dump_value(
         named: It is a dictionary of values by their names, of which the message names one.
         may_be_remote: Frames may be ``RemoteBytes``, for who writes them to shared memory.
         lend: Is asked of those, for a receiver that copies them by itself.
+        for_ranks: It is rebuilt on ranks, where what needs their process group may go.
 
     Raises:
         SerializationError: The value cannot be pickled; the message names the part at fault.
     """
     try:
-        return _dump(value, files, may_be_remote, lend)
+        return _dump(value, files, may_be_remote, lend, for_ranks)
     except Exception as error:
         for name, part in value.items() if named else ():
-            dump_value(part, what=name, path=name)
+            dump_value(part, what=name, path=name, for_ranks=for_ranks)
         raise _error(value, what, error, path) from None
 
 

@@ -50,7 +50,7 @@ class Unsendable(TypeError):
 
 
 def is_refused(obj: Any) -> bool:
-    """Whether it could be pickled and would look for a process group where it is rebuilt."""
+    """Whether it could be pickled, but looks for a process group where it is rebuilt."""
     kind = type(obj)
     return "DistributedDataParallel" in (kind.__name__, getattr(kind.__base__, "__name__", ""))
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tests.torch_suites import suites
-from tests.torch_suites.worlds import Outcome, Plain, Ranks
+from tests.torch_suites.worlds import Plain, Ranks
 
 LIMIT_S = 60.0
 LONG = {"test_ddp_uneven_inputs": 300.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from tests.torch_suites import suites
 
-__all__ = ["run"]
+__all__ = ["load", "run"]
 
 LINES = 40
 """Of a traceback are kept."""
@@ -33,6 +34,12 @@ def run(suite_name: str, method: str, rank: int, folder: str) -> None:
     part.write_text(json.dumps({"status": status, "text": text}))
     part.rename(path)
     sys.stdout.flush()
+
+
+def load(suite_name: str) -> None:
+    """Import all that its methods need, which takes seconds, outside of their time limits."""
+    _made(suite_name)
+    importlib.import_module("torch._dynamo")
 
 
 @cache

@@ -7,7 +7,6 @@ as each gets new ones from torch's runner.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -21,8 +20,7 @@ from tests.torch_suites import suites
 
 def main() -> None:
     suite = next(suite for suite in suites.SUITES if suite.name == sys.argv[1])
-    suites.methods(suite)
-    importlib.import_module("torch._dynamo")  # each child would import it
+    one.load(suite.name)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:

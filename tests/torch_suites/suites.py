@@ -107,9 +107,7 @@ def _with_agent(module: str, name: str, fixture: str) -> Callable[[], type]:
         from torch.testing._internal.common_distributed import MultiProcessTestCase
 
         tests = getattr(importlib.import_module(module), name)
-        mixin = getattr(
-            importlib.import_module(f"{RPC}.{fixture}_fixture"), _FIXTURES[fixture]
-        )
+        mixin = getattr(importlib.import_module(f"{RPC}.{fixture}_fixture"), _FIXTURES[fixture])
         return type(name, (tests, mixin, MultiProcessTestCase), {})
 
     return make

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ __all__ = ["Outcome", "Plain", "Ranks"]
 ROOT = Path(__file__).parents[2]
 WORST_FIRST = ("died", "timeout", "failed", "skipped", "passed")
 USABLE_TIMEOUT_S = 30.0
+LOOK = 0.9
+"""At this part of a method's time limit it is looked where its ranks are."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +55,37 @@ class Ranks:
         self._session = Session(suite.ranks, output=Silent)
         self._session.execute(
             f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-            "from tests.torch_suites import method as _torch_suites"
+            "from tests.torch_suites import method as _torch_suites\n"
+            f"_torch_suites.load({suite.name!r})"
         )
 
     def run(self, method: str, limit: float) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             call = f"_torch_suites.run({self._suite.name!r}, {method!r}, rank, {folder!r})"
             began = time.monotonic()
-            said, status = "", "died"
+            said, status, seen = "", "died", [""]
+            look = threading.Timer(limit * LOOK, lambda: seen.append(self._look()))
+            look.start()
             try:
                 self._session.execute(call, timeout=limit)
             except TimeoutError as error:
-                said, status = str(error), "timeout"
+                said, status = f"{error}\n{seen[-1]}", "timeout"
             except RunError as error:
                 said, status = str(error), "failed"
             except (DistsessionError, RuntimeError) as error:
                 said = f"{type(error).__name__}: {error}"
+            finally:
+                look.cancel()
             took = time.monotonic() - began
             return _outcome(folder, self._suite, took, status, said, self._unusable())
+
+    def _look(self) -> str:
+        return str(self._session.diagnose(stacks=True))
 
     def _unusable(self) -> str:
         try:
             self._session.execute(
-                "if not dist.is_initialized(): dist.init_process_group()\n"
+                "if not dist.is_initialized(): dist.init_process_group('gloo')\n"
                 "_t = torch.ones(1); dist.all_reduce(_t)\n"
                 "assert _t.item() == world_size == dist.get_world_size(), _t",
                 timeout=USABLE_TIMEOUT_S,

@@ -1,5 +1,8 @@
 """Programs that follow the official tutorials' steps give in cells what they give under torchrun.
 
+So do short ones after what users have reported of torch in public, which `reports/` has; each names
+its report.
+
 One session runs all of them, one after another, as a notebook does in a day: each makes its process
 group and destroys it.
 """
@@ -28,6 +31,7 @@ TORCHRUN_TIMEOUT_S = 120.0
 
 PROGRAMS = sorted((HERE / "programs").glob("*.py"))
 LIBRARIES = sorted((HERE / "libraries").glob("*.py"))
+REPORTS = sorted((HERE / "reports").glob("*.py"))
 
 
 def cells(program: Path) -> list[str]:
@@ -42,20 +46,24 @@ def run_in_cells(session: Session, program: Path) -> dict[int, Any]:
 
 
 def run_under_torchrun(program: Path, folder: Path) -> dict[int, Any]:
-    arguments = ["--standalone", "--nproc-per-node", str(RANKS), HERE / "as_script.py"]
+    torchrun("as_script.py", program, folder)
+    return {r: json.loads((folder / f"{r}.json").read_text()) for r in range(RANKS)}
+
+
+def torchrun(script: str, *arguments: Path) -> None:
+    options = ["--standalone", "--nproc-per-node", str(RANKS), HERE / script]
     with subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *arguments, program, folder],
+        [sys.executable, "-m", "torch.distributed.run", *options, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-    ) as torchrun:
+    ) as process:
         try:
-            _, said = torchrun.communicate(timeout=TORCHRUN_TIMEOUT_S)
+            _, said = process.communicate(timeout=TORCHRUN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            torchrun.terminate()  # and with it the program's processes
+            process.terminate()  # and with it the program's processes
             raise
-    assert torchrun.returncode == 0, said[-4000:]
-    return {r: json.loads((folder / f"{r}.json").read_text()) for r in range(RANKS)}
+    assert process.returncode == 0, said[-4000:]
 
 
 def assert_equal(mine: Any, theirs: Any) -> None:
@@ -87,6 +95,23 @@ def test_a_tutorial_gives_in_cells_what_it_gives_under_torchrun(
 ) -> None:
     mine = run_in_cells(session, program)
     assert_equal(mine, run_under_torchrun(program, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all programs after public reports give under torchrun, which is started once."""
+    folder = tmp_path_factory.mktemp("reports")
+    torchrun("as_scripts.py", folder, *REPORTS)
+    return folder
+
+
+@pytest.mark.parametrize("program", REPORTS, ids=lambda program: program.stem)
+def test_a_reported_program_gives_in_cells_what_it_gives_under_torchrun(
+    session: Session, program: Path, reports: Path
+) -> None:
+    results = [reports / f"{program.stem}-{rank}.json" for rank in range(RANKS)]
+    theirs = {rank: json.loads(path.read_text()) for rank, path in enumerate(results)}
+    assert_equal(run_in_cells(session, program), theirs)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="make tutorials has it")

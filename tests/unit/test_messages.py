@@ -129,7 +129,7 @@ EXAMPLES: list[Any] = [
     CommitRequest(4, keep=True),
     FillRequest(4, "x", (4, 3), {0: (0, 0), 1: (2, 0)}),
     PartsRequest(4, ("['a']", "")),
-    PullRequest(4, ("model", "optim"), lend=True),
+    PullRequest(4, ("model", "optim"), lend=True, for_ranks=True),
     ReturnRequest(5),
     SummaryRequest(4, "model", "In[4]"),
     Buffered(2, 64, (100_000, 17)),

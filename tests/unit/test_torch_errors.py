@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
+import torch.distributed as dist
 
 from distsession.engine.torch_errors import (
     Break,
     classify,
+    in_torchs_place,
     is_from_gloo,
     is_wait_over,
+    monitored_text,
+    stand_in,
     time_limit_s,
 )
+from distsession.errors import CollectiveError, CollectiveHangError
 
 PAIR = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] "
 BUFFER = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] "
@@ -42,3 +49,45 @@ def test_what_came_from_gloo_is_known_wherever_it_is_raised_again() -> None:
 def test_a_wait_that_is_over_is_no_failure() -> None:
     assert is_wait_over(RuntimeError("[Gloo] Operation timed out!"))
     assert not is_wait_over(RuntimeError(f"{BUFFER}Timed out waiting 5000ms"))
+
+
+def test_an_error_in_torchs_place_is_of_both_types_and_travels_as_ours() -> None:
+    error = CollectiveHangError("rank 1 did not come.", remedy="Wait.")
+    error.args_kept = 3  # type: ignore[attr-defined]
+    in_torchs_place(error, "wait timeout", dist.DistNetworkError)
+    in_torchs_place(error, "wait timeout after 3ms", dist.DistStoreError)
+    assert isinstance(error, dist.DistStoreError)
+    assert not isinstance(error, dist.DistNetworkError)
+    assert isinstance(error, CollectiveHangError)
+    assert type(error).__name__ == "CollectiveHangError"
+    assert str(error) == "rank 1 did not come. Wait. (torch: wait timeout after 3ms)"
+    assert error.lines == ("rank 1 did not come. Wait.",)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is CollectiveHangError
+    assert (str(again), vars(again)) == (str(error), vars(error))
+    assert b"torch.distributed" not in pickle.dumps(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_gloo", "kind", "text"),
+    [
+        (CollectiveHangError("x"), True, RuntimeError, "Timed out waiting 1500ms for recv oper"),
+        (CollectiveError("x"), True, RuntimeError, "Connection closed by peer"),
+        (CollectiveHangError("x"), False, dist.DistBackendError, "Watchdog caught collective"),
+        (CollectiveError("x"), False, dist.DistBackendError, "NCCL communicator was aborted on"),
+    ],
+)
+def test_what_stands_in_for_an_operation_that_breaks_off(
+    error: CollectiveError, is_gloo: bool, kind: type[Exception], text: str
+) -> None:
+    stand_in(error, name="all_reduce", sequence=4, limit_s=1.5, rank=1, is_gloo=is_gloo)
+    assert isinstance(error, kind)
+    assert text in error.torch_text
+
+
+def test_a_monitored_barrier_names_whom_torch_names() -> None:
+    one = monitored_text(0, [1, 3], 2.0, all_ranks=False)
+    assert one == "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"
+    both = monitored_text(0, [1, 3], 2.0, all_ranks=True)
+    assert both == "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 2000 ms"
+    assert monitored_text(3, [0], 2.0, all_ranks=True).startswith("Rank 3 successfully reached")

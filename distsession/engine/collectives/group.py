@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsession.engine import cause
 from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.operations import Collectives
 from distsession.engine.collectives.recorder import Recorder, Stream
@@ -37,9 +39,15 @@ from distsession.engine.collectives.work import (
     await_collective,
 )
 from distsession.engine.failure import is_user_code
+from distsession.engine.torch_errors import (
+    in_torchs_place,
+    key_text,
+    late_receive_text,
+    monitored_text,
+)
 from distsession.errors import CollectiveError, CollectiveMismatchError
 from distsession.protocol.board import key_of
-from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT
+from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, TimedOut
 from distsession.protocol.operation_names import WORLD, Pair
 from distsession.ranks import format_ranks, ranks_text
 
@@ -107,7 +115,10 @@ class Groups:
         if not is_world:
             self._number(group)
             # Here, where one can be told to stop, rather than within gloo.
-            with group.recorded(("new_group",), meets=True):
+            with (
+                group.stands_in(group.connect_text, dist.DistStoreError),
+                group.recorded(("new_group",), meets=True),
+            ):
                 self._connect_new(group, options.store)
         elif self._meeting is not None:  # the session's
             self._number(group)
@@ -173,7 +184,12 @@ class Groups:
         # Its peers may have it still.
         weakref.finalize(group, connections.lose).atexit = False
 
-    def _meet_to_make(self, ranks: Sequence[int] | None, makers: Any = None) -> None:
+    def _meet_to_make(
+        self,
+        ranks: Sequence[int] | None,
+        makers: Any = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Called by torch on each rank, a member or not, before a new group is made.
 
         torch numbers new groups by counting them, so every rank has to make the same ones in the
@@ -182,6 +198,7 @@ class Groups:
         Args:
             ranks: The members; None for all.
             makers: The group whose members alone make it. Default: all ranks do.
+            timeout: Its time limit. Default: torch's own.
         """
         world: Any = dist.group.WORLD
         if not isinstance(world, SwappableGroup):
@@ -191,7 +208,12 @@ class Groups:
             return  # which torch refuses
         members = [world.members[rank] for rank in asked]
         meeting = makers if isinstance(makers, SwappableGroup) else world
-        with meeting.recorded(("new_group", f"ranks {format_ranks(members)}"), meets=True):
+        key = ("new_group", f"ranks {format_ranks(members)}")
+        limit = None if timeout is None else timeout.total_seconds()
+        with (
+            meeting.stands_in(meeting.connect_text, dist.DistStoreError),
+            meeting.recorded(key, meets=True, limit=limit),
+        ):
             pass
 
     def _name_of(self, ranks: Sequence[int]) -> str:
@@ -556,6 +578,17 @@ class SwappableGroup(Collectives):
         if self._unusable:
             raise CollectiveError(self._unusable)
 
+    def check_time(self, began: float, limit: timedelta | None) -> None:
+        """Raise what gloo does where a receive from any rank takes longer than it may.
+
+        Args:
+            began: When, by ``time.monotonic()``.
+            limit: How long it may take. Default: the group's limit.
+        """
+        seconds = self._seconds if limit is None else limit.total_seconds()
+        if time.monotonic() - began > seconds and not self._recorder.is_input_awaited():
+            raise RuntimeError(late_receive_text(seconds))
+
     # --- recording --------------------------------------------------------------------------------
 
     def _own_stream(self) -> Stream:
@@ -585,6 +618,7 @@ class SwappableGroup(Collectives):
             )
             self._finalizer.atexit = False
         stream = recorder.stream((groups.generation, self.number), name, members, tag=tag)
+        stream.is_gloo, stream.limit = self.recipe.is_gloo, self._seconds
         self._keys.add(stream.key)
         return stream
 
@@ -630,6 +664,36 @@ class SwappableGroup(Collectives):
             stream.end(at)
         finally:
             self._recorder.block(0)
+
+    @contextmanager
+    def stands_in(
+        self,
+        text: Callable[[Sequence[int], float], str],
+        kind: type[BaseException] = RuntimeError,
+    ) -> Iterator[None]:
+        """Let what ends the block be what torch raises there, too.
+
+        Args:
+            text: Of torch's error; gets who did not come, by their ranks within the group, and the
+                time limit in seconds.
+            kind: Its type.
+        """
+        try:
+            yield
+        except CollectiveMismatchError:
+            raise
+        except CollectiveError as error:
+            reason, stream = cause.find(error), self._own_stream()
+            late, limit = [r for r in self.members if stream.posted_by(r) < stream.count], 0.0
+            if isinstance(reason, TimedOut):
+                late, limit = list(reason.missing), reason.limit
+            missing = [self.members.index(r) for r in late if r in self.members]
+            in_torchs_place(error, text(missing, limit or self._seconds), kind)
+            raise
+
+    def connect_text(self, missing: Sequence[int], limit: float) -> str:
+        """What torch says where members of a new group do not come: it waits for an address."""
+        return key_text([f"{self._name}//cpu//0/{r}" for r in missing[:1]], limit)
 
     def sender(self, tag: int) -> int:
         """A member that has begun to send here and whose message is not taken yet; -1 if none."""
@@ -903,7 +967,12 @@ class SwappableGroup(Collectives):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         self._recorder.connections.lose()  # it is made of messages, and may leave some
-        return super().monitored_barrier(timeout, wait_all_ranks)
+        with self.stands_in(
+            lambda missing, limit: monitored_text(
+                self._my_rank, missing, limit, all_ranks=wait_all_ranks
+            )
+        ):
+            return super().monitored_barrier(timeout, wait_all_ranks)
 
     # --- what else torch asks of a group ----------------------------------------------------------
 
@@ -911,6 +980,8 @@ class SwappableGroup(Collectives):
         """Its operations have another limit, of which torch has told what is within."""
         self.limit = self._limit = timeout
         self._seconds = timeout.total_seconds()
+        if self._stream is not None:
+            self._stream.limit = self._seconds
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)

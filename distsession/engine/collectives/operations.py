@@ -307,7 +307,7 @@ class Collectives(dist.ProcessGroup):
 
 
 def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:
-    """torch's options, from what its groups take in their place; None is for a default."""
+    """What torch's operations take, from what its groups take in its place; None: default."""
     opts = kind()
     for name, value in {"timeout": timeout, **values}.items():
         if value is not None:

@@ -54,7 +54,14 @@ from distsession.engine.collectives.operations import (
 from distsession.engine.collectives.unseen import UnseenWork
 from distsession.engine.failure import is_user_code, short_name
 from distsession.engine.listeners import RequestListener
-from distsession.engine.torch_errors import Break, classify, time_limit_s
+from distsession.engine.torch_errors import (
+    Break,
+    classify,
+    in_torchs_place,
+    plain_text,
+    stand_in,
+    time_limit_s,
+)
 from distsession.errors import CollectiveError, CollectiveHangError, CollectiveMismatchError
 from distsession.protocol import board as layout
 from distsession.protocol.board import Board, chained, key_of
@@ -124,6 +131,8 @@ MANY = 8
 _FRAMES = range(24)
 """How far up a place in user code is looked for."""
 _UNKNOWN = Operation("an operation", "world", (), 0)
+_LIMIT_S = 1800.0
+"""torch's own time limit of a group, where that of an operation's is not known."""
 
 # Words, as plain names of this module: they are read several times in each operation.
 _HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
@@ -565,9 +574,11 @@ class Recorder(RequestListener):
                 f"{_described(operation)} broke off: another rank closed its connection, as one "
                 "does that fails, dies or runs into a time limit within an operation."
             ).with_traceback(error.__traceback__)
+            in_torchs_place(closed, plain_text(text))
             return cause.attach(closed, Aborted(operation))
         if why is Break.TIMED_OUT:
-            return self._timeout_error(time_limit_s(text)).with_traceback(error.__traceback__)
+            late = self._timeout_error(time_limit_s(text)).with_traceback(error.__traceback__)
+            return in_torchs_place(late, plain_text(text))
         return error
 
     def _timeout_error(self, limit_s: float) -> CollectiveHangError:
@@ -650,7 +661,8 @@ class Recorder(RequestListener):
         abort = self.abort
         assert abort is not None
         if self.overdue is not None:
-            return _late_error(self.overdue, self.rank)
+            late = _late_error(self.overdue, self.rank)
+            return self.stand_in(late, self.overdue.operation, self.overdue.limit)
         kinds: dict[AbortReason, type[BaseException]] = {
             AbortReason.STOP: KeyboardInterrupt,
             AbortReason.MISMATCH: CollectiveMismatchError,
@@ -660,12 +672,34 @@ class Recorder(RequestListener):
         if mismatch is not None and any(call.rank == self.rank for call in mismatch.calls):
             remedy = mismatch_remedy(mismatch)
             self.raised = mismatch
-            return cause.attach(CollectiveMismatchError(abort.text, remedy=remedy), mismatch)
+            differs = CollectiveMismatchError(abort.text, remedy=remedy)
+            return cause.attach(self.stand_in(differs, known), mismatch)
         error = kinds.get(abort.reason, CollectiveError)(abort.text)
         if abort.reason is AbortReason.FORKED and not self._has_told_fork:
             self._has_told_fork = True  # nobody waits for what it raises, and it may be caught
             sys.stderr.write(f"CollectiveError: {_described(known)}: {abort.text}\n")
-        return cause.attach(error, Aborted(known))
+        return cause.attach(self.stand_in(error, known), Aborted(known))
+
+    def stand_in(
+        self, error: BaseException, operation: Operation | None, limit: float = 0.0
+    ) -> BaseException:
+        """Let an error be what torch raises, too, where that operation breaks off.
+
+        Args:
+            error: What is raised.
+            operation: If it is known.
+            limit: Its time limit in seconds. Default: that of its group.
+        """
+        operation = operation or _UNKNOWN
+        found = [s for s in list(self._streams.values()) if s.name == operation.group]
+        return stand_in(
+            error,
+            name=operation.name,
+            sequence=operation.sequence,
+            limit_s=limit or (found[-1].limit if found else _LIMIT_S),
+            rank=self.rank,
+            is_gloo=not found or found[-1].is_gloo,
+        )
 
     def _operation(self) -> Operation | None:
         """What this rank is in: what the main thread waits in, if it does."""
@@ -695,6 +729,8 @@ class Stream:
         self.count = count
         self.begun = 0
         """How many of them have been handed to gloo."""
+        self.is_gloo, self.limit = True, _LIMIT_S
+        """Whether gloo does them, and the group's time limit: for what torch says of an error."""
         self.members = tuple(members)
         self.open: dict[int, Entry] = {}
         """What is logged and has not ended, by where it is posted."""
@@ -1219,13 +1255,17 @@ class Stream:
         mismatch = Mismatch(self.name, sequence, calls, is_async)
         text, remedy = sentence(mismatch_text(mismatch)), mismatch_remedy(mismatch)
         self.recorder.raised = mismatch
-        return cause.attach(CollectiveMismatchError(text, remedy=remedy), mismatch)
+        differs = CollectiveMismatchError(text, remedy=remedy)
+        self.recorder.stand_in(differs, None)
+        return cause.attach(differs, mismatch)
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
         call = self._call(self.recorder.rank, self.recorder.region.slot(at))
         sequence = self.words[at] & _SEQUENCE_MASK
         operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
-        return _late_error(TimedOut(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+        late = _late_error(TimedOut(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+        self.recorder.stand_in(late, operation, timeout or 0.0)
+        return late
 
 
 def _row_of(places: list[int]) -> tuple[int, int, int, int] | None:

@@ -144,7 +144,7 @@ _signature = functools.cache(inspect.signature)
 
 def install_group_factory(
     make: Callable[[Any, Recipe], Any],
-    agree: Callable[[Sequence[int] | None, Any], None],
+    agree: Callable[[Sequence[int] | None, Any, timedelta | None], None],
     name: Callable[[Sequence[int]], str],
 ) -> None:
     """Let this function make every group of this process, whoever asks for it.
@@ -162,7 +162,8 @@ def install_group_factory(
         make: Gets torch's ``_DistributedBackendOptions`` and how the group was asked for. What it
             returns says in ``devices`` which it is for; that is set here.
         agree: Called on every rank before a new group is made that all ranks have to make; gets
-            its members, or None for all, and the group whose members make it, or None for all.
+            its members, or None for all, the group whose members make it, or None for all, and
+            its time limit, or None for torch's own.
         name: Names a group that its members make alone, from its members.
     """
     if BACKEND.upper() in dist.Backend._plugins:
@@ -215,7 +216,7 @@ def install_group_factory(
         is_local = asked.get("use_local_synchronization") or asked.get("pg_tag")
         if is_local or _is_native:
             return new_group(*args, **kwargs)
-        agree(asked.get("ranks"), _makers[-1] if _makers else None)
+        agree(asked.get("ranks"), _makers[-1] if _makers else None, asked.get("timeout"))
         if not _makers:
             return new_group(*args, **kwargs)
         # The other ranks do not count this one, so it may not take its name from that count.
@@ -428,15 +429,15 @@ def _skip_frames(code: CodeType, follow: Callable[[CodeType, Any], None], how: A
             _skip_frames(part, follow, how)
 
 
-def install_rendezvous(meet: Callable[[int, int, int, timedelta], Any]) -> None:
+def install_rendezvous(meet: Callable[[str, int, int, int, timedelta], Any]) -> None:
     """Let this function give the store at which ranks meet that name a host and a port.
 
     Everything that does so comes to ``_create_c10d_store``: ``env://`` and ``tcp://``, for process
     groups and for RPC.
 
     Args:
-        meet: Gets the port, the rank, the world size and the time limit. Where it gives None,
-            torch's own way is gone, with a store that rank 0 holds.
+        meet: Gets the host, the port, the rank, the world size and the time limit. Where it gives
+            None, torch's own way is gone, with a store that rank 0 holds.
     """
     if not torch_changes.is_usable(Part.RENDEZVOUS):
         return
@@ -447,7 +448,7 @@ def install_rendezvous(meet: Callable[[int, int, int, timedelta], Any]) -> None:
         hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any,
         **options: Any,
     ) -> Any:  # fmt: skip
-        met = None if _is_native else meet(port, rank, world_size, timeout)
+        met = None if _is_native else meet(hostname, port, rank, world_size, timeout)
         if met is not None:
             return met
         is_of_agent = module._torchelastic_use_agent_store

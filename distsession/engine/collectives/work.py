@@ -20,13 +20,15 @@ from distsession.engine.collectives.operation_log import (
 )
 from distsession.engine.collectives.operations import describe
 from distsession.engine.collectives.recorder import Recorder, Stream
-from distsession.engine.torch_errors import is_wait_over
+from distsession.engine.torch_errors import CLOSED, in_torchs_place, is_wait_over
 from distsession.errors import CollectiveError
 from distsession.protocol import board as layout
 from distsession.protocol.operation_names import AnySource
 
 __all__ = ["AnySourceWork", "IssuedWork", "Mark", "await_collective"]
 
+NO_TIMEOUT = timedelta(0)
+"""torch's default for ``Work.wait``: the group's limit holds."""
 WAIT_STEP = timedelta(seconds=0.3)
 """How long a wait within torch lasts before it is seen whether the group has been given up: gloo
 (torch 2.13) now and then loses an operation that is under way when its connections are shut."""
@@ -67,10 +69,11 @@ class IssuedWork(dist.Work):
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         recorder, entry = self._stream.recorder, self._entry
         if recorder.epoch != self._epoch and not torch_private.has_succeeded(self._inner):
-            raise CollectiveError(  # what gloo would say is that a connection was closed
+            gone = CollectiveError(
                 f"{describe(self._key)} was issued before the process group was connected anew, "
                 "and is gone: issue it again."
             )
+            raise in_torchs_place(gone, CLOSED)
         at = self._stream.wait_for(self._at, self._posted, self._key)
         recorder.block(at)
         if entry is not None:
@@ -201,9 +204,8 @@ def await_collective(
             if not is_wait_over(error):
                 raise
             if recorder.epoch != epoch:  # in a thread that nobody waited for
-                raise CollectiveError(
-                    "the process group was connected anew, and this operation is gone."
-                ) from None
+                gone = "the process group was connected anew, and this operation is gone."
+                raise in_torchs_place(CollectiveError(gone), CLOSED) from None
             if was_aborted:
                 raise recorder.abort_error() from None
             if stream is not None:  # not before, for most are over by now
@@ -216,6 +218,7 @@ class _Receiver(Protocol):
     def sender(self, tag: int) -> int: ...
     def recv(self, tensors: Any, source: int, tag: int) -> Any: ...
     def recorded(self, key: tuple[Any, ...], *, from_any: bool) -> Any: ...
+    def check_time(self, began: float, limit: timedelta | None) -> None: ...
     def check_usable(self) -> None: ...
 
 
@@ -241,14 +244,16 @@ class AnySourceWork(dist.Work):
                 self._work = self._group.recv(self._tensors, self._source, self._tag)
         return self._work is not None
 
-    def wait(self, *args: Any, **kwargs: Any) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        limit = timeout if timeout != NO_TIMEOUT else None
         with self._group.recorded(("recv", AnySource(self._tag)), from_any=True):
-            pause = FIRST_PAUSE_S
+            began, pause = time.monotonic(), FIRST_PAUSE_S
             while not self._find():
                 self._group.check_usable()
+                self._group.check_time(began, limit)
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE_S, pause * 1.2)
-        return bool(self._work.wait(*args, **kwargs))
+        return bool(self._work.wait() if limit is None else self._work.wait(limit))
 
     def is_completed(self) -> bool:
         return self._find() and bool(self._work.is_completed())

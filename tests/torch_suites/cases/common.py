@@ -168,7 +168,9 @@ class Common(Case):
 
     def test_dtypes_that_gloo_does_not_add(self) -> None:
         for dtype in (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn):
-            with self.assertRaisesRegex(RuntimeError, "Invalid scalar type|not supported|nsupported"):
+            with self.assertRaisesRegex(
+                RuntimeError, "Invalid scalar type|not supported|nsupported"
+            ):
                 dist.all_reduce(torch.zeros(2, dtype=dtype))
             tensor = torch.ones(2)
             dist.all_reduce(tensor)

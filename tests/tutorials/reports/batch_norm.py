@@ -1,0 +1,27 @@
+"""Batch norm on CPUs: buffers, and SyncBatchNorm: pytorch/pytorch#78078, pytorch/pytorch#62967."""
+
+# %%
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+result = {}
+# %%
+for broadcast in (True, False):
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), broadcast_buffers=broadcast)
+    for _ in range(3):
+        model(torch.tensor([[1.0, 2.0], [3.0, 5.0]]) * (rank + 1)).sum().backward()
+    result[f"buffers {broadcast}"] = model.module[1].running_mean.tolist()
+# %%
+synced = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)))
+try:
+    synced(torch.ones(2, 3))
+except ValueError as error:
+    result["refused"] = str(error)
+result["evaluated"] = synced.eval()(torch.ones(2, 3)).tolist()
+# %%
+dist.destroy_process_group()
