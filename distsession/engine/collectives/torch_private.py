@@ -319,11 +319,11 @@ def _batch_messages() -> None:
 
     @functools.wraps(native)
     def batched(p2p_op_list: list[Any]) -> list[Any]:
-        group: Any = p2p_op_list[0].group or dist.group.WORLD if p2p_op_list else None
-        device = p2p_op_list[0].tensor.device if p2p_op_list else None
+        c10d._check_p2p_op_list(p2p_op_list)
+        group: Any = p2p_op_list[0].group or dist.group.WORLD
+        device = p2p_op_list[0].tensor.device
         if not hasattr(group, "coalesces") or not group.coalesces(device):
             return native(p2p_op_list)
-        c10d._check_p2p_op_list(p2p_op_list)
         with c10d._coalescing_manager(group, device, async_ops=True) as together:
             for each in p2p_op_list:
                 end = "group_dst" if each.op is dist.isend else "group_src"
