@@ -86,9 +86,9 @@ def kill(session: Session, which: str) -> None:
 
 KILLED = {
     "rank": r"rank 3 \(pid \d+\) was killed by SIGKILL",
-    "agent": r"rank 2 \(pid \d+\) is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
-    "relay": r"rank 2 \(pid \d+\) cannot be reached: the relay of gpu2",
-    "host": r"rank 2 \(pid \d+\) is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
+    "agent": r"ranks? 2.* is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
+    "relay": r"ranks? 2.* cannot be reached: the relay of gpu2",
+    "host": r"ranks? 2.* is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
 }
 
 
