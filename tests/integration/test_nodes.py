@@ -645,7 +645,7 @@ def test_the_end_of_a_nodes_agent_is_told_and_mended(start: Callable[..., Sessio
     session.execute("x = torch.full((300_000,), rank)")
     future = session[2:].submit(time.sleep, 60)
     processes(session)["agent"].kill()
-    with pytest.raises(RunError, match="ranks 2-3: each is gone: the agent of node 1 .* ranks 2-3"):
+    with pytest.raises(RunError, match=r"ranks 2-3: each is gone: the agent of node 1 .* ranks"):
         future.result(20)
     with pytest.raises(EngineDiedError, match=r"rank 2 .* is gone: the agent of node 1"):
         session.run(int)
