@@ -211,10 +211,12 @@ class Recorder(RequestListener):
         self.epoch = 0
         """Counts the generations that this process has seen; streams of others mean nothing."""
         self.overdue: TimedOut | None = None
+        """For what this rank has given the group up by itself, if it has."""
         self._has_told_fork = False
         self.raised: Mismatch | None = None
         """What has been raised in this request, whatever the user's code makes of it."""
-        """For what this rank has given the group up by itself, if it has."""
+        self.broken: tuple[int, Operation | None] = 0, None
+        """The last operation that failed while nobody waited in Python, and in which epoch."""
         self._limit = 0.0
         """Seconds that what the main thread is blocked in may take; 0 where that sees to it."""
         self.on_limited: Callable[[], None] = lambda: None
@@ -583,7 +585,9 @@ class Recorder(RequestListener):
 
     def _timeout_error(self, limit_s: float) -> CollectiveHangError:
         """What to raise for a time limit of gloo's."""
-        *operations, last = [*self.region.operations(), _UNKNOWN]
+        epoch, broken = self.broken
+        ended = (broken,) if broken is not None and epoch == self.epoch else ()
+        *operations, last = [*(self.region.operations() or ended), _UNKNOWN]
         begun = [region.sequences() for region in self.board.regions]
         found = TimedOut(last, ())
         for operation in reversed(operations):
@@ -924,6 +928,8 @@ class Stream:
     def fail_posted(self, at: int, posted: Posted) -> None:
         """The same of one that failed after the backend had accepted it."""
         if at and self.words[at] == posted[0]:
+            if self.words[at + _STATE] < _DONE:
+                self.recorder.broken = self.recorder.epoch, self._operation(at)
             self.words[at + _STATE] = layout.FAILED
 
     def wait_for(self, at: int, posted: Posted, key: tuple[Any, ...]) -> int:
@@ -1260,12 +1266,16 @@ class Stream:
         return cause.attach(differs, mismatch)
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
-        call = self._call(self.recorder.rank, self.recorder.region.slot(at))
-        sequence = self.words[at] & _SEQUENCE_MASK
-        operation = Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
+        operation = self._operation(at)
         late = _late_error(TimedOut(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
         self.recorder.stand_in(late, operation, timeout or 0.0)
         return late
+
+    def _operation(self, at: int) -> Operation:
+        """What is posted there."""
+        call = self._call(self.recorder.rank, self.recorder.region.slot(at))
+        sequence = self.words[at] & _SEQUENCE_MASK
+        return Operation(call.name, self.name, self.members, sequence, call.detail, call.place)
 
 
 def _row_of(places: list[int]) -> tuple[int, int, int, int] | None:
