@@ -89,7 +89,8 @@ def other_rank_ends_and_tells() -> list[object]:
         other_rank_ends(dist.get_rank())
     except RuntimeError as error:
         text = str(error)
-        return [text.startswith("rank 0 waits in all_reduce"), text[text.index("torch: ") + 7 : -1]]
+        ours, _, theirs = text.partition("(torch: ")
+        return ["rank 1" in ours and "all_reduce" in ours, theirs.removesuffix(")")]
     return []
 
 
