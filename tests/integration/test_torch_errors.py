@@ -54,7 +54,8 @@ def test_an_error_has_torchs_type_and_words(
     session: Session, plain: dict[str, list[Caught | None]], name: str
 ) -> None:
     ours = session.run(caught_here, name)
-    if not session.evaluate("dist.is_initialized()")[0]:
+    if name == "begin_alone":  # it destroyed the group, and the next program is to begin in one
+        session.evaluate("rank")  # this run has the group again
         session.reconnect()
     for rank, theirs in enumerate(plain[name]):
         mine = ours[rank]
@@ -62,7 +63,7 @@ def test_an_error_has_torchs_type_and_words(
             assert mine is None
             continue
         assert mine is not None
-        assert set(theirs[0]) <= set(mine[0])
+        assert set(theirs[0]) <= set(mine[0]), (theirs, mine)
         for part in words(theirs[1]).split("  "):
             assert part in words(mine[1].replace("(torch: ", "")), (theirs[1], mine[1])
         assert not mine[1].startswith(("Timed out", "[Rank", "wait timeout")) or mine[0][0] not in (

@@ -284,6 +284,16 @@ def test_a_world_that_is_larger_than_the_session_is_torchs_own_affair(session: S
 
 
 @OWN
+@pytest.mark.parametrize("place", ["rank=rank, world_size=3", "rank=3 + rank, world_size=2"])
+def test_a_place_that_nobody_can_meet_at_the_sessions_port_is_refused(
+    session: Session, place: str
+) -> None:
+    session.execute("dist.destroy_process_group()")
+    with pytest.raises(RunError, match="the session has 2 ranks|rank [345] of world_size=2"):
+        session.execute(f"dist.init_process_group('gloo', {place})", timeout=30)
+
+
+@OWN
 def test_processes_that_a_rank_spawns_meet_at_a_port_of_their_own(
     session: Session, tmp_path: Path, port: int
 ) -> None:

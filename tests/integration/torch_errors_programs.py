@@ -118,8 +118,10 @@ def new_group_alone(rank: int) -> None:
 
 def begin_alone(rank: int) -> None:
     dist.destroy_process_group()
-    if rank == 0:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    for _ in range(10 if rank == 0 else 0):
+        # On a busy machine torch's store may fail to connect with itself, which is not meant here.
+        with contextlib.suppress(dist.DistNetworkError):
+            dist.init_process_group("gloo", timeout=timedelta(seconds=1))
 
 
 def join_nobody(rank: int) -> None:
@@ -170,9 +172,10 @@ def _become_rank(rank: int, name: str, port: int, end: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=LONGEST_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    if name == "begin_alone":  # which needs a port of its own
-        os.environ["MASTER_PORT"] = "0"
-    end.send(caught_here(name))
+    with held_port() as another:
+        if name == "begin_alone":  # the first store still listens at its port
+            os.environ["MASTER_PORT"] = str(another)
+        end.send(caught_here(name))
     time.sleep(2.5)  # whoever ends has closed its connections
     os._exit(0)
 
