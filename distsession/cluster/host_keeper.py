@@ -110,16 +110,22 @@ class HostKeeper:
 
     def _end(self) -> None:
         self._is_over.set()
-        for door in self._doors:
-            door.close()
-        if self._hosts is not None:
-            self._hosts.cancel()
-            # What it has just started must not be left.
-            has_ended = self._starting.acquire(timeout=START_END_TIMEOUT_S)
-            self._hosts.close()
+        with contextlib.ExitStack() as steps:  # from the last, whatever becomes of one of them
+            steps.callback(self._listener.close)
+            if self._hosts is not None:
+                steps.callback(self._end_hosts, self._hosts)
+            for door in self._doors:
+                steps.callback(door.close)
+
+    def _end_hosts(self, hosts: Hosts) -> None:
+        hosts.cancel()
+        # What it has just started must not be left.
+        has_ended = self._starting.acquire(timeout=START_END_TIMEOUT_S)
+        try:
+            hosts.close()
+        finally:
             if has_ended:
                 self._starting.release()
-        self._listener.close()
 
     # --- owners -----------------------------------------------------------------------------------
 
