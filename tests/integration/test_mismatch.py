@@ -303,6 +303,7 @@ refused = {
     "sparse": lambda **how: dist.all_reduce(
         torch.eye(3).to_sparse(), op=dist.ReduceOp.MAX, **how
     ),
+    "csr": lambda **how: dist.all_reduce(torch.eye(3).to_sparse_csr(), **how),
     "list": lambda **how: dist.all_gather(list(lists), ones(2), **how),
     "shape": lambda **how: dist.all_gather([ones(3)] * world_size, ones(2), **how),
     "size": lambda **how: dist.all_gather_into_tensor(ones(99), ones(3), **how),
@@ -347,6 +348,26 @@ def test_who_comes_late_to_what_the_backend_refuses_hears_of_that(session: Sessi
     )
     assert set(session.evaluate("first").values()) == {"Invalid scalar type"}
     assert all("tensor list" in text for text in session.evaluate("second").values())
+    check(session)
+
+
+@only("gloo", "it is gloo that refuses these")
+@pytest.mark.parametrize("how", ["", ", async_op=True"], ids=["waited for", "issued"])
+def test_a_rank_may_be_late_by_many_refusals(session: Session, how: str) -> None:
+    session.execute(
+        "import time\n"
+        "if odd: time.sleep(0.5)\n"
+        "texts = set()\n"
+        "for _ in range(200):\n"
+        "    try:\n"
+        f"        work = dist.all_reduce(ones(4, dtype=torch.int16){how})\n"
+        "        work.wait()\n"
+        "    except RuntimeError as error:\n"
+        "        texts.add(str(error))\n"
+        "dist.all_reduce(ones(2))\n"
+        "assert kept.tolist() == [world_size] * 2"
+    )
+    assert session.evaluate("sorted(texts)")[0] == ["Invalid scalar type"]
     check(session)
 
 
