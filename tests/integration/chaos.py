@@ -283,9 +283,13 @@ class Chaos:
         """Descriptors and threads; old groups may take a moment to go."""
         kernel = psutil.Process()
         ranks = [psutil.Process(info.pid) for info in self.session.infos]
+        # The tests keep agents in store, from which the session's may be: more of them or fewer.
+        parents = {kernel, *(psutil.Process(rank.ppid()) for rank in ranks)}
+        below = {p.pid for p in kernel.children()}
+        below |= {p.pid for each in parents - {kernel} for p in each.children(recursive=True)}
         return Held(
             # Spares come a while after each start of ranks.
-            processes=len(kernel.children(recursive=True)) - len(spares_of(self.session)),
+            processes=len(below | {p.pid for p in parents}) - len(spares_of(self.session)),
             shared_memory=shared_memory(),
             kernel=(kernel.num_fds(), kernel.num_threads()),
             ranks=tuple((rank.num_fds(), rank.num_threads()) for rank in ranks),
