@@ -864,12 +864,13 @@ class SwappableGroup(Collectives):
         """Whether its backend for this device can put operations together."""
         return bool(self.inner._get_backend(device).supports_coalescing)
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        if self._enqueues.get(device.type, self._enqueues_all):
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        if self._enqueues.get(device_type.type, self._enqueues_all):
             self._coalesced = []
-        self.inner._start_coalescing(device)
+        self.inner._start_coalescing(device_type)
 
-    def _end_coalescing(self, device: torch.device) -> Any:
+    def _end_coalescing(self, device_type: torch.device) -> Any:
+        device = device_type
         together, self._coalesced = self._coalesced or (), None
         recorder = self._recorder
         if together:  # which may wait for others, as any call may that gives a device something
@@ -990,7 +991,15 @@ class SwappableGroup(Collectives):
         self.set_limit(timeout)
 
     def getBackendName(self) -> str:
-        return torch_private.BACKEND
+        return torch_private.BACKEND  # C++ would look for the backend of another name here
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        return bool(getattr(self.inner, "use_pg_for_symm_mem_rendezvous", False))
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
+        self.inner.use_pg_for_symm_mem_rendezvous = value
 
     def name(self) -> str:
         return "gloo" if self.recipe.is_gloo else str(self.inner.name())
