@@ -862,9 +862,11 @@ class SwappableGroup(Collectives):
 
     def coalesces(self, device: torch.device) -> bool:
         """Whether its backend for this device can put operations together."""
+        self.check_usable()
         return bool(self.inner._get_backend(device).supports_coalescing)
 
     def _start_coalescing(self, device_type: torch.device) -> None:
+        self.check_usable()
         if self._enqueues.get(device_type.type, self._enqueues_all):
             self._coalesced = []
         self.inner._start_coalescing(device_type)
@@ -948,6 +950,7 @@ class SwappableGroup(Collectives):
             The new group; None on a rank that is none of its members.
         """
         limit = self.limit if timeout is None else timeout
+        self.check_usable()
         self._recorder.connections.lose()
         with self.recorded(("split_group",), meets=True):
             # Older torches know fewer of them.
@@ -985,6 +988,7 @@ class SwappableGroup(Collectives):
             self._stream.limit = self._seconds
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self.check_usable()
         self.inner.set_timeout(timeout)
         if not self.recipe.is_gloo:
             torch_private.lift_time_limits(self.inner)
@@ -1002,7 +1006,9 @@ class SwappableGroup(Collectives):
         self.inner.use_pg_for_symm_mem_rendezvous = value
 
     def name(self) -> str:
-        return "gloo" if self.recipe.is_gloo else str(self.inner.name())
+        if self.recipe.is_gloo or self.inner is None:
+            return next(iter(self.recipe.backends.values()))
+        return str(self.inner.name())
 
     def getGroupName(self) -> str:
         return self._name
@@ -1030,9 +1036,18 @@ class SwappableGroup(Collectives):
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
 
 
+_OF_AN_END = ("_has_hooks", "_wait_for_pending_works", "abort", "shutdown")
+"""What torch asks of a group to end it, also of one that has no connections any more."""
+
+
 def _passed_on(name: str) -> Callable[..., Any]:
     def method(self: SwappableGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
+        inner = self.inner
+        if inner is None:
+            if name in _OF_AN_END:
+                return False if name == "_has_hooks" else None  # there is nothing to be ended
+            raise CollectiveError(self._unusable)
+        return getattr(inner, name)(*args, **kwargs)
 
     method.__name__ = name
     return method
