@@ -63,7 +63,8 @@ class UserGroups(RequestListener):
         self._recorder = recorder
         self._region = recorder.region
         self.is_given_back = False
-        """Code has destroyed the session's group, which was connected anew for what comes next."""
+        """Code has destroyed the session's group on all ranks, which have it again for what comes
+        next."""
         self._forked_from = ""
         """Why this process has no group, if it is a copy of the rank."""
         self._generation = 0

@@ -124,6 +124,13 @@ def test_a_group_that_is_destroyed_on_some_ranks_comes_back_on_all(session: Sess
     assert total(session) == [2, 2]
 
 
+def test_all_go_on_with_a_group_that_some_had_destroyed(session: Session, backend: Backend) -> None:
+    for who in ("rank == 0", "rank == 1"):
+        session.execute(f"if {who}:\n    dist.destroy_process_group()")
+        session.execute(f"dist.init_process_group('{backend}')\n{SUM}", timeout=60)
+        assert list(session.evaluate("t.item()").values()) == [2, 2]
+
+
 def test_a_group_given_back_gives_way_to_one_that_code_makes(
     session: Session, output: Recorder, backend: Backend
 ) -> None:
@@ -327,9 +334,10 @@ OWN_WORLD = """
 import tempfile, time, traceback
 import multiprocessing
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def own(place=0, size=1, path=None):
-    store = dist.FileStore(path or tempfile.mktemp(), size)
+def own(place=0, size=1, path=None, store=None):
+    store = store or dist.FileStore(path or tempfile.mktemp(), size)
     dist.init_process_group("gloo", store=store, rank=place, world_size=size)
 
 def child(code, queue):
@@ -366,8 +374,34 @@ AND_SUM = f"\n{SUM}"
         (f"if rank == 0:\n    c10d._update_default_pg(None)\n    own(){AND_SUM}", "rank 0"),
         ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.send(torch.ones(1), 0)\n"
          "    dist.recv(torch.ones(1), 0)", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    time.sleep(1)\n"
+         "    dist.send(torch.ones(1), 0)\n    dist.recv(torch.ones(1), 0)", "rank 0"),
         ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.recv(torch.ones(1))",
          "rank 0"),
+        (f"if rank == 0:\n    own(store=dist.HashStore()){AND_SUM}", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n"
+         f"    own(store=dist.TCPStore('127.0.0.1', 0, 1, True)){AND_SUM}", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n    dist.init_process_group('gloo', "
+         f"'file://' + tempfile.mktemp(), rank=0, world_size=1){AND_SUM}", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n    dist.init_process_group('fake', "
+         f"store=FakeStore(), rank=0, world_size=2){AND_SUM}", "rank 0"),
+        (f"g = dist.new_group([0])\nif rank == 0:\n    c10d._update_default_pg(g){AND_SUM}",
+         "rank 0"),
+        (f"g = dist.new_group([1])\nif rank == 1:\n    dist.group.WORLD = g{AND_SUM}", "rank 1"),
+        ("if rank == 0:\n    c10d._world.pg_map.clear()\n    c10d._update_default_pg(None)\n"
+         "else:\n    dist.barrier()", "rank 0"),
+        ("if rank == 1:\n    dist.destroy_process_group()\nelse:\n    dist.monitored_barrier()",
+         "rank 1"),
+        ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.new_group([0, 1])",
+         "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n"
+         "else:\n    dist.all_gather_object([None, None], 1)", "rank 0"),
+        ("ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+         "if rank == 0:\n    dist.destroy_process_group()\n"
+         "else:\n    ddp(torch.ones(1, 2)).sum().backward()", "rank 0"),
+        ("with torch.no_grad():\n    if rank == 0:\n        time.sleep(1)\n"
+         "        dist.destroy_process_group()\n    else:\n"
+         "        dist.all_reduce(torch.ones(1), async_op=True).wait()", "rank 0"),
     ],
 )  # fmt: skip
 def test_a_rank_that_has_left_the_group_is_named_with_its_line(
@@ -402,6 +436,22 @@ def test_a_member_that_has_destroyed_its_group_is_named(session: Session) -> Non
     with pytest.raises(CollectiveHangError, match=r"rank 0 left group \S+ \(ranks 0-1\) at In"):
         session.execute(code, timeout=60)
     assert total(session) == [2, 2]
+
+
+@OWN
+def test_several_that_have_left_are_named_together(start: Callable[..., Session]) -> None:
+    session = start(3)
+    left = "if rank < 2:\n    dist.destroy_process_group()\n"
+    pair = "    dist.init_process_group('gloo', rank=rank, world_size=2)\n    dist.barrier()\n"
+    for code in (left, left + pair):
+        with pytest.raises(CollectiveHangError, match="ranks 0-1 left the session's group at In"):
+            session.execute(f"{code}else:\n    dist.barrier()", timeout=60)
+        assert total(session) == [3, 3, 3]
+    session.execute("g = dist.new_group([0, 1])")
+    code = "if rank == 0:\n    dist.destroy_process_group()\nelif rank == 1:\n    dist.barrier(g)"
+    with pytest.raises(CollectiveHangError, match=r"rank 0 left group \S+ \(ranks 0-1\) at In"):
+        session.execute(code, timeout=60)
+    assert total(session) == [3, 3, 3]
 
 
 @OWN
@@ -487,6 +537,10 @@ import torch.distributed as dist
 
 def train(rank, world):
     dist.init_process_group("gloo", rank=rank, world_size=world)
+
+def train_alone(rank, world):  # as ignite does
+    if dist.is_initialized():
+        raise RuntimeError("Can not create new group if default one is already initialized")
 """
 
 
@@ -495,6 +549,7 @@ def train(rank, world):
     "launch",
     [
         "mp.start_processes(launched.train, args=(2,), nprocs=2, start_method='fork')",
+        "mp.start_processes(launched.train_alone, args=(2,), nprocs=2, start_method='fork')",
         "elastic_launch(LaunchConfig(1, 1, 1, rdzv_endpoint='127.0.0.1:{port}', "
         "rdzv_backend='static', rdzv_configs={{'rank': 0}}, run_id='x'), launched.train)(0, 1)",
     ],
@@ -513,7 +568,7 @@ def test_code_that_starts_ranks_on_ranks_is_told_in_one_line(
             timeout=60,
         )
     lines = str(raised.value).splitlines()
-    assert "the ranks are these processes already: call train(...) itself" in lines[0]
+    assert "the ranks are these processes already: call train" in lines[0]
     assert len("\n".join(raised.value._render_traceback_()).splitlines()) < 15
     assert total(session) == [2, 2]
 

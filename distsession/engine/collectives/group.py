@@ -782,8 +782,12 @@ class SwappableGroup(Collectives):
                 self._recorder.leave()
             return IssuedWork(work, stream, at, key, number, is_message=is_message)
         except BaseException as error:
+            # Who has left the group may have closed a connection: that is found for what waits.
+            self._recorder.block(at)
+            explained = self._recorder.explain(error)
+            self._recorder.block(0)
             stream.withdraw(at)
-            raise self._recorder.explain(error) from None
+            raise explained from None
 
     def _enqueued_on(self, tensor: torch.Tensor | None) -> str:
         """The device type to which its operation is given; empty where it is done on the CPU."""

@@ -603,6 +603,10 @@ def put_back_default(group: Any) -> None:
 def forget_groups() -> None:
     """Destroy what is left in torch's tables, where code has put the default group away."""
     groups = list(c10d._world.pg_map)
+    if not groups and c10d._world.pg_names:  # code has emptied a part of the tables
+        for table in _TABLES:
+            getattr(c10d._world, table, {}).clear()
+        c10d._unregister_all_process_groups()
     if groups and not dist.is_initialized():
         c10d._update_default_pg(groups[0])
     if dist.is_initialized():
