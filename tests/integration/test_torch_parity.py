@@ -13,18 +13,22 @@ from typing import Any
 import pytest
 
 from distsession import Session
+from tests.ports import held_port
 
 PLAIN = """
-import json, os, sys
+import json, os, pathlib, sys
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-exec(compile(sys.argv[1], "code", "exec"))
-dist.is_initialized() and dist.destroy_process_group()
-with open(sys.argv[2], "w") as file:
-    json.dump(seen, file)
+rank, world_size = int(os.environ["RANK"]), 2
+folder = pathlib.Path(sys.argv[1])
+for name, code in json.loads((folder / "codes").read_text()).items():
+    place = f"file://{folder / name}.store"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world_size)
+    names = {"torch": torch, "dist": dist, "rank": rank, "world_size": world_size}
+    exec(compile(code, name, "exec"), names)
+    dist.is_initialized() and dist.destroy_process_group()
+    (folder / f"{name}.{rank}").write_text(json.dumps(names["seen"]))
 os._exit(0)  # gloo of a group that is still held may end the process badly
 """
 
@@ -33,24 +37,6 @@ os._exit(0)  # gloo of a group that is still held may end the process badly
 def session() -> Iterator[Session]:
     with Session(2, threads=1) as session:
         yield session
-
-
-def plain(code: str, folder: Path, port: int) -> list[Any]:
-    """What ``seen`` is on two ranks of plain torch, through JSON."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    shared |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PLAIN, code, str(folder / str(rank))],
-            env={**os.environ, **shared, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=100)
-        assert process.returncode == 0, said.decode()
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
 def on_ranks(session: Session, code: str) -> list[Any]:
@@ -207,16 +193,53 @@ while rank == 0 and store.add("over", 0) < 2:
 """
 
 
-@pytest.mark.parametrize(
-    "code",
-    [OVERLOADS, WORKS, LOGGED, PROFILED, BACKENDS, MEETING],
-    ids=["overloads", "works", "logged", "profiled", "backends", "meeting"],
-)
+CODES = {
+    "overloads": OVERLOADS,
+    "works": WORKS,
+    "logged": LOGGED,
+    "profiled": PROFILED,
+    "backends": BACKENDS,
+    "meeting": MEETING,
+}
+
+
+@pytest.fixture(scope="module")
+def codes() -> Iterator[dict[str, str]]:
+    with held_port() as port:
+        yield {name: code.replace("PORT", str(port)) for name, code in CODES.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(codes: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two plain processes have written what each code has seen, with which number."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "codes").write_text(json.dumps(codes))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
+    shared |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PLAIN, str(folder)],
+            env={**os.environ, **shared, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, said = process.communicate(timeout=100)
+            assert process.returncode == 0, said.decode()[-2000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return folder
+
+
+@pytest.mark.parametrize("name", CODES)
 def test_ranks_see_what_plain_processes_see(
-    session: Session, tmp_path: Path, port: int, code: str
+    session: Session, codes: dict[str, str], plain: Path, name: str
 ) -> None:
-    code = code.replace("PORT", str(port + 1))
-    expected = plain(code, tmp_path, port)
-    assert on_ranks(session, code) == expected
+    expected = [json.loads((plain / f"{name}.{rank}").read_text()) for rank in range(2)]
+    assert on_ranks(session, codes[name]) == expected
     session.execute("t = torch.ones(1)\ndist.all_reduce(t)")
     assert list(session.evaluate("t.item()").values()) == [2, 2]
