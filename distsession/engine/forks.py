@@ -57,12 +57,16 @@ def spawn_hint(error: BaseException) -> str:
 LAUNCHERS = {
     ("accelerate.launchers", "notebook_launcher"): ("notebook_launcher", "function"),
     ("accelerate.launchers", "debug_launcher"): ("debug_launcher", "function"),
+    ("ignite.distributed.utils", "spawn"): ("ignite.distributed", "fn"),
     ("torch.distributed.launcher.api", "launch_agent"): ("elastic_launch", "entrypoint"),
     ("torch.multiprocessing.spawn", "start_processes"): ("torch.multiprocessing", "fn"),
 }
 """Where processes are started that are to be ranks: how that is called, and what it calls the
 function that they run."""
-_CANNOT_MEET = re.compile(r"EADDRINUSE|this process was forked from rank \d+")
+_CANNOT_MEET = re.compile(
+    r"EADDRINUSE|this process was forked from rank \d+|default one is already initialized"
+)
+"""The last is ignite's, which looks itself whether there is a group."""
 _NOTHING_SAID = "ChildFailedError"
 """torch's elastic agent raises it without what its processes have said."""
 

@@ -44,6 +44,9 @@ NO_END_BY_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MON
 ABANDONED = "given up"
 """Key in a generation's part of the store: somebody waited for all others, and does no longer."""
 
+WITHOUT = "without a group"
+"""Key in a generation's part of the store: how many ranks had none when it began."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -155,7 +158,7 @@ def join(
     *,
     alone: bool = True,
     timeout: float | None = None,
-) -> None:
+) -> bool:
     """Join the process group of a generation; returns when all ranks have.
 
     Each generation has its own prefix in the store, so nothing of an earlier one is found there.
@@ -166,9 +169,13 @@ def join(
         groups: What keeps groups alive over generations; None where the backend cannot.
         alone: Every rank of the world is new, so there are no groups to agree on.
         timeout: Seconds that each step of connecting it may take; by default as any operation.
+
+    Returns:
+        Whether code had destroyed the group that was there before, on all ranks.
     """
     part = f"generation{generation}"
     meeting: dist.Store
+    had_none = not alone and not dist.is_initialized()
     if groups is not None:
         client = store.session_store(place.store_path)
         client.renew()
@@ -181,6 +188,8 @@ def join(
             _await_ranks(meeting, place.world_size, timeout)
     else:
         meeting = dist.PrefixStore(part, store.connect_tcp(place.store_port))
+    if had_none:
+        meeting.add(WITHOUT, 1)
     if groups is not None:
         groups.put_back_default()
     if groups is not None and groups.has_world and is_of_session(place, groups):
@@ -197,6 +206,7 @@ def join(
         )
     if groups is not None:
         groups.reconnect_others(meeting, alone=alone)
+    return had_none and meeting.add(WITHOUT, 0) == place.world_size
 
 
 def can_keep(place: Place, groups: Groups | None, begun: int) -> bool:

@@ -683,7 +683,7 @@ class Rank:
     # --- the process group ------------------------------------------------------------------------
 
     def _reconnect(self, request: ReconnectRequest) -> Any:
-        had_none = not dist.is_initialized()
+        is_given_back = False
         with self._group_lock:  # an abort of the generation before comes too late from here on
             self._refused.discard(request.id)
             if self._aborted is not None and self._aborted.generation >= request.generation:
@@ -699,14 +699,14 @@ class Rank:
         if is_kept and self._groups is not None:
             self._keep(self._groups)
         else:
-            process_group.join(
+            is_given_back = process_group.join(
                 self._place,
                 request.generation,
                 self._groups,
                 alone=False,
                 timeout=request.timeout,
             )
-        self._user_groups.is_given_back = had_none
+        self._user_groups.is_given_back = is_given_back
         self._announce()
         return NOTHING
 

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import socket
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +29,7 @@ from distsession.engine import process_group, store
 from distsession.engine.collectives import torch_private
 from distsession.engine.collectives.group import Groups
 from distsession.engine.collectives.recorder import Recorder
+from distsession.engine.failure import is_user_code
 from distsession.engine.listeners import RequestListener
 from distsession.engine.process_group import Place
 from distsession.engine.torch_errors import TWICE, clients_text, in_torchs_place, late_clients_text
@@ -32,6 +37,10 @@ from distsession.errors import CollectiveError
 from distsession.protocol.messages import Request
 
 __all__ = ["WITHOUT_GROUP", "UserGroups"]
+
+NAME_TIMEOUT_S = 10.0
+"""How long the name of a host may need to become known."""
+NAME_PAUSE_S = 0.2
 
 WITHOUT_GROUP = (
     "This rank has left its process group (destroy_process_group): init_process_group() makes one "
@@ -54,7 +63,8 @@ class UserGroups(RequestListener):
         self._recorder = recorder
         self._region = recorder.region
         self.is_given_back = False
-        """Code has destroyed the session's group, which was connected anew for what comes next."""
+        """Code has destroyed the session's group on all ranks, which have it again for what comes
+        next."""
         self._forked_from = ""
         """Why this process has no group, if it is a copy of the rank."""
         self._generation = 0
@@ -89,7 +99,15 @@ class UserGroups(RequestListener):
         torch_private.leave_groups_to_torch()
         torch_private.refuse_groups(CollectiveError(text))
 
-    def _meet(self, host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Any:
+    def _meet(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        uses_libuv: bool,
+    ) -> Any:
         """A store for these ranks alone; returns when all of them have come.
 
         Returns:
@@ -104,6 +122,7 @@ class UserGroups(RequestListener):
                     "init_process_group an init_method= or store= of your own."
                 )
             return None
+        _await_host(host, port, timeout)
         # The session's own port is another one on each host.
         where = "the session's port" if port == place.store_port else f"port {port}"
         name = f"rendezvous of {world_size} ranks at {where}"
@@ -126,10 +145,10 @@ class UserGroups(RequestListener):
                 f"to call init_process_group or init_rpc there. (torch: {text})"
             ) from None
         self._met[name] += 1
-        own = f"{this}/store"
+        own, met = f"{this}/store", _Met(host, port, uses_libuv)
         if place.backend != "gloo":  # whose threads call a store without Python
-            return dist.PrefixStore(own, store.connect_tcp(place.store_port))
-        return _UserStore(own, client)
+            return _NativeUserStore(own, store.connect_tcp(place.store_port), met)
+        return _UserStore(own, client, met)
 
     def _wrap(self, native: Any) -> Any:
         signature = inspect.signature(native)
@@ -183,15 +202,98 @@ class UserGroups(RequestListener):
         return self._groups is not None and self._groups.has_world
 
 
-class _UserStore(store.StorePart):
+def _await_host(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until a host's name is known, as torch does, which connects to it; but not for minutes.
+
+    Raises:
+        DistNetworkError: It is not.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:
+            reason = error
+        if time.monotonic() - began > min(timeout.total_seconds(), NAME_TIMEOUT_S):
+            text = late_clients_text(host, port, timeout.total_seconds())
+            raise dist.DistNetworkError(
+                f"no host is known by the name {host!r} ({reason}): ranks of a session meet as "
+                f"well if init_process_group() is given no address. (torch: {text})"
+            )
+        time.sleep(NAME_PAUSE_S)
+
+
+@dataclass(frozen=True)
+class _Met:
+    """Where ranks have met, as a ``TCPStore`` says it."""
+
+    host: str
+    port: int
+    uses_libuv: bool
+
+
+class _LikeTcpStore:
+    """What code asks of a ``TCPStore``, in the place of which it gets another store."""
+
+    _met: _Met
+
+    @property
+    def host(self) -> str:
+        return self._met.host
+
+    @property
+    def port(self) -> int:
+        return self._met.port
+
+    @property
+    def libuvBackend(self) -> bool:
+        return self._met.uses_libuv
+
+
+class _NativeUserStore(_LikeTcpStore, dist.PrefixStore):
+    """A part of a store without Python, for a group of the user's."""
+
+    def __init__(self, prefix: str, inner: dist.Store, met: _Met):
+        super().__init__(prefix, inner)
+        self._met = met
+
+
+class _UserStore(_LikeTcpStore, store.StorePart):
     """A part of the session's store, for a group of the user's.
 
     torch sets the group's time limit on the store that it has met at. The session's has its own,
-    by which a wait that nobody has limited is known.
+    by which a wait that nobody has limited is known. What user code sets holds for this part alone.
     """
 
+    def __init__(self, prefix: str, inner: store.Store, met: _Met):
+        super().__init__(prefix, inner)
+        self._met = met
+        self._limit: timedelta | None = None
+
     def set_timeout(self, timeout: timedelta) -> None:
-        pass
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            self._limit = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        limit: timedelta = super().timeout if self._limit is None else self._limit  # type: ignore[misc]
+        return limit
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = self._limit if timeout is None else timeout
+        if limit is None:
+            super().wait([*keys])
+        else:
+            super().wait([*keys], limit)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        if self._limit is not None:
+            self.wait(keys)
+        return super().multi_get([*keys])
 
 
 def _contradiction(

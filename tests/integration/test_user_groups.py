@@ -83,6 +83,7 @@ def test_a_tutorials_setup_and_cleanup_run_again_and_again(
     """With its own port, which torch would open, and find in use the second time."""
     session.execute(
         "import os\n"
+        "before = dict(os.environ)\n"
         "def setup(rank, world_size):\n"
         "    os.environ['MASTER_ADDR'] = 'localhost'\n"
         "    os.environ['MASTER_PORT'] = '12355'\n"
@@ -97,6 +98,7 @@ def test_a_tutorials_setup_and_cleanup_run_again_and_again(
     for _ in range(20):
         session.execute("got = demo(rank, world_size)", timeout=30)
         assert list(session.evaluate("got").values()) == [2, 2]
+    session.execute("os.environ.update(before)")
 
 
 def test_without_a_group_the_status_says_so_and_how_to_get_one(
@@ -120,6 +122,13 @@ def test_a_group_that_is_destroyed_on_some_ranks_comes_back_on_all(session: Sess
     session[0].execute("dist.destroy_process_group()")
     assert dict(session[1].evaluate("dist.is_initialized()")) == {1: True}
     assert total(session) == [2, 2]
+
+
+def test_all_go_on_with_a_group_that_some_had_destroyed(session: Session, backend: Backend) -> None:
+    for who in ("rank == 0", "rank == 1"):
+        session.execute(f"if {who}:\n    dist.destroy_process_group()")
+        session.execute(f"dist.init_process_group('{backend}')\n{SUM}", timeout=60)
+        assert list(session.evaluate("t.item()").values()) == [2, 2]
 
 
 def test_a_group_given_back_gives_way_to_one_that_code_makes(
@@ -203,7 +212,9 @@ def test_a_rank_that_does_not_come_is_named_and_the_wait_ends(
     with pytest.raises(CollectiveHangError) as raised:
         session.execute(f"if rank == 0:\n    dist.init_process_group('{backend}')", timeout=60)
     text = "\n".join(raised.value._render_traceback_())
-    assert "rank 1 did not set the key 'rendezvous of 2 ranks" in text
+    assert re.search(
+        "rank 1 did not set the key .rendezvous of 2 ranks at the session's port", text
+    )
     assert "it finished its part without it; rank 0 waits" in text
     assert list(session.evaluate("x").values()) == [0, 10]
     assert total(session) == [2, 2]
@@ -323,9 +334,10 @@ OWN_WORLD = """
 import tempfile, time, traceback
 import multiprocessing
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def own(place=0, size=1, path=None):
-    store = dist.FileStore(path or tempfile.mktemp(), size)
+def own(place=0, size=1, path=None, store=None):
+    store = store or dist.FileStore(path or tempfile.mktemp(), size)
     dist.init_process_group("gloo", store=store, rank=place, world_size=size)
 
 def child(code, queue):
@@ -362,8 +374,34 @@ AND_SUM = f"\n{SUM}"
         (f"if rank == 0:\n    c10d._update_default_pg(None)\n    own(){AND_SUM}", "rank 0"),
         ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.send(torch.ones(1), 0)\n"
          "    dist.recv(torch.ones(1), 0)", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    time.sleep(1)\n"
+         "    dist.send(torch.ones(1), 0)\n    dist.recv(torch.ones(1), 0)", "rank 0"),
         ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.recv(torch.ones(1))",
          "rank 0"),
+        (f"if rank == 0:\n    own(store=dist.HashStore()){AND_SUM}", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n"
+         f"    own(store=dist.TCPStore('127.0.0.1', 0, 1, True)){AND_SUM}", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n    dist.init_process_group('gloo', "
+         f"'file://' + tempfile.mktemp(), rank=0, world_size=1){AND_SUM}", "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n    dist.init_process_group('fake', "
+         f"store=FakeStore(), rank=0, world_size=2){AND_SUM}", "rank 0"),
+        (f"g = dist.new_group([0])\nif rank == 0:\n    c10d._update_default_pg(g){AND_SUM}",
+         "rank 0"),
+        (f"g = dist.new_group([1])\nif rank == 1:\n    dist.group.WORLD = g{AND_SUM}", "rank 1"),
+        ("if rank == 0:\n    c10d._world.pg_map.clear()\n    c10d._update_default_pg(None)\n"
+         "else:\n    dist.barrier()", "rank 0"),
+        ("if rank == 1:\n    dist.destroy_process_group()\nelse:\n    dist.monitored_barrier()",
+         "rank 1"),
+        ("if rank == 0:\n    dist.destroy_process_group()\nelse:\n    dist.new_group([0, 1])",
+         "rank 0"),
+        ("if rank == 0:\n    dist.destroy_process_group()\n"
+         "else:\n    dist.all_gather_object([None, None], 1)", "rank 0"),
+        ("ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+         "if rank == 0:\n    dist.destroy_process_group()\n"
+         "else:\n    ddp(torch.ones(1, 2)).sum().backward()", "rank 0"),
+        ("with torch.no_grad():\n    if rank == 0:\n        time.sleep(1)\n"
+         "        dist.destroy_process_group()\n    else:\n"
+         "        dist.all_reduce(torch.ones(1), async_op=True).wait()", "rank 0"),
     ],
 )  # fmt: skip
 def test_a_rank_that_has_left_the_group_is_named_with_its_line(
@@ -398,6 +436,22 @@ def test_a_member_that_has_destroyed_its_group_is_named(session: Session) -> Non
     with pytest.raises(CollectiveHangError, match=r"rank 0 left group \S+ \(ranks 0-1\) at In"):
         session.execute(code, timeout=60)
     assert total(session) == [2, 2]
+
+
+@OWN
+def test_several_that_have_left_are_named_together(start: Callable[..., Session]) -> None:
+    session = start(3)
+    left = "if rank < 2:\n    dist.destroy_process_group()\n"
+    pair = "    dist.init_process_group('gloo', rank=rank, world_size=2)\n    dist.barrier()\n"
+    for code in (left, left + pair):
+        with pytest.raises(CollectiveHangError, match="ranks 0-1 left the session's group at In"):
+            session.execute(f"{code}else:\n    dist.barrier()", timeout=60)
+        assert total(session) == [3, 3, 3]
+    session.execute("g = dist.new_group([0, 1])")
+    code = "if rank == 0:\n    dist.destroy_process_group()\nelif rank == 1:\n    dist.barrier(g)"
+    with pytest.raises(CollectiveHangError, match=r"rank 0 left group \S+ \(ranks 0-1\) at In"):
+        session.execute(code, timeout=60)
+    assert total(session) == [3, 3, 3]
 
 
 @OWN
@@ -483,6 +537,10 @@ import torch.distributed as dist
 
 def train(rank, world):
     dist.init_process_group("gloo", rank=rank, world_size=world)
+
+def train_alone(rank, world):  # as ignite does
+    if dist.is_initialized():
+        raise RuntimeError("Can not create new group if default one is already initialized")
 """
 
 
@@ -491,6 +549,7 @@ def train(rank, world):
     "launch",
     [
         "mp.start_processes(launched.train, args=(2,), nprocs=2, start_method='fork')",
+        "mp.start_processes(launched.train_alone, args=(2,), nprocs=2, start_method='fork')",
         "elastic_launch(LaunchConfig(1, 1, 1, rdzv_endpoint='127.0.0.1:{port}', "
         "rdzv_backend='static', rdzv_configs={{'rank': 0}}, run_id='x'), launched.train)(0, 1)",
     ],
@@ -509,9 +568,34 @@ def test_code_that_starts_ranks_on_ranks_is_told_in_one_line(
             timeout=60,
         )
     lines = str(raised.value).splitlines()
-    assert "the ranks are these processes already: call train(...) itself" in lines[0]
+    assert "the ranks are these processes already: call train" in lines[0]
     assert len("\n".join(raised.value._render_traceback_()).splitlines()) < 15
     assert total(session) == [2, 2]
+
+
+@pytest.mark.parametrize("restart", [[0], [0, 2], None], ids=["one", "two", "all"])
+def test_groups_of_ranks_that_died_are_destroyed_with_the_rest(
+    start: Callable[..., Session], backend: Backend, restart: list[int] | None
+) -> None:
+    session = start(3, **backend.options(3))
+    session.execute("parts = [dist.new_group([0, 1]), dist.new_group([1, 2])]\n" + SUM)
+    for rank in restart or [0, 1]:
+        os.kill(session.infos[rank].pid, signal.SIGKILL)
+    until(lambda: "dead" in session.status())
+    session.restart(restart)
+    assert total(session) == [3, 3, 3]
+    if restart is not None:  # rank 1 has groups that the new rank does not know
+        call = "dist.get_backend(parts[0]), parts[0].name(), parts[0]._has_hooks()"
+        assert session[1].execute(call, fetch=True)[1][0] == backend.name
+        for use in ("dist.barrier(parts[0])", "parts[0]._get_sequence_number_for_group()"):
+            with pytest.raises(RunError, match=r"was made before rank 0.* was replaced"):
+                session[1].execute(use)
+    making = f"dist.destroy_process_group()\ndist.init_process_group('{backend}')\n{SUM}"
+    for _ in range(2):
+        session.execute(making, timeout=60)
+        assert list(session.evaluate("t.item()").values()) == [3, 3, 3]
+    session.execute("dist.destroy_process_group()")
+    assert total(session) == [3, 3, 3]
 
 
 def test_a_reconnect_needs_all_ranks(session: Session) -> None:

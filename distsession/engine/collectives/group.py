@@ -782,8 +782,12 @@ class SwappableGroup(Collectives):
                 self._recorder.leave()
             return IssuedWork(work, stream, at, key, number, is_message=is_message)
         except BaseException as error:
+            # Who has left the group may have closed a connection: that is found for what waits.
+            self._recorder.block(at)
+            explained = self._recorder.explain(error)
+            self._recorder.block(0)
             stream.withdraw(at)
-            raise self._recorder.explain(error) from None
+            raise explained from None
 
     def _enqueued_on(self, tensor: torch.Tensor | None) -> str:
         """The device type to which its operation is given; empty where it is done on the CPU."""
@@ -862,14 +866,17 @@ class SwappableGroup(Collectives):
 
     def coalesces(self, device: torch.device) -> bool:
         """Whether its backend for this device can put operations together."""
+        self.check_usable()
         return bool(self.inner._get_backend(device).supports_coalescing)
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        if self._enqueues.get(device.type, self._enqueues_all):
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        self.check_usable()
+        if self._enqueues.get(device_type.type, self._enqueues_all):
             self._coalesced = []
-        self.inner._start_coalescing(device)
+        self.inner._start_coalescing(device_type)
 
-    def _end_coalescing(self, device: torch.device) -> Any:
+    def _end_coalescing(self, device_type: torch.device) -> Any:
+        device = device_type
         together, self._coalesced = self._coalesced or (), None
         recorder = self._recorder
         if together:  # which may wait for others, as any call may that gives a device something
@@ -947,6 +954,7 @@ class SwappableGroup(Collectives):
             The new group; None on a rank that is none of its members.
         """
         limit = self.limit if timeout is None else timeout
+        self.check_usable()
         self._recorder.connections.lose()
         with self.recorded(("split_group",), meets=True):
             # Older torches know fewer of them.
@@ -984,16 +992,27 @@ class SwappableGroup(Collectives):
             self._stream.limit = self._seconds
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self.check_usable()
         self.inner.set_timeout(timeout)
         if not self.recipe.is_gloo:
             torch_private.lift_time_limits(self.inner)
         self.set_limit(timeout)
 
     def getBackendName(self) -> str:
-        return torch_private.BACKEND
+        return torch_private.BACKEND  # C++ would look for the backend of another name here
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        return bool(getattr(self.inner, "use_pg_for_symm_mem_rendezvous", False))
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
+        self.inner.use_pg_for_symm_mem_rendezvous = value
 
     def name(self) -> str:
-        return "gloo" if self.recipe.is_gloo else str(self.inner.name())
+        if self.recipe.is_gloo or self.inner is None:
+            return next(iter(self.recipe.backends.values()))
+        return str(self.inner.name())
 
     def getGroupName(self) -> str:
         return self._name
@@ -1021,9 +1040,18 @@ class SwappableGroup(Collectives):
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
 
 
+_OF_AN_END = ("_has_hooks", "_wait_for_pending_works", "abort", "shutdown")
+"""What torch asks of a group to end it, also of one that has no connections any more."""
+
+
 def _passed_on(name: str) -> Callable[..., Any]:
     def method(self: SwappableGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
+        inner = self.inner
+        if inner is None:
+            if name in _OF_AN_END:
+                return False if name == "_has_hooks" else None  # there is nothing to be ended
+            raise CollectiveError(self._unusable)
+        return getattr(inner, name)(*args, **kwargs)
 
     method.__name__ = name
     return method

@@ -113,10 +113,15 @@ class Collectives(dist.ProcessGroup):
 
     # --- collectives ------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
-        if type(opts) is not AllreduceOptions:  # torch takes one tensor, and an op, as well
+    # In the place of lists and options, torch takes a tensor, an op, a root and a time limit, too.
+    # Parameters bear torch's names; what has another one there is in ``named``.
+
+    def allreduce(
+        self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        if type(opts) is not AllreduceOptions:
             opts = _options(AllreduceOptions, timeout, reduceOp=named.get("op", opts))
-            tensors = _listed(tensors)
+            tensors = _listed(named.get("tensor", tensors))
         tensor = tensors[0]
         # The one that is called most: what others have functions for is done here.
         op = _OPS.get(hash(opts.reduceOp)) or _op(opts)
@@ -130,26 +135,36 @@ class Collectives(dist.ProcessGroup):
             lambda g: g.allreduce_coalesced(tensors, opts), key, _is_async(opts), tensors[0]
         )
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
+    def broadcast(
+        self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
         if not isinstance(opts, BroadcastOptions):
             opts = _options(BroadcastOptions, timeout, rootRank=named.get("root", opts))
-            tensors = _listed(tensors)
+            tensors = _listed(named.get("tensor", tensors))
         tensor = tensors[0]
         key = ("broadcast", tensor.dtype, tensor.shape, self._root(opts))
         return self._collective(lambda g: g.broadcast(tensors, opts), key, _is_async(opts), tensor)
 
     def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, **named: Any
+        self,
+        tensors: Any = None,
+        opts: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        **named: Any,
     ) -> Any:
         if not isinstance(opts, ReduceOptions):
             root = named.get("root", opts)
             opts = _options(ReduceOptions, timeout, rootRank=root, reduceOp=op)
-            tensors = _listed(tensors)
+            tensors = _listed(named.get("tensor", tensors))
         tensor = tensors[0]
         key = ("reduce", tensor.dtype, tensor.shape, _op(opts), self._root(opts))
         return self._collective(lambda g: g.reduce(tensors, opts), key, _is_async(opts), tensor)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> Any:
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any = None, opts: Any = None, **named: Any
+    ) -> Any:
+        outputs, inputs = output_tensors, named.get("input_tensor", input_tensors)
         if not isinstance(opts, AllgatherOptions):
             opts = _options(AllgatherOptions, named.get("timeout", opts))
         if isinstance(inputs, torch.Tensor):
@@ -162,18 +177,21 @@ class Collectives(dist.ProcessGroup):
             lambda g: g.allgather(outputs, inputs, opts), key, _is_async(opts), inputs[0]
         )
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
-        key = ("all_gather_coalesced", *_kinds(inputs))
+        key = ("all_gather_coalesced", *_kinds(input_list))
         return self._collective(
-            lambda g: g.allgather_coalesced(outputs, inputs, opts), key, _is_async(opts), inputs[0]
+            lambda g: g.allgather_coalesced(output_lists, input_list, opts),
+            key,
+            _is_async(opts),
+            input_list[0],
         )
 
-    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
-        key = ("all_gather_into_tensor", tensor.dtype, tensor.shape)
+        key = ("all_gather_into_tensor", input.dtype, input.shape)
         return self._collective(
-            lambda g: g._allgather_base(output, tensor, opts), key, _is_async(opts), tensor
+            lambda g: g._allgather_base(output, input, opts), key, _is_async(opts), input
         )
 
     all_gather_single = _allgather_base
@@ -191,8 +209,14 @@ class Collectives(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any
+        self,
+        output_tensors: Any,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: Any = None,
+        **named: Any,
     ) -> Any:
+        outputs, inputs = output_tensors, named.get("input_tensor", input_tensors)
         if not isinstance(opts, GatherOptions):
             opts = _options(GatherOptions, timeout, rootRank=named.get("root", opts))
         if isinstance(inputs, torch.Tensor):
@@ -203,8 +227,14 @@ class Collectives(dist.ProcessGroup):
         )
 
     def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any
+        self,
+        output_tensors: Any = None,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: Any = None,
+        **named: Any,
     ) -> Any:
+        outputs, inputs = named.get("output_tensor", output_tensors), input_tensors
         if not isinstance(opts, ScatterOptions):
             opts = _options(ScatterOptions, timeout, rootRank=named.get("root", opts))
         if isinstance(outputs, torch.Tensor):
@@ -215,8 +245,14 @@ class Collectives(dist.ProcessGroup):
         )
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any
+        self,
+        output_tensors: Any = None,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: Any = None,
+        **named: Any,
     ) -> Any:
+        outputs, inputs = named.get("output", output_tensors), named.get("input", input_tensors)
         if not isinstance(opts, ReduceScatterOptions):
             opts = _options(ReduceScatterOptions, timeout, reduceOp=named.get("op", opts))
         if isinstance(outputs, torch.Tensor):
@@ -227,8 +263,14 @@ class Collectives(dist.ProcessGroup):
             lambda g: g.reduce_scatter(outputs, inputs, opts), key, _is_async(opts), outputs[0]
         )
 
-    def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+    def _reduce_scatter_base(
+        self,
+        outputTensor: Any,
+        inputTensor: Any,
+        opts: Any = None,
+    ) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
+        output, tensor = outputTensor, inputTensor
         torch_private.warn_of_fsdp2()
         key = ("reduce_scatter_tensor", output.dtype, output.shape, _op(opts))
         return self._collective(
@@ -249,7 +291,8 @@ class Collectives(dist.ProcessGroup):
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        outputs, inputs = output_tensors, input_tensors
         opts = AllToAllOptions() if opts is None else opts
         send = tuple(tensor.numel() for tensor in inputs)
         receive = tuple(tensor.numel() for tensor in outputs)
@@ -258,8 +301,15 @@ class Collectives(dist.ProcessGroup):
         return self._collective(call, key, _is_async(opts), inputs[0], has_sizes=True)
 
     def alltoall_base(
-        self, output: Any, tensor: Any, receive: Any, send: Any, opts: Any = None, **named: Any
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        opts: Any = None,
+        **named: Any,
     ) -> Any:
+        tensor, receive, send = input, output_split_sizes, input_split_sizes
         if not isinstance(opts, AllToAllOptions):
             opts = _options(AllToAllOptions, named.get("timeout", opts))
         size = len(self.members)
@@ -290,13 +340,15 @@ class Collectives(dist.ProcessGroup):
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, tensors: Any, target: int, tag: int) -> Any:
+    def send(self, tensors: Any, dstRank: int, tag: int) -> Any:
+        target = dstRank
         key = ("send", tensors[0].dtype, Elements(tensors[0].numel()))
         return self._message(
             lambda g: g.send(tensors, target, tag), key, (self._my_rank, target), tag, tensors[0]
         )
 
-    def recv(self, tensors: Any, source: int, tag: int) -> Any:
+    def recv(self, tensors: Any, srcRank: int, tag: int) -> Any:
+        source = srcRank
         key = ("recv", tensors[0].dtype, Elements(tensors[0].numel()))
         return self._message(
             lambda g: g.recv(tensors, source, tag), key, (source, self._my_rank), tag, tensors[0]

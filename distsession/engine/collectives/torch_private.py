@@ -38,6 +38,7 @@ __all__ = [
     "BACKEND",
     "GLOO",
     "CppWarnings",
+    "ProfiledReceive",
     "Recipe",
     "abort_backends",
     "backend_classes",
@@ -234,6 +235,49 @@ def install_group_factory(
     _end_coalescing()
     _follow_limits()
     _keep_forward_work()
+    _log_backends()
+
+
+def _log_backends() -> None:
+    """Let the data that DDP logs name the backend, and what is set for it, as with torch's group.
+
+    The logger is C++. It asks a group that says ``gloo`` for its backend of gloo, which ours has
+    within.
+    """
+    kind, name = torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data"
+    native = getattr(kind, name, None)
+    if native is None:
+        return
+
+    def logging_data(module: Any) -> Any:
+        data = native(module)
+        if data.get("backend_name") == BACKEND:
+            backend = module.process_group.name()
+            data["backend_name"] = backend
+            for variable in _LOGGED:
+                key = variable.removeprefix("TORCH_").lower()
+                if key.startswith(f"{backend}_"):
+                    data[key] = os.environ.get(variable, "N/A")
+            gloo = module.process_group._get_backend(torch.device("cpu"))
+            threads = getattr(getattr(gloo, "options", None), "_threads", None)
+            if backend == "gloo" and threads is not None:  # the part that compares has none
+                data["gloo_num_threads"] = threads
+        return data
+
+    put_in_place(kind, name, logging_data)
+
+
+_LOGGED = (
+    "GLOO_DEVICE_TRANSPORT",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_NTHREADS",
+    "NCCL_SOCKET_IFNAME",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
+"""Variables that DDP's logger says with their backend, in lower case."""
 
 
 def _keep_forward_work() -> None:
@@ -265,6 +309,45 @@ def boxed(wait: Callable[..., bool], native: Callable[[], Any]) -> Any:
     """
     kind = getattr(torch._C._distributed_c10d, "PythonCallbackWork", None)
     return native() if kind is None else kind(wait).boxed()
+
+
+class ProfiledReceive:
+    """Shows a profiler a receive from any rank as torch's own is shown.
+
+    Args:
+        tensors: In which it receives.
+    """
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._handle: Any = None
+        if torch.autograd._profiler_enabled():
+            with torch._C._profiler._RecordFunctionFast("c10d::recv_any_source_", [*tensors]):
+                pass
+            enter = torch.autograd._record_function_with_args_enter
+            self._handle = enter("gloo:recvAnySource", *tensors)
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        """Within, nothing is shown: it would be the same receive, from the rank that was found."""
+        if self._handle is None:
+            yield
+            return
+        torch.autograd._enable_record_function(False)
+        try:
+            yield
+        finally:
+            torch.autograd._enable_record_function(True)
+
+    def end(self) -> None:
+        """It is over."""
+        handle, self._handle = self._handle, None
+        if handle is not None:  # in a thread of its own, as gloo's, which makes it asynchronous
+            end = torch.autograd._record_function_with_args_exit
+            thread = threading.Thread(target=end, args=(handle,), name="distsession-profiled")
+            thread.start()
+            thread.join()
 
 
 _makers: list[Any] = []
@@ -429,15 +512,16 @@ def _skip_frames(code: CodeType, follow: Callable[[CodeType, Any], None], how: A
             _skip_frames(part, follow, how)
 
 
-def install_rendezvous(meet: Callable[[str, int, int, int, timedelta], Any]) -> None:
+def install_rendezvous(meet: Callable[[str, int, int, int, timedelta, bool], Any]) -> None:
     """Let this function give the store at which ranks meet that name a host and a port.
 
     Everything that does so comes to ``_create_c10d_store``: ``env://`` and ``tcp://``, for process
     groups and for RPC.
 
     Args:
-        meet: Gets the host, the port, the rank, the world size and the time limit. Where it gives
-            None, torch's own way is gone, with a store that rank 0 holds.
+        meet: Gets the host, the port, the rank, the world size, the time limit, and whether libuv
+            is asked for. Where it gives None, torch's own way is gone, with a store that rank 0
+            holds.
     """
     if not torch_changes.is_usable(Part.RENDEZVOUS):
         return
@@ -448,9 +532,11 @@ def install_rendezvous(meet: Callable[[str, int, int, int, timedelta], Any]) -> 
         hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any,
         **options: Any,
     ) -> Any:  # fmt: skip
-        met = None if _is_native else meet(hostname, port, rank, world_size, timeout)
-        if met is not None:
-            return met
+        if not _is_native and 0 <= port < 2**16:  # others torch refuses
+            uses_libuv = bool(more[0] if more else options.get("use_libuv", True))
+            met = meet(hostname, port, rank, world_size, timeout, uses_libuv)
+            if met is not None:
+                return met
         is_of_agent = module._torchelastic_use_agent_store
         module._torchelastic_use_agent_store = lambda: False  # it has a store for this world alone
         try:
@@ -517,6 +603,10 @@ def put_back_default(group: Any) -> None:
 def forget_groups() -> None:
     """Destroy what is left in torch's tables, where code has put the default group away."""
     groups = list(c10d._world.pg_map)
+    if not groups and c10d._world.pg_names:  # code has emptied a part of the tables
+        for table in _TABLES:
+            getattr(c10d._world, table, {}).clear()
+        c10d._unregister_all_process_groups()
     if groups and not dist.is_initialized():
         c10d._update_default_pg(groups[0])
     if dist.is_initialized():

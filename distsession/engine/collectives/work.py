@@ -34,6 +34,8 @@ WAIT_STEP = timedelta(seconds=0.3)
 (torch 2.13) now and then loses an operation that is under way when its connections are shut."""
 NO_LIMIT = timedelta(0)
 """What C++ gives to ``wait`` where its caller has set no limit."""
+RECEIVE_FROM_ANY = 14
+"""torch's ``OpType::RECVANYSOURCE`` (2.8 to 2.15)."""
 FIRST_PAUSE_S = 2e-5
 LONGEST_PAUSE_S = 2e-3
 """Seconds between two looks at whether somebody has begun to send."""
@@ -149,6 +151,15 @@ class IssuedWork(dist.Work):
     def _source_rank(self) -> int:
         return int(self._inner._source_rank())
 
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+
+    def _get_op_type(self) -> int:
+        return int(self._inner._get_op_type())
+
+    def _get_duration(self) -> float:
+        return float(self._inner._get_duration())
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
@@ -236,12 +247,14 @@ class AnySourceWork(dist.Work):
         self._tag = tag
         self._source = -1
         self._work: Any = None
+        self._profiled = torch_private.ProfiledReceive(tensors)
 
     def _find(self) -> bool:
         if self._work is None:
             self._source = self._group.sender(self._tag)
             if self._source >= 0:
-                self._work = self._group.recv(self._tensors, self._source, self._tag)
+                with self._profiled.instead():
+                    self._work = self._group.recv(self._tensors, self._source, self._tag)
         return self._work is not None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -253,10 +266,19 @@ class AnySourceWork(dist.Work):
                 self._group.check_time(began, limit)
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE_S, pause * 1.2)
-        return bool(self._work.wait() if limit is None else self._work.wait(limit))
+        try:
+            return bool(self._work.wait() if limit is None else self._work.wait(limit))
+        finally:
+            self._profiled.end()
 
     def is_completed(self) -> bool:
-        return self._find() and bool(self._work.is_completed())
+        done = self._find() and bool(self._work.is_completed())
+        if done:
+            self._profiled.end()
+        return done
+
+    def _get_op_type(self) -> int:
+        return RECEIVE_FROM_ANY
 
     def boxed(self) -> Any:
         return torch_private.boxed(self.wait, super().boxed)
