@@ -20,9 +20,9 @@ def exchange(send, receive, how):
     if how == "functional":
         return funcol.all_to_all_single(given, receive, send, dist.group.WORLD).tolist()
     work = dist.all_to_all_single(taken, given, receive, send, async_op=True)
-    return work.wait()
+    return work.get_future().wait() if how == "future" else work.wait()
 """
-HOW = ["async", "functional"]
+HOW = ["async", "functional", "future"]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
