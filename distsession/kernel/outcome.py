@@ -436,7 +436,7 @@ def _line(
         case Mismatch():
             return f"CollectiveMismatchError: {mismatch_text(_mismatch(kind, failed))}"
         case TimedOut():
-            return f"CollectiveHangError: {late_text(failure.reason, kind.ranks, places)}"
+            return f"CollectiveHangError: {late_text(_late(kind, failed), kind.ranks, places)}"
         case _ if isinstance(failure.error, EngineDiedError):
             return f"EngineDiedError: {failure.info.evalue.partition(_NEWLINE)[0]}"
         case Aborted() if failure.info.ename in _COLLECTIVE:  # its text says who
@@ -462,7 +462,7 @@ def _block(
         case Mismatch():
             remedy = mismatch_remedy(_mismatch(kind, failed))
         case TimedOut():
-            remedy = late_remedy()
+            remedy = late_remedy(_late(kind, failed))
         case _ if isinstance(failed[kind.ranks[0]].error, EngineDiedError):
             info = infos[kind.ranks[0]]  # it says who, and has no frames
             return render.remote_traceback(info, colors=colors)
@@ -522,6 +522,12 @@ def _mismatch(kind: _Kind, failed: Failures) -> Mismatch:
     """What the ranks have seen of it, put together."""
     reasons = [failed[rank].reason for rank in kind.ranks]
     return merged(reason for reason in reasons if isinstance(reason, Mismatch))
+
+
+def _late(kind: _Kind, failed: Failures) -> TimedOut:
+    """The same of what these ranks waited for too long in."""
+    late = [r for rank in kind.ranks if isinstance(r := failed[rank].reason, TimedOut)]
+    return replace(late[0], threads=tuple(call for each in late for call in each.threads))
 
 
 def _during_text(failed: Failures, verdict: Verdict | None, places: Mapping[int, str]) -> str:

@@ -224,6 +224,8 @@ class Recovery:
             verdict = diagnosis.diagnose(reports)
             is_wait = verdict.kind is not Kind.NOTHING
             lines = verdict.lines if is_wait else (self._places(reports, pending),)
+            if verdict.threads and not is_wait:
+                lines = (*map(sentence, filter(None, lines)), verdict.threads)
             stopped = f"the run on {ranks_text(pending.ranks)} was stopped"
             where = "\n".join(lines)
             pending.stop(why or sentence(f"{stopped}: {where}" if where else stopped))

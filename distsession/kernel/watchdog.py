@@ -12,7 +12,7 @@ from distsession.cluster.pending import PendingRequest
 from distsession.kernel.output import NO_NOTICE, Notice
 from distsession.kernel.recovery import Recovery, is_doomed, waiting_in
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_from_any
-from distsession.protocol.messages import RankReport, TimedOut
+from distsession.protocol.messages import FrameInfo, RankReport, TimedOut
 from distsession.protocol.rank_state import AbortReason, Ending, RankState
 from distsession.ranks import ranks_text
 
@@ -323,13 +323,19 @@ def _has_enqueued(report: RankReport) -> bool:
     return any(operation.is_enqueued for operation in report.operations)
 
 
+def _line(frame: FrameInfo) -> str:
+    return next((text for number, text in frame.context if number == frame.lineno), "")
+
+
 def _blocked(report: RankReport) -> RankReport:
     """The same, with the operation last and marked that its main thread waits for, if it does."""
     if report.state != RankState.RUNNING or not report.operations or not report.stack:
         return report
     filename = report.stack[-1].filename
     waits = [op for op in report.operations if op.in_thread and _WAITS.search(filename)]
-    if not waits and "torch" in filename and not report.operations[-1].is_enqueued:
+    # A future of C++ has no frame of torch's: the line of the user's that waits for it is the last.
+    is_torchs = "torch" in filename or ".wait(" in _line(report.stack[-1])
+    if not waits and is_torchs and not report.operations[-1].is_enqueued:
         waits = list(report.operations[-1:])
     if not waits:
         return report

@@ -38,7 +38,7 @@ __all__ = ["Board", "Region", "Slot", "file_size", "make_file"]
 HEADER = 128
 STREAMS = 4096
 RING = 64
-SLOT = 8
+SLOT = 9
 MAX_RANKS = 1024
 MEMBER_WORDS = MAX_RANKS // 64
 NAME_WORDS = 24
@@ -55,7 +55,7 @@ LONGEST_TEXT = 8192
 LINE_WORDS = 64
 """For the line that the main thread was last seen at, as text that ends with a zero."""
 REGION = HEADER + STREAMS * STREAM + TEXT_WORDS + LINE_WORDS
-"""Words of one rank's region, 18 MB; only what is used of it takes memory."""
+"""Words of one rank's region, 27 MB; only what is used of it takes memory."""
 
 # Words of a header.
 STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)
@@ -102,7 +102,10 @@ ACCEPTED = 6
 """Of what gloo does, the same word: the sequence again, once gloo is known to have accepted it."""
 CHAIN = 7
 """Stands for all operations up to this one, where members of the group are on several hosts."""
-# States of an operation: what a device was given is ENQUEUED, until it is seen to be complete.
+THREAD = 8
+"""The thread that has issued it; 0 for the main thread."""
+# States of an operation: what its thread waits for is WAITING from the first, and what a device was
+# given is ENQUEUED, until it is seen to be complete.
 ISSUED, WAITING, ENQUEUED, DONE, REFUSED, FAILED = range(1, 7)  # what is over is not below DONE
 
 WORD_MASK = (1 << 64) - 1
@@ -132,6 +135,7 @@ class Slot(NamedTuple):
     place: str
     began: int
     state: int
+    thread: int = 0
 
 
 class Head(NamedTuple):
@@ -562,6 +566,7 @@ class Region:
                 self.place(words[at + PLACE]),
                 words[at + BEGAN],
                 words[at + STATE],
+                words[at + THREAD],
             )
             if signature is not None or words[at + SEQUENCE] == sequence:
                 return slot
@@ -781,6 +786,7 @@ class Region:
                     is_enqueued=(is_enqueued := slots[offset + STATE] == ENQUEUED),
                     device_stream=slots[offset + DEVICE_STREAM] if is_enqueued else 0,
                     stream_key=words[at + KEY],
+                    thread=slot.thread,
                 )
                 found.append((operation.is_waiting, slot.began, operation))
         return tuple(operation for _, _, operation in sorted(found, key=lambda f: f[:2]))

@@ -20,7 +20,16 @@ from distsession.protocol.operation_names import (
 )
 from distsession.ranks import ranks_text
 
-__all__ = ["late_remedy", "late_text", "merged", "mismatch_remedy", "mismatch_text", "sentence"]
+__all__ = [
+    "ONE_THREAD",
+    "late_remedy",
+    "late_text",
+    "merged",
+    "mismatch_remedy",
+    "mismatch_text",
+    "sentence",
+    "threads_text",
+]
 
 MOST_SIDES = 4
 """How many different calls are told; with more, the rest are counted."""
@@ -39,7 +48,8 @@ def merged(parts: Iterable[Mismatch]) -> Mismatch:
     posted = {post.rank: post for part in (first, *others) for post in part.calls}
     together = tuple(posted[rank] for rank in sorted(posted))
     is_begun = any(part.is_begun for part in (first, *others))
-    return Mismatch(first.group, first.sequence, together, is_async, is_begun)
+    beside = tuple(dict.fromkeys(call for part in (first, *others) for call in part.beside))
+    return Mismatch(first.group, first.sequence, together, is_async, is_begun, beside)
 
 
 # --- a mismatch -----------------------------------------------------------------------------------
@@ -50,9 +60,14 @@ def mismatch_text(mismatch: Mismatch) -> str:
 
     The odd ranks out come first, and of what else is equal nothing is said.
     """
+    threads = threads_text(mismatch.group, (*mismatch.calls, *mismatch.beside))
+    return f"{_sides_text(mismatch)}{f'. {threads}' if threads else ''}"
+
+
+def _sides_text(mismatch: Mismatch) -> str:
     if text := _sizes_text(mismatch):
         return text
-    sides = _sides(mismatch.calls)
+    sides = _sides(mismatch.calls, by_thread=_is_mixed(mismatch) and not mismatch.beside)
     if len(sides) == 1 and mismatch.is_begun:
         (side,) = sides
         last = f"{side.name}{_within(mismatch.group, side.name)}"
@@ -78,6 +93,7 @@ def mismatch_text(mismatch: Mismatch) -> str:
         else:
             what = f"with {detail}"
         at = f" at {side.place}" if side.place and not common else ""
+        at += IN_THREAD if side.in_thread else ""
         parts.append(f"{ranks_text(side.ranks)} {what}{at}")
     if len(parts) > MOST_SIDES:
         rest = sorted(rank for side in sides[MOST_SIDES:] for rank in side.ranks)
@@ -102,7 +118,13 @@ def mismatch_remedy(mismatch: Mismatch) -> str:
             "Ranks of different nodes are compared when they have begun it, so its tensors may "
             "have changed"
         )
-    return f"This is {what} {of}. {begun}. Make the calls agree."
+    is_threads = bool(mismatch.beside) or _is_mixed(mismatch)
+    return f"This is {what} {of}. {begun}. {ONE_THREAD if is_threads else 'Make the calls agree.'}"
+
+
+def _is_mixed(mismatch: Mismatch) -> bool:
+    """Whether some ranks have called it in their main thread, and others in another one."""
+    return len({call.in_thread for call in mismatch.calls}) > 1
 
 
 @dataclass(frozen=True)
@@ -112,15 +134,16 @@ class _Side:
     ranks: tuple[int, ...]
     name: str
     detail: str
+    in_thread: bool
     place: str
 
 
-def _sides(posted: Sequence[Called]) -> list[_Side]:
+def _sides(posted: Sequence[Called], *, by_thread: bool) -> list[_Side]:
     """Those that called the same together; first those that are fewer, then by rank."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    places: dict[tuple[str, str], dict[str, None]] = {}
+    ranks: dict[tuple[str, str, bool], list[int]] = {}
+    places: dict[tuple[str, str, bool], dict[str, None]] = {}
     for post in sorted(posted, key=lambda post: post.rank):
-        key = (post.name, post.detail)
+        key = (post.name, post.detail, by_thread and post.in_thread)
         ranks.setdefault(key, []).append(post.rank)
         if post.place:
             places.setdefault(key, {})[post.place] = None
@@ -192,6 +215,45 @@ def _sizes_text(mismatch: Mismatch) -> str:
     return f"rank {odd} called {name}{within} {' and '.join(told)}{more}{at}"
 
 
+# --- two threads in one group -------------------------------------------------------------------
+
+IN_THREAD = " in another thread than the main one"
+ONE_THREAD = (
+    "One thread at a time may use a group: let one thread issue all of its operations, or make a "
+    "group for each thread by dist.new_group()."
+)
+
+
+def threads_text(group: str, calls: Iterable[Called]) -> str:
+    """Which ranks have several threads in one group, and in what; empty if none has.
+
+    Such as ``Two threads of rank 0 use the default group at once, for barrier at In[2] line 3 and
+    broadcast (float32 [2], root 0) at In[2] line 1``.
+
+    Args:
+        group: Its name.
+        calls: What threads of ranks wait in, each in another one.
+    """
+    used: dict[int, list[str]] = {}
+    for call in calls:
+        detail = f" ({call.detail})" if call.detail else ""
+        at = f" at {call.place}" if call.place else ""
+        used.setdefault(call.rank, []).append(f"{call.name}{detail}{at}")
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, texts in sorted(used.items()):
+        if len(texts) > 1:
+            alike.setdefault(tuple(sorted(texts)), []).append(rank)
+    parts: list[str] = []
+    for listed, ranks in alike.items():
+        count = {2: "two", 3: "three"}.get(len(listed), str(len(listed)))
+        whose = f"{'' if len(ranks) == 1 else 'each of '}{ranks_text(ranks)}"
+        use = "" if parts else f" use {group_title(group)} at once,"
+        what = f"{', '.join(listed[:-1])} and {listed[-1]}"
+        parts.append(f"{count} threads of {whose}{use} for {what}")
+    text = "; ".join(parts)
+    return text[:1].upper() + text[1:]
+
+
 # --- a time limit ---------------------------------------------------------------------------------
 
 
@@ -229,11 +291,15 @@ def late_text(overdue: TimedOut, waiting: Sequence[int], places: Mapping[int, st
         f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} at {place}"
         for place, ranks in where.items()
     ]
-    return f"{text}; {', '.join(told)}" if told else text
+    text = f"{text}; {', '.join(told)}" if told else text
+    threads = threads_text(operation.group, overdue.threads)
+    return f"{text}. {threads}" if threads else text
 
 
-def late_remedy() -> str:
+def late_remedy(overdue: TimedOut) -> str:
     """What to do about that."""
+    if overdue.threads:
+        return ONE_THREAD
     return (
         "That is the time limit of this process group (the option timeout, or what the call or "
         "the group was given): where a rank only needs longer, give it more."

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from distsession.protocol.board import key_of
-from distsession.protocol.cause import sentence
+from distsession.protocol.cause import ONE_THREAD, sentence, threads_text
 from distsession.protocol.messages import (
     LIMITED_STORE_WAIT,
     STORE_WAIT,
+    Called,
     Left,
     Operation,
     RankReport,
@@ -87,6 +88,8 @@ class Verdict:
         has_left: A rank that the waiting ones miss has left the process group for good.
         is_crossed: Devices have operations of two groups in different orders, in streams that may
             well go on past each other.
+        threads: Which ranks have several threads in one group, which they take for one another's;
+            the last of the lines, empty if none has.
     """
 
     kind: Kind
@@ -99,6 +102,7 @@ class Verdict:
     untimed: str = field(default="", compare=False)
     is_crossed: bool = False
     has_left: bool = False
+    threads: str = ""
 
 
 def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Verdict:
@@ -110,7 +114,21 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
         reports: Of all ranks.
         is_sole: The kernel waits for this run alone: nothing else will be asked of the ranks.
     """
-    found = _Findings(reports, is_sole)
+    verdict = _verdict(_Findings(reports, is_sole))
+    threads = " ".join(_threads(reports))
+    if not threads:
+        return verdict
+    return replace(
+        verdict,
+        sentence=f"{verdict.sentence} {threads}",
+        untimed=f"{verdict.untimed} {threads}" if verdict.untimed else "",
+        lines=(*verdict.lines, threads),
+        threads=threads,
+    )
+
+
+def _verdict(found: _Findings) -> Verdict:
+    reports = found.reports
     if found.stuck:
         never = {m for rank in found.stuck for m in found.missing[rank] if found.is_lost(m, rank)}
         missing = _union(found.missing[rank] for rank in found.stuck)
@@ -133,6 +151,23 @@ def diagnose(reports: Mapping[int, RankReport], *, is_sole: bool = False) -> Ver
     crossed = found.crossed()
     lines = _lines(crossed, found.nothing())
     return Verdict(Kind.NOTHING, " ".join(lines), lines=lines, is_crossed=bool(crossed))
+
+
+def _threads(reports: Mapping[int, RankReport]) -> list[str]:
+    """For each group that several threads of a rank wait in, who that is; then what to do."""
+    used: dict[str, list[Called]] = {}
+    for rank, report in sorted(reports.items()):
+        together: dict[int, list[Operation]] = {}
+        for op in report.operations:
+            if (op.is_waiting or op.in_thread) and not _is_pair(op.group):
+                together.setdefault(op.stream_key, []).append(op)
+        for operations in together.values():
+            if len({op.thread for op in operations}) > 1:
+                used.setdefault(operations[0].group, []).extend(
+                    Called(rank, op.name, op.detail, op.place) for op in operations
+                )
+    told = [sentence(threads_text(group, calls)) for group, calls in used.items()]
+    return [*told, ONE_THREAD] if told else []
 
 
 def describe_operation(operation: Operation) -> str:

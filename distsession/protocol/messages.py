@@ -456,12 +456,14 @@ class Called(Message):
         name: torch's name of the operation.
         detail: Dtype, shape, reduce op, root or peer, as text.
         place: Where in the user's code; empty if unknown.
+        in_thread: In another thread than the main one.
     """
 
     rank: int
     name: str
     detail: str = ""
     place: str = ""
+    in_thread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,6 +476,7 @@ class Mismatch(Message):
         calls: What each rank that had come called.
         is_async: The ranks did not wait for each other before it, so some may have begun it.
         is_begun: It was seen only when it had begun, as the ranks are on different hosts.
+        beside: What other threads of these ranks called at the same time, in the same group.
     """
 
     group: str
@@ -481,6 +484,7 @@ class Mismatch(Message):
     calls: tuple[Called, ...]
     is_async: bool = False
     is_begun: bool = False
+    beside: tuple[Called, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,11 +495,13 @@ class TimedOut(Message):
         operation: What the rank that says so waited in.
         missing: Who did not come.
         limit: In seconds; 0 where that is not known.
+        threads: What several threads of that rank waited in, in this group; empty if one did.
     """
 
     operation: Operation
     missing: tuple[int, ...]
     limit: float = 0.0
+    threads: tuple[Called, ...] = ()
 
 
 Reason = Aborted | Mismatch | TimedOut
@@ -735,6 +741,7 @@ class Operation(Message):
         device_stream: The number of the device's stream in which it runs, after whatever the rank
             has given to that stream before; 0 where that is not known.
         stream_key: Tells its group from others that had the same name.
+        thread: The number of the thread that has issued it; 0 for the main thread.
     """
 
     name: str
@@ -749,6 +756,7 @@ class Operation(Message):
     is_enqueued: bool = False
     device_stream: int = 0
     stream_key: int = field(default=0, compare=False)
+    thread: int = field(default=0, compare=False)
 
 
 STORE_WAIT = "store_wait"

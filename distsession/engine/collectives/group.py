@@ -46,6 +46,7 @@ from distsession.engine.torch_errors import (
     monitored_text,
 )
 from distsession.errors import CollectiveError, CollectiveMismatchError
+from distsession.protocol import board as layout
 from distsession.protocol.board import key_of
 from distsession.protocol.messages import LIMITED_STORE_WAIT, STORE_WAIT, TimedOut
 from distsession.protocol.operation_names import WORLD, Pair
@@ -647,7 +648,7 @@ class SwappableGroup(Collectives):
         if self._unusable:
             raise CollectiveError(self._unusable)
         stream = self._any_stream() if from_any else self._own_stream()
-        at = stream.post(key)
+        at = stream.post(key, layout.WAITING)
         try:
             if meets and self._recorder.check:
                 stream.meet(at, self._seconds if limit is None else limit)
@@ -721,9 +722,9 @@ class SwappableGroup(Collectives):
         if device or (self._enqueues_all is not False and (device := self._enqueued_on(tensor))):
             return self._enqueue(call, stream, key, device, tensor, meets=True, has_sizes=has_sizes)
         recorder = self._recorder
-        at = stream.post(key)
         if is_async:
-            return self._issue(call, stream, at, key, has_sizes=has_sizes)
+            return self._issue(call, stream, stream.post(key), key, has_sizes=has_sizes)
+        at = stream.post(key, layout.WAITING)
         try:
             stream.meet(at, self._seconds)
             if has_sizes:

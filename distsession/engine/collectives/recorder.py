@@ -83,7 +83,7 @@ from distsession.protocol.messages import (
     Request,
     TimedOut,
 )
-from distsession.protocol.operation_names import SplitSizes
+from distsession.protocol.operation_names import Pair, SplitSizes
 from distsession.protocol.rank_state import AbortReason
 
 __all__ = ["Posted", "Recorder", "Stream"]
@@ -138,7 +138,7 @@ _LIMIT_S = 1800.0
 _HEAD, _RING, _SLOT = layout.STREAM_HEAD, layout.RING, layout.SLOT
 _FINGERPRINT, _SIGNATURE, _PLACE = layout.FINGERPRINT, layout.SIGNATURE, layout.PLACE
 _BEGAN, _STATE, _COUNT = layout.BEGAN, layout.STATE, layout.COUNT
-_DEVICE_STREAM = layout.DEVICE_STREAM
+_DEVICE_STREAM, _THREAD = layout.DEVICE_STREAM, layout.THREAD
 _CHAIN, _BEGUN = layout.CHAIN, layout.BEGUN
 _SEQUENCE_BITS, _SEQUENCE_MASK = layout.SEQUENCE_BITS, layout.SEQUENCE_MASK
 _LINE_BITS = layout.LINE_BITS
@@ -600,7 +600,7 @@ class Recorder(RequestListener):
                 found = TimedOut(replace(operation, is_waiting=True), tuple(late))
             if late:
                 break
-        return _late_error(replace(found, limit=limit_s), self.rank)
+        return _late_error(self.with_threads(replace(found, limit=limit_s)), self.rank)
 
     # --- time limits of what a device was given ---------------------------------------------------
 
@@ -643,7 +643,19 @@ class Recorder(RequestListener):
             if (region := self.board.regions[rank]).sequences().get(group, 0) < operation.sequence
             or (group, operation.sequence) in region.refused()
         )
-        return TimedOut(replace(operation, is_waiting=True), tuple(sorted(late)), limit)
+        late_in = TimedOut(replace(operation, is_waiting=True), tuple(sorted(late)), limit)
+        return self.with_threads(late_in)
+
+    def with_threads(self, overdue: TimedOut) -> TimedOut:
+        """The same with what several threads of this rank wait in, if they do in that group."""
+        group = overdue.operation.group
+        threads = {
+            op.thread: Called(self.rank, op.name, op.detail, op.place, op.thread != 0)
+            for op in self.region.operations()
+            if op.group == group and (op.in_thread or op.is_waiting)
+        }
+        is_one = len(threads) < 2 or Pair.from_name(group) is not None
+        return overdue if is_one else replace(overdue, threads=tuple(threads.values()))
 
     def give_up(self, overdue: TimedOut, generation: int) -> Abort:
         """From another thread: nothing of this generation begins any more, for that reason."""
@@ -760,8 +772,12 @@ class Stream:
         """Where there are many, and the members' begin at even distances: those of the first and
         behind the last, the distance, and how many there are."""
 
-    def post(self, key: tuple[Any, ...]) -> int:
+    def post(self, key: tuple[Any, ...], state: int = _ISSUED) -> int:
         """Write an operation down; gives where.
+
+        Args:
+            key: What it is.
+            state: Whether this thread waits for it.
 
         Raises:
             CollectiveError: The group has been given up; or what else it was given up for.
@@ -797,12 +813,14 @@ class Stream:
         words[at + _SIGNATURE] = text
         words[at + _PLACE] = place
         words[at + _BEGAN] = began = _now()
-        words[at + _STATE] = _ISSUED
+        words[at + _STATE] = state
+        thread = get_ident()
+        words[at + _THREAD] = 0 if thread == recorder.main else thread
         if self._is_split:
             self._chain_before = self.chain
             words[at + _CHAIN] = self.chain = chained(self.chain, fingerprint)
         words[at] = self._base + sequence
-        words[self.at + _COUNT] = sequence
+        words[self.at + _COUNT] = self.count  # another thread may have posted one meanwhile
         log = recorder.log
         if log is not None:
             entry = self.open[at] = [self, sequence, key, place, began, 0, 0, 0]
@@ -949,6 +967,7 @@ class Stream:
         values = (posted[_FINGERPRINT], text, place, posted[_BEGAN], _WAITING)
         for word, value in enumerate(values, spare + 1):
             words[word] = value
+        words[spare + _THREAD] = posted[_THREAD]
         words[spare] = posted[0]
         return spare
 
@@ -1235,7 +1254,33 @@ class Stream:
 
     def _call(self, rank: int, slot: layout.Slot) -> Called:
         name, _, detail = slot.signature.partition(" ")
-        return Called(rank, name, detail, slot.place)
+        return Called(rank, name, detail, slot.place, slot.thread != 0)
+
+    def _beside(self, rank: int, own: layout.Slot) -> dict[tuple[int, int], Called]:
+        """What other threads of a rank wait in, or were refused, beside one of its operations.
+
+        Args:
+            rank: Of this host.
+            own: That operation.
+        """
+        region, words = self.recorder.board.regions[rank], self.words
+        begins = region.find_stream(self.key) if self.is_watched else -1
+        incarnation = region.incarnation(begins, self.key) if begins >= 0 else 0
+        if not incarnation:
+            return {}
+        found = {}
+        since = words[region.start + layout.SINCE]  # what was refused before is of another run
+        first = begins + _HEAD
+        for at in range(first, first + _RING * _SLOT, _SLOT):
+            posted = words[at]
+            if (
+                posted >> _SEQUENCE_BITS == incarnation
+                and words[at + _STATE] in (_WAITING, layout.REFUSED)
+                and words[at + _THREAD] != own.thread
+                and words[at + _BEGAN] >= since
+            ):
+                found[rank, posted & _SEQUENCE_MASK] = self._call(rank, region.slot(at))
+        return found
 
     def _mismatch(
         self, sequence: int, calls: Sequence[Called] = (), *, is_async: bool = False
@@ -1249,16 +1294,22 @@ class Stream:
         """
         deadline = time.monotonic() + OTHER_CALLS_TIMEOUT_S
         seen = {call.rank: call for call in calls}
+        beside: dict[tuple[int, int], Called] = {}
         while True:
             for rank in self.members:
                 slot = self._slot_of(rank, sequence)
                 if slot is not None:
                     seen[rank] = self._call(rank, slot)
-            if len(seen) == len(self.members) or time.monotonic() > deadline:
+                    beside |= self._beside(rank, slot)
+            # What one thread calls here and the main thread there, the other may call next.
+            is_mixed = len({call.in_thread for call in seen.values()}) > 1
+            is_seen = len(seen) == len(self.members) and (beside or not is_mixed)
+            if is_seen or time.monotonic() > deadline:
                 break
             time.sleep(0.001)
         calls = tuple(seen[rank] for rank in sorted(seen))
-        mismatch = Mismatch(self.name, sequence, calls, is_async)
+        others = tuple(beside[key] for key in sorted(beside))
+        mismatch = Mismatch(self.name, sequence, calls, is_async, beside=others)
         text, remedy = sentence(mismatch_text(mismatch)), mismatch_remedy(mismatch)
         self.recorder.raised = mismatch
         differs = CollectiveMismatchError(text, remedy=remedy)
@@ -1267,7 +1318,8 @@ class Stream:
 
     def _late(self, at: int, ranks: Sequence[int], timeout: float | None) -> CollectiveHangError:
         operation = self._operation(at)
-        late = _late_error(TimedOut(operation, tuple(ranks), timeout or 0.0), self.recorder.rank)
+        overdue = TimedOut(operation, tuple(ranks), timeout or 0.0)
+        late = _late_error(self.recorder.with_threads(overdue), self.recorder.rank)
         self.recorder.stand_in(late, operation, timeout or 0.0)
         return late
 
@@ -1290,7 +1342,7 @@ def _row_of(places: list[int]) -> tuple[int, int, int, int] | None:
 
 def _late_error(overdue: TimedOut, rank: int) -> CollectiveHangError:
     text = sentence(late_text(overdue, (rank,), {}))
-    return cause.attach(CollectiveHangError(text, remedy=late_remedy()), overdue)
+    return cause.attach(CollectiveHangError(text, remedy=late_remedy(overdue)), overdue)
 
 
 def _described(operation: Operation | None) -> str:
