@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -367,6 +368,18 @@ class Groups:
         """Whether there is a default group that can be connected anew."""
         return dist.is_initialized() and isinstance(dist.group.WORLD, SwappableGroup)
 
+    @property
+    def world_recipe(self) -> torch_private.Recipe | None:
+        """How the default group was asked for; None without one that can be connected anew."""
+        world: Any = dist.group.WORLD
+        return world.recipe if self.has_world else None
+
+    def bind_world(self, device: torch.device | None) -> None:
+        """Let the default group be bound to this device when it is connected anew, or to none."""
+        world: Any = dist.group.WORLD
+        world.recipe = replace(world.recipe, device_id=device)
+        world.bound_device_id = device
+
     def prepare(
         self,
         meeting: dist.Store,
@@ -564,12 +577,12 @@ class SwappableGroup(Collectives):
 
     def mark_outdated(self, missing: Sequence[int]) -> None:
         """It cannot be connected any more."""
-        self.inner = None
         self._unusable = (
             f"this process group (ranks {format_ranks(self.members)}) was made before rank "
             f"{format_ranks(missing)} was replaced, which does not know it: make it again, on all "
             f"ranks, with dist.new_group({self.members})."
         )
+        self.inner = _Outdated(self._unusable)
 
     def check_usable(self) -> None:
         """Raise what there is to raise instead of beginning an operation."""
@@ -1019,6 +1032,33 @@ class SwappableGroup(Collectives):
 
     def __repr__(self) -> str:
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
+
+
+class _Outdated:
+    """Is in the place of the inner group where there can be none any more.
+
+    Whatever is asked of it raises. Code can still leave the group.
+
+    Args:
+        text: Of the error.
+    """
+
+    _device_types: Sequence[torch.device] = ()
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def _wait_for_pending_works(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else CollectiveError(self._text)
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
