@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from distsession import RunError, RunInterrupt, Session
+from distsession.engine.host_info import torch_release
 from distsession.errors import CollectiveHangError, RunTimeoutError
 from tests.backends import BACKENDS, STANDIN, STANDIN2, Place, only
 from tests.until import LIMIT_S, Press
@@ -120,6 +121,7 @@ if rank in (1, 3):
     found = t[0].item()
 """
     assert values(session, code) == {0: 0.0, 1: 6.0, 2: 0.0, 3: 6.0}
+    assert values(session, PAIRS) == IN_PAIRS  # torch 2.15 counts the others on their members alone
 
 
 def test_ranks_of_a_group_send_to_each_other(session: Session) -> None:
@@ -274,7 +276,7 @@ def test_all_ranks_split_a_group(
     session: Session, leg: Leg, parts: list[list[int]], right: dict[int, float]
 ) -> None:
     code = SPLIT.format(parts)
-    if leg.is_bound:
+    if leg.is_bound or torch_release() >= (2, 15):
         assert values(session, code) == right
         return
     with pytest.raises(RunError, match="No device associated with the default pg"):

@@ -541,6 +541,8 @@ class SwappableGroup(Collectives):
         self._finalizer: Any = None
         """Lets its streams go with it."""
         self.inner: Any = None
+        self.recording: Any = None
+        """Lets torch's flight recorder follow the inner group."""
         self.devices: list[torch.device] = []
 
     def set_members(self, members: Sequence[int], is_foreign: bool = False) -> None:
@@ -560,8 +562,8 @@ class SwappableGroup(Collectives):
     def connect(self, store: dist.Store) -> None:
         """Replace the inner group; returns when all members have."""
         old = [self.inner]
-        self.inner = None
         self._unusable = "this process group is not connected."
+        self.inner = _Unconnected(self._unusable)
         if old[0] is not None:  # its threads may need a moment to end, for which nobody has to wait
             threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
         self.use(self._groups.make_native(self, store))
@@ -582,7 +584,7 @@ class SwappableGroup(Collectives):
             f"{format_ranks(missing)} was replaced, which does not know it: make it again, on all "
             f"ranks, with dist.new_group({self.members})."
         )
-        self.inner = _Outdated(self._unusable)
+        self.inner = _Unconnected(self._unusable)
 
     def check_usable(self) -> None:
         """Raise what there is to raise instead of beginning an operation."""
@@ -1034,8 +1036,8 @@ class SwappableGroup(Collectives):
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
 
 
-class _Outdated:
-    """Is in the place of the inner group where there can be none any more.
+class _Unconnected:
+    """Is in the place of the inner group where there is none, or can be none any more.
 
     Whatever is asked of it raises. Code can still leave the group.
 
