@@ -226,13 +226,13 @@ def install_group_factory(
     c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
     native_name = c10d._process_group_name
 
-    def process_group_name(ranks: Sequence[int], use_hashed_name: bool) -> str:
+    def process_group_name(ranks: Any, use_hashed_name: Any) -> Any:
         """From torch 2.15 on, a group counts also where its name does not need that.
 
         Its members alone count it then, and name all later groups differently from other ranks.
         """
         count = c10d._world.group_count
-        found: str = native_name(ranks, use_hashed_name)
+        found = native_name(ranks, use_hashed_name)
         if use_hashed_name and not _is_native:
             c10d._world.group_count = count
         return found
@@ -265,7 +265,7 @@ def _record_within() -> None:
             native(group.inner, config, ranks)
             _keep_recorded(group, group.inner)
 
-    c10d._maybe_attach_flight_recorder = attach
+    setattr(c10d, "_maybe_attach_flight_recorder", attach)  # noqa: B010 - torch before 2.15 has none
 
 
 def _keep_recorded(outer: Any, inner: Any) -> None:
