@@ -120,7 +120,7 @@ BLOCKED = {
     "monitored_barrier": pytest.param(
         "dist.monitored_barrier()", marks=only("gloo", "torch has it for gloo alone")
     ),
-    "recv": "dist.recv(torch.ones(1), src=1)",
+    "recv": "dist.recv(torch.ones(1), src=1); FINISH",
     "new_group": "dist.new_group([0, 1])",
     "an async work's wait": "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH",
     "a backward of DistributedDataParallel": "loss().backward(); FINISH",
@@ -369,7 +369,7 @@ FAILURES = {
     "a first one of its kind": (
         "dist.all_gather_into_tensor(torch.ones(2 * world_size), torch.ones(2)); FINISH"
     ),
-    "a receive": "dist.recv(torch.ones(1), src=1)",
+    "a receive": "dist.recv(torch.ones(1), src=1); FINISH",
     "a new group": "dist.new_group(list(range(world_size)))",
 }
 
