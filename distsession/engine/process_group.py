@@ -43,6 +43,10 @@ NO_END_BY_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MON
 
 ABANDONED = "given up"
 """Key in a generation's part of the store: somebody waited for all others, and does no longer."""
+NOT_ALIKE = "not alike"
+"""Another: some of the ranks, not all, have a default group that user code has made."""
+HAS_OWN = 1 << 32
+"""Such a rank adds this to the number of those that have arrived."""
 
 WITHOUT = "without a group"
 """Key in a generation's part of the store: how many ranks had none when it began."""
@@ -184,14 +188,15 @@ def join(
         if not is_gloo(place.backend):
             backends_store = dist.PrefixStore(part, store.connect_tcp(place.store_port))
         groups.prepare(meeting, generation, timeout, backends_store)
+        groups.put_back_default()
         if not alone:
-            _await_ranks(meeting, place.world_size, timeout)
+            has_own = _has_own(place, groups)
+            if not _await_ranks(meeting, place.world_size, timeout, has_own=has_own):
+                _give_up_own(place, groups)
     else:
         meeting = dist.PrefixStore(part, store.connect_tcp(place.store_port))
     if had_none:
         meeting.add(WITHOUT, 1)
-    if groups is not None:
-        groups.put_back_default()
     if groups is not None and groups.has_world and is_of_session(place, groups):
         groups.reconnect_world(meeting)
     else:
@@ -202,7 +207,7 @@ def join(
             rank=place.rank,
             world_size=place.world_size,
             timeout=None if place.timeout is None else timedelta(seconds=place.timeout),
-            device_id=place.device if place.device.type == "cuda" else None,
+            device_id=_bound_device(place),
         )
     if groups is not None:
         groups.reconnect_others(meeting, alone=alone)
@@ -255,12 +260,56 @@ def is_of_session(place: Place, groups: Groups | None) -> bool:
     return (dist.get_rank(), dist.get_world_size()) == (place.rank, place.world_size)
 
 
-def _await_ranks(meeting: dist.Store, world_size: int, timeout: float | None) -> None:
-    """Wait for all ranks here, where one can be told to stop, rather than within gloo."""
-    count = meeting.add("arrived", 1)
+def _bound_device(place: Place) -> torch.device | None:
+    """The device that the session's group is bound to; None where it is bound to none."""
+    return place.device if place.device.type == "cuda" else None
+
+
+def _has_own(place: Place, groups: Groups) -> bool:
+    """Whether user code has made the default group in another way than the session does.
+
+    A rank that is new knows nothing of it, and the two ways do not connect to each other.
+    """
+    recipe = groups.world_recipe
+    if recipe is None or not is_of_session(place, groups):
+        return False
+    if recipe.is_gloo and is_gloo(place.backend):
+        return False
+    session = torch_private.Recipe(place.backend)
+    return recipe.backends != session.backends or recipe.device_id != _bound_device(place)
+
+
+def _give_up_own(place: Place, groups: Groups) -> None:
+    """Let the default group be made as the session makes it; its groups stay where they can."""
+    recipe = groups.world_recipe
+    if recipe is not None and recipe.backends == torch_private.Recipe(place.backend).backends:
+        groups.bind_world(_bound_device(place))
+    else:
+        leave()
+
+
+def _await_ranks(
+    meeting: dist.Store, world_size: int, timeout: float | None, *, has_own: bool
+) -> bool:
+    """Wait for all ranks here, where one can be told to stop, rather than within gloo.
+
+    Args:
+        meeting: The generation's own part of the store.
+        world_size: How many ranks come.
+        timeout: Seconds to wait.
+        has_own: User code has made this rank's default group in another way than the session does.
+
+    Returns:
+        Whether this rank can connect that group anew: all ranks have theirs from the session, or
+        none has.
+    """
+    # Both are counted in one call of the store.
+    own, count = divmod(meeting.add("arrived", 1 + HAS_OWN * has_own), HAS_OWN)
     if meeting.check([ABANDONED]):
         raise CollectiveError("connecting the process group was given up before it began here.")
     if count == world_size:
+        if own not in (0, world_size):
+            meeting.set(NOT_ALIKE, "")
         meeting.set("all have arrived", "")
     limit = store.DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
     try:
@@ -270,6 +319,7 @@ def _await_ranks(meeting: dist.Store, world_size: int, timeout: float | None) ->
         with contextlib.suppress(Exception):
             meeting.set(ABANDONED, "")
         raise
+    return not (has_own and meeting.check([NOT_ALIKE]))
 
 
 def leave() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
+import torch
 
 from distsession import RunError, RunInterrupt, Session
 from distsession.display.render import Bundle
@@ -276,8 +277,6 @@ def handles(bed: Bed) -> str:
 
 @check("tensors of the device as results, pushes and between ranks", ranks=1)
 def moving(bed: Bed) -> str:
-    import torch
-
     session = bed.session
     session.execute("big = torch.arange(10_000_000., device=device) + rank; mix = {'a': [big[:3]]}")
     for rank, big in session.pull("big").items():
@@ -522,6 +521,92 @@ def subgroups(bed: Bed) -> str:
     return f"{n // 2 * 2} ranks in two groups and a mesh; {took:.2f} s for a Stop within a group"
 
 
+SOME = """
+some = dist.new_group([0, 1])
+def in_some():
+    t = torch.full((3,), rank + 1.0, device=device)
+    if rank < 2:
+        dist.all_reduce(t, group=some)
+    return t[0].item()
+"""
+SOME_ALONE = """
+if rank < 2:
+    alone = dist.new_group([0, 1], use_local_synchronization=True)
+    t = torch.ones(3, device=device)
+    dist.all_reduce(t, group=alone)
+    t.sum().item()
+"""
+
+
+@check("a group of some ranks, made by all and by its members alone")
+def some_ranks(bed: Bed) -> str:
+    n = bed.session.world_size
+    bed.run(SOME)
+    expected = {r: 3.0 if r < 2 else r + 1.0 for r in range(n)}
+    for when in ("before", "after"):
+        bed.run(SOME_ALONE)
+        values = dict(bed.session.evaluate("in_some()"))
+        expect(values == expected, f"{when} the Stop: {values}, expected {expected}")
+        if when == "before":
+            bed.stop(HANG)
+    bed.works()
+    return f"ranks 0 and 1 of {n}, before and after a Stop"
+
+
+MESH = """
+from torch.distributed.device_mesh import init_device_mesh
+square = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("rows", "columns"))
+sums = []
+for dim in ("rows", "columns"):
+    t = torch.full((3,), float(rank), device=device)
+    dist.all_reduce(t, group=square.get_group(dim))
+    sums.append(t[0].item())
+"""
+
+
+@check("a mesh of two dimensions", ranks=4)
+def mesh(bed: Bed) -> str:
+    n = bed.session.world_size
+    width = n // 2
+    bed.run(MESH)
+    values = dict(bed.session.evaluate("sums"))
+    for rank, found in values.items():
+        row, column = divmod(rank, width)
+        along_rows = sum(float(r * width + column) for r in range(2))
+        along_columns = sum(float(row * width + c) for c in range(width))
+        expect(found == [along_rows, along_columns], f"rank {rank} has {found}")
+    return f"2 by {width} ranks"
+
+
+PLACES = (
+    "(str(device), str(dist.group.WORLD.bound_device_id), torch.accelerator.current_device_index())"
+)
+
+
+@check("the group is bound to the rank's device, and a mesh leaves that as it is", limit_s=120.0)
+def bound_device(bed: Bed) -> str:
+    said = _places(bed)
+    if not bed.target.is_nccl or torch.cuda.device_count() > 1:
+        other = Bed(bed.target)
+        with bed.start(2, devices=[1, 0]) as session:  # other devices than those of the local ranks
+            other.current = session
+            said += f"; turned round: {_places(other)}"
+    return said
+
+
+def _places(bed: Bed) -> str:
+    bed.works()
+    bed.run("from torch.distributed.device_mesh import init_device_mesh")
+    bed.run("line = init_device_mesh(device.type, (world_size, 1))")
+    bed.works()
+    places = dict(bed.session.evaluate(PLACES))
+    for rank, (device, bound, current) in places.items():
+        here = f"rank {rank} is on {device}, its group on {bound}, the current one is {current}"
+        expect(device.endswith(f":{current}"), here)
+        expect(bound == device or (bound == "None" and not bed.target.is_nccl), here)
+    return ", ".join(device for device, _, _ in places.values())
+
+
 RING = """
 def ring():
     a = torch.full((1000,), float(rank), device=device); b = torch.zeros(1000, device=device)
@@ -589,8 +674,6 @@ def weights():
 
 @check("DistributedDataParallel and FSDP2 train on after a Stop within a step", limit_s=120.0)
 def modules(bed: Bed) -> str:
-    import torch
-
     bed.run(MODULES)
     bed.session.evaluate("steps(3)")
     before = bed.session.evaluate("weights()")

@@ -66,8 +66,11 @@ def nccl() -> Target:
     return Target("nccl", "cuda", ranks, {"devices": list(range(ranks))}, (limit,), broken)
 
 
-def standin() -> Target:
+def standin(name: str = "standin") -> Target:
     """Ranks with a device each that is played by the CPU.
+
+    Args:
+        name: Of the backend: ``"standin2"`` plays NCCL's class of torch 2.15.
 
     Raises:
         NotHereError: It cannot be built.
@@ -79,9 +82,13 @@ def standin() -> Target:
     if reason := why_not():
         raise NotHereError(reason)
     build()
-    options = {"backend": "standin", "preload": ["tests.standin.register", "tests.standin.ipc"]}
+    options = {"backend": name, "preload": ["tests.standin.register", "tests.standin.ipc"]}
     limit = "the stand-in plays NCCL and its device on the CPU: nothing was seen on a GPU"
-    return Target("standin", "standin", RANKS, options, (limit,), "torch.standin._break()")
+    return Target(name, "standin", RANKS, options, (limit,), "torch.standin._break()")
 
 
-TARGETS: dict[str, Callable[[], Target]] = {"nccl": nccl, "standin": standin}
+TARGETS: dict[str, Callable[[], Target]] = {
+    "nccl": nccl,
+    "standin": standin,
+    "standin2": lambda: standin("standin2"),
+}

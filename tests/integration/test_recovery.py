@@ -120,7 +120,7 @@ BLOCKED = {
     "monitored_barrier": pytest.param(
         "dist.monitored_barrier()", marks=only("gloo", "torch has it for gloo alone")
     ),
-    "recv": "dist.recv(torch.ones(1), src=1)",
+    "recv": "dist.recv(torch.ones(1), src=1); FINISH",
     "new_group": "dist.new_group([0, 1])",
     "an async work's wait": "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH",
     "a backward of DistributedDataParallel": "loss().backward(); FINISH",
@@ -369,7 +369,7 @@ FAILURES = {
     "a first one of its kind": (
         "dist.all_gather_into_tensor(torch.ones(2 * world_size), torch.ones(2)); FINISH"
     ),
-    "a receive": "dist.recv(torch.ones(1), src=1)",
+    "a receive": "dist.recv(torch.ones(1), src=1); FINISH",
     "a new group": "dist.new_group(list(range(world_size)))",
 }
 
@@ -797,13 +797,28 @@ def test_a_group_that_a_replaced_rank_does_not_know_says_so(cluster: Cluster) ->
     session = cluster.session
     session.execute("pair = dist.new_group([0, 1])")
     session.restart([1])
-    with pytest.raises(RunError, match=r"dist\.new_group\(\[0, 1\]\)"):
-        session[0].execute("dist.all_reduce(torch.ones(1), group=pair)")
+    for call in (
+        "dist.all_reduce(t, group=pair)",
+        "dist.barrier(pair)",
+        "dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1, pair)])",
+    ):
+        with pytest.raises(RunError, match=r"dist\.new_group\(\[0, 1\]\)"):
+            session[0].execute(f"t = torch.ones(1); {call}")
     session.execute("pair = dist.new_group([0, 1])")
     total = session[:2].execute(
         "t = torch.ones(1); dist.all_reduce(t, group=pair); t.item()", fetch=True
     )
     assert total is not None
     assert dict(total) == {0: 2.0, 1: 2.0}
+    cluster.prepare()
+    cluster.check()
+
+
+def test_groups_that_a_replaced_rank_does_not_know_can_be_left(cluster: Cluster) -> None:
+    session = cluster.session
+    session.execute("pair = dist.new_group([0, 1])\nother = dist.new_group([0, 1])")
+    session.restart([1])
+    session[0].execute("dist.destroy_process_group(pair)")
+    session.execute("dist.destroy_process_group()")
     cluster.prepare()
     cluster.check()

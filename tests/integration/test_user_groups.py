@@ -16,7 +16,7 @@ from distsession import Session
 from distsession.errors import CollectiveHangError, RunError, RunInterrupt, SessionStateError
 from tests.backends import Backend, only
 from tests.integration.conftest import Recorder
-from tests.until import Press, until
+from tests.until import LIMIT_S, Press, until
 
 SUM = "t = torch.ones(1)\ndist.all_reduce(t)"
 
@@ -140,6 +140,26 @@ def test_a_group_given_back_gives_way_to_one_that_code_makes(
     assert "in a process group already" not in output.text(0, "stderr")
     assert list(session.evaluate("t.item()").values()) == [2, 2]
     assert "idle (2 ranks" in session.status()
+
+
+@only("device", "gloo connects to gloo, however it was asked for")
+def test_a_rank_that_is_replaced_meets_the_others_in_the_sessions_group(
+    start: Callable[..., Session], backend: Backend
+) -> None:
+    """It knows nothing of the group that code on the others has made in another way."""
+    session = start(2, **backend.options(2))
+    session.execute("kept = rank")
+    both = f"'cpu:gloo,{backend.device}:{backend}'"
+    for call in ("'gloo'", both, "device_id=device"):
+        session.execute(
+            f"dist.destroy_process_group()\ndist.init_process_group({call})", timeout=LIMIT_S
+        )
+        session.reconnect()  # of ranks that all know it
+        session.restart([1])
+        assert total(session) == [2, 2], call
+        assert dict(session[0].evaluate("kept")) == {0: 0}
+        made = dict(session.evaluate("dist.group.WORLD.recipe.backends"))
+        assert list(made.values()) == [{backend.device: backend.name}] * 2, call
 
 
 def test_what_holds_the_group_goes_on_after_a_reconnect(session: Session) -> None:

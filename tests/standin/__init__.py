@@ -94,6 +94,18 @@ others only after record_stream (CUDACachingAllocator
 An error in a kernel is sticky: all later calls raise  ``break_device``: the same, per device;
 it (CUDA ``cudaErrorIllegalAddress``).                 ``torch.standin._break`` brings it about.
 A context does not survive a fork.                     Nor do streams, once one was used.
+``set_device`` initialises CUDA (``torch/csrc/cuda/    ``is_initialized()`` is true from then on.
+Module.cpp``), so a mesh leaves the device as it is.
+A split waits until all ranks of the parent have       ``Communicator::split``: the same.
+called, the members of the new group and the others
+(NCCL ``init.cc`` ``ncclCommSplit``; utils
+``NCCLComm::split``).
+From torch 2.15 on ``"nccl"`` is ``ProcessGroupNCCL2``. The backend ``standin2``,
+It makes its communicator with the group, on the       ``ProcessGroupStandin2``: the same.
+device that the group is bound to, or else on that of
+LOCAL_RANK, to which it binds the group; and it
+refuses tensors of other devices
+(``distributed_c10d.py`` ``_nccl2_device``).
 =====================================================  =========================================
 
 What is false, for whoever has a GPU and can compare:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from tests.standin.extension import native
 
 DeviceLike = torch.device | int | str | None
+
+_chosen_in = 0
+"""The process in which a device was chosen."""
 
 
 def index_of(device: DeviceLike) -> int:
@@ -25,8 +29,8 @@ def init() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether a stream has been used, whose thread a fork would lose."""
-    return bool(native.streams_in_use())
+    """Whether a device was chosen, or a stream was used, whose thread a fork would lose."""
+    return _chosen_in == os.getpid() or bool(native.streams_in_use())
 
 
 def is_available() -> bool:
@@ -46,7 +50,9 @@ def current_device() -> int:
 
 
 def set_device(device: DeviceLike) -> None:
+    global _chosen_in
     native.set_device(index_of(device))
+    _chosen_in = os.getpid()
 
 
 def get_device_name(device: DeviceLike = None) -> str:

@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -368,6 +369,18 @@ class Groups:
         """Whether there is a default group that can be connected anew."""
         return dist.is_initialized() and isinstance(dist.group.WORLD, SwappableGroup)
 
+    @property
+    def world_recipe(self) -> torch_private.Recipe | None:
+        """How the default group was asked for; None without one that can be connected anew."""
+        world: Any = dist.group.WORLD
+        return world.recipe if self.has_world else None
+
+    def bind_world(self, device: torch.device | None) -> None:
+        """Let the default group be bound to this device when it is connected anew, or to none."""
+        world: Any = dist.group.WORLD
+        world.recipe = replace(world.recipe, device_id=device)
+        world.bound_device_id = device
+
     def prepare(
         self,
         meeting: dist.Store,
@@ -529,6 +542,8 @@ class SwappableGroup(Collectives):
         self._finalizer: Any = None
         """Lets its streams go with it."""
         self.inner: Any = None
+        self.recording: Any = None
+        """Lets torch's flight recorder follow the inner group."""
         self.devices: list[torch.device] = []
 
     def set_members(self, members: Sequence[int], is_foreign: bool = False) -> None:
@@ -548,8 +563,8 @@ class SwappableGroup(Collectives):
     def connect(self, store: dist.Store) -> None:
         """Replace the inner group; returns when all members have."""
         old = [self.inner]
-        self.inner = None
         self._unusable = "this process group is not connected."
+        self.inner = _Unconnected(self._unusable)
         if old[0] is not None:  # its threads may need a moment to end, for which nobody has to wait
             threading.Thread(target=old.clear, name="distsession-old-group", daemon=True).start()
         self.use(self._groups.make_native(self, store))
@@ -565,12 +580,12 @@ class SwappableGroup(Collectives):
 
     def mark_outdated(self, missing: Sequence[int]) -> None:
         """It cannot be connected any more."""
-        self.inner = None
         self._unusable = (
             f"this process group (ranks {format_ranks(self.members)}) was made before rank "
             f"{format_ranks(missing)} was replaced, which does not know it: make it again, on all "
             f"ranks, with dist.new_group({self.members})."
         )
+        self.inner = _Unconnected(self._unusable)
 
     def check_usable(self) -> None:
         """Raise what there is to raise instead of beginning an operation."""
@@ -1011,7 +1026,7 @@ class SwappableGroup(Collectives):
         self.inner.use_pg_for_symm_mem_rendezvous = value
 
     def name(self) -> str:
-        if self.recipe.is_gloo or self.inner is None:
+        if self.recipe.is_gloo or isinstance(self.inner, _Unconnected):
             return next(iter(self.recipe.backends.values()))
         return str(self.inner.name())
 
@@ -1041,18 +1056,39 @@ class SwappableGroup(Collectives):
         return f"<process group {self._name} of ranks {format_ranks(self.members)}>"
 
 
-_OF_AN_END = ("_has_hooks", "_wait_for_pending_works", "abort", "shutdown")
-"""What torch asks of a group to end it, also of one that has no connections any more."""
+class _Unconnected:
+    """Is in the place of the inner group where there is none, or can be none any more.
+
+    Whatever is asked of it raises. Code can still leave the group.
+
+    Args:
+        text: Of the error.
+    """
+
+    _device_types: Sequence[torch.device] = ()
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def _wait_for_pending_works(self) -> None:
+        pass
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else CollectiveError(self._text)
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
     def method(self: SwappableGroup, *args: Any, **kwargs: Any) -> Any:
-        inner = self.inner
-        if inner is None:
-            if name in _OF_AN_END:
-                return False if name == "_has_hooks" else None  # there is nothing to be ended
-            raise CollectiveError(self._unusable)
-        return getattr(inner, name)(*args, **kwargs)
+        return getattr(self.inner, name)(*args, **kwargs)
 
     method.__name__ = name
     return method

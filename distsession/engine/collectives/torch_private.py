@@ -155,10 +155,6 @@ def install_group_factory(
     which every group is made, is told that name, and the world's tables are told the one that was
     asked for, so that ``new_group()`` and ``monitored_barrier()`` go on as ever.
 
-    From 2.15 on, torch attaches a hook of its flight recorder to a group that it has just made,
-    which needs a backend registered in C++ and fails on ours. It is left out where the group has no
-    devices yet, so a group gets them last. Nothing is lost: the gloo group inside records itself.
-
     Args:
         make: Gets torch's ``_DistributedBackendOptions`` and how the group was asked for. What it
             returns says in ``devices`` which it is for; that is set here.
@@ -229,6 +225,22 @@ def install_group_factory(
     c10d._new_group_with_tag = checked
     hashed = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: hashed(ranks) if _is_native else name(ranks)
+    native_name = c10d._process_group_name
+
+    def process_group_name(ranks: Any, use_hashed_name: Any) -> Any:
+        """From torch 2.15 on, a group counts also where its name does not need that.
+
+        Its members alone count it then, and name all later groups differently from other ranks.
+        """
+        count = c10d._world.group_count
+        found = native_name(ranks, use_hashed_name)
+        if use_hashed_name and not _is_native:
+            c10d._world.group_count = count
+        return found
+
+    _disable_dynamo(process_group_name)
+    c10d._process_group_name = process_group_name
+    _record_within()
     _disable_dynamo(c10d._hash_ranks_to_str)
     _divide_groups()
     _batch_messages()
@@ -278,6 +290,32 @@ _LOGGED = (
     "TORCH_NCCL_BLOCKING_WAIT",
 )
 """Variables that DDP's logger says with their backend, in lower case."""
+
+
+def _record_within() -> None:
+    """Let torch's flight recorder follow the groups within ours.
+
+    From torch 2.15 on it hooks into each new group. It needs a backend that is registered in C++,
+    which ours do not have.
+    """
+    native = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if native is None:
+        return
+
+    def attach(group: Any, config: Any, ranks: list[int]) -> None:
+        if not hasattr(group, "inner"):
+            native(group, config, ranks)
+        elif group._device_types:  # it was split; the others' were hooked into as they were made
+            native(group.inner, config, ranks)
+            _keep_recorded(group, group.inner)
+
+    setattr(c10d, "_maybe_attach_flight_recorder", attach)  # noqa: B010 - torch before 2.15 has none
+
+
+def _keep_recorded(outer: Any, inner: Any) -> None:
+    """Let a group within ours be recorded as long as it is that; torch would keep it for ever."""
+    hooks = getattr(c10d._world, "pg_flight_recorder_hooks", {})
+    outer.recording = hooks.pop(inner, None)
 
 
 def _keep_forward_work() -> None:
@@ -715,6 +753,7 @@ def make_backend_group(
         if backend == "gloo" and not connects_later():
             own = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", store))
             _close_listener(own, outer.rank())
+    _keep_recorded(outer, group)
     return group  # type: ignore[no-any-return]
 
 
