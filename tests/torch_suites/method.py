@@ -40,6 +40,7 @@ def load(suite_name: str) -> None:
     """Import all that its methods need, which takes seconds, outside of their time limits."""
     _made(suite_name)
     importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.testing._internal.common_distributed")
 
 
 @cache

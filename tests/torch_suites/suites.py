@@ -1,7 +1,8 @@
 """The suites: which classes of tests, with how many ranks, and what is around each method.
 
 torch's tests of ranks ship in its wheel, as classes that a file of its repository puts together.
-Here they are put together in the same way. Each method runs in a process that is a rank already.
+Here they are put together in the same way. ``cases`` is written after tests that its wheel lacks.
+Each method runs in a process that is a rank already.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class Suite:
         ranks: How many ranks it takes.
         make: Builds the class. It imports torch.
         around: What is done around each method, given the case, the world size and the folder.
+        is_ours: Whether its tests are those of ``cases``.
     """
 
     name: str
     ranks: int
     make: Callable[[], type]
     around: Around
+    is_ours: bool = False
 
 
 @contextlib.contextmanager
@@ -102,6 +105,10 @@ def _distributed() -> type:
     return type("Distributed", bases, {})
 
 
+def _case(module: str, name: str) -> Callable[[], type]:
+    return lambda: getattr(importlib.import_module(f"tests.torch_suites.cases.{module}"), name)
+
+
 def _with_agent(module: str, name: str, fixture: str) -> Callable[[], type]:
     def make() -> type:
         from torch.testing._internal.common_distributed import MultiProcessTestCase
@@ -127,6 +134,9 @@ def _rpc(name: str, module: str, tests: str, ranks: int = 4, agent: str = "tenso
 _ROOT = "torch.testing._internal.distributed"
 SUITES = (
     Suite("distributed", 3, _distributed, between_barriers),
+    Suite("common", 3, _case("common", "Common"), in_a_group, is_ours=True),
+    Suite("backend", 3, _case("backend", "Backend"), alone, is_ours=True),
+    Suite("store", 3, _case("store", "Store"), alone, is_ours=True),
     _rpc("rpc", "rpc_test", "RpcTest"),
     _rpc("rpc_tensorpipe", "rpc_test", "TensorPipeAgentRpcTest"),
     _rpc("dist_autograd", "dist_autograd_test", "DistAutogradTest"),

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from distsession import DistsessionError, RunError, Session
 from distsession.kernel.output import Silent
+from tests.torch_suites.outcome import WORST_FIRST, Outcome
 from tests.torch_suites.suites import Suite
 
-__all__ = ["Outcome", "Plain", "Ranks"]
+__all__ = ["Plain", "Ranks"]
 
 ROOT = Path(__file__).parents[2]
-WORST_FIRST = ("died", "timeout", "failed", "skipped", "passed")
 USABLE_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
+"""Of the plain processes, which import torch and its tests."""
+END_TIMEOUT_S = 30.0
+"""From a method's time limit until its plain processes have been ended."""
 LOOK = 0.9
 """At this part of a method's time limit it is looked where its ranks are."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a method went.
-
-    Attributes:
-        status: The worst of the ranks'.
-        texts: What each rank says about it.
-        seconds: What it took.
-        unusable: Why the session cannot be used after it.
-    """
-
-    status: str
-    texts: dict[int, str]
-    seconds: float
-    unusable: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed" and not self.unusable
 
 
 class Ranks:
@@ -108,16 +94,17 @@ class Plain:
 
     def __init__(self, suite: Suite):
         self._suite = suite
+        self._read = b""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.torch_suites.plain", suite.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
+            bufsize=0,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._expect("ready")
+        self._expect("ready", START_TIMEOUT_S)
 
     def run(self, method: str, limit: float) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
@@ -133,20 +120,38 @@ class Plain:
 
     def _ask(self, what: dict[str, Any]) -> None:
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        self._expect("done")
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        self._expect("done", what["limit"] + END_TIMEOUT_S)
 
-    def _expect(self, word: str) -> None:
+    def _expect(self, word: str, timeout: float) -> None:
+        """Read lines until one is the word. Whoever does not say it in time is ended."""
         assert self._process.stdout
-        while (line := self._process.stdout.readline()).strip() != word:
-            if not line:
-                raise RuntimeError(f"the plain processes of {self._suite.name} have ended")
+        deadline = time.monotonic() + timeout
+        while word not in self._read.decode(errors="replace").splitlines():
+            left = max(deadline - time.monotonic(), 0.0)
+            ready, _, _ = select.select([self._process.stdout], [], [], left)
+            said = os.read(self._process.stdout.fileno(), 65536) if ready else b""
+            if not said:
+                what = "have ended" if ready else f"have not said {word!r} within {timeout:g} s"
+                self._end()
+                raise RuntimeError(f"the plain processes of {self._suite.name} {what}")
+            self._read += said
+        self._read = b""
+
+    def _end(self) -> None:
+        whole = [*psutil.Process(self._process.pid).children(recursive=True), self._process]
+        for process in whole:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._end()
+            self._process.wait()
 
 
 def _outcome(

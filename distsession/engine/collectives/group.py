@@ -203,6 +203,8 @@ class Groups:
         world: Any = dist.group.WORLD
         if not isinstance(world, SwappableGroup):
             return
+        if not isinstance(timeout, timedelta | None):
+            return  # which torch refuses
         asked = world.ranks if ranks is None else list(ranks)
         if len(set(asked)) != len(asked) or not set(asked) <= set(world.ranks):
             return  # which torch refuses
@@ -990,7 +992,7 @@ class SwappableGroup(Collectives):
         self.set_limit(timeout)
 
     def getBackendName(self) -> str:
-        return torch_private.BACKEND
+        return self.name()  # C++ asks for it, as for what DDP logs
 
     def name(self) -> str:
         return "gloo" if self.recipe.is_gloo else str(self.inner.name())
