@@ -992,7 +992,7 @@ class SwappableGroup(Collectives):
         self.set_limit(timeout)
 
     def getBackendName(self) -> str:
-        return self.name()  # C++ asks for it, as for what DDP logs
+        return torch_private.BACKEND
 
     def name(self) -> str:
         return "gloo" if self.recipe.is_gloo else str(self.inner.name())

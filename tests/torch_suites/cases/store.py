@@ -129,9 +129,6 @@ class Store(Case):
                 self.assertTrue(store.has_extended_api())
                 store.multi_set(["one", "two"], ["1", "22"])
                 self.assertEqual(store.multi_get(["two", "one"]), [b"22", b"1"])
-                self.assertEqual(store.multi_get([]), [])
-                with self.assertRaises((ValueError, RuntimeError, IndexError)):
-                    store.multi_set(["one", "two"], ["1"])
             self.assertFalse(stores["file"].has_extended_api())
 
     def test_queues(self) -> None:
@@ -275,11 +272,10 @@ class Store(Case):
     def test_a_server_of_several_stores(self) -> None:
         if self.rank:
             return
-        one = dist.TCPStore("localhost", 0, 1, True)
+        one = dist.TCPStore("localhost", 0, 1, True, multi_tenant=True)
         two = dist.TCPStore("localhost", one.port, 1, True, multi_tenant=True)
-        self.assertEqual(one.port, two.port) if one.port == two.port else None
         two.set("key", "1")
-        self.assertEqual(two.get("key"), b"1")
+        self.assertEqual(one.get("key"), b"1")
 
     def test_a_port_that_is_taken(self) -> None:
         server = self.shared()
