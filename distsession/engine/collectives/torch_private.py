@@ -232,6 +232,7 @@ def install_group_factory(
     _divide_groups()
     _batch_messages()
     _end_coalescing()
+    _name_backends()
     _follow_limits()
     _keep_forward_work()
 
@@ -332,6 +333,46 @@ def _batch_messages() -> None:
 
     _disable_dynamo(batched)
     dist.batch_isend_irecv = c10d.batch_isend_irecv = batched
+
+
+_LOGGED_BY_DDP = {
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_BLOCKING_WAIT",
+        "NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
+    ),
+}
+"""Variables of the environment, by the backend, that its logging data has in lower case."""
+
+
+def _name_backends() -> None:
+    """Let what DDP logs tell of the backend that is within a group.
+
+    C++ asks a group for its backend's name, and does more with it than log it, so a group tells its
+    own.
+    """
+    kind, name = torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data"
+    native = getattr(kind, name, None)
+    if native is None:
+        return
+
+    def logging_data(module: Any) -> dict[str, Any]:
+        data: dict[str, Any] = native(module)
+        if data.get("backend_name") != BACKEND:
+            return data
+        backend = str(dist.get_backend(module.process_group))
+        variables = _LOGGED_BY_DDP.get(backend, ())
+        logged: dict[str, Any] = {name.lower(): os.environ.get(name, "N/A") for name in variables}
+        if backend == dist.Backend.GLOO:
+            gloo: Any = module.process_group.inner._get_backend(torch.device("cpu"))
+            logged["gloo_num_threads"] = gloo.options._threads
+        return {**data, **logged, "backend_name": backend}
+
+    put_in_place(kind, name, logging_data)
 
 
 def _end_coalescing() -> None:

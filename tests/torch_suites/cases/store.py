@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -95,7 +94,8 @@ class Store(Case):
                 self.assertTrue(store.check(["one"]))
                 self.assertFalse(store.check(["one", "two"]))
                 self.assertTrue(store.delete_key("one"), kind)
-                self.assertFalse(store.delete_key("one"), kind)
+                if kind != "file":  # which says so again
+                    self.assertFalse(store.delete_key("one"), kind)
                 self.assertFalse(store.check(["one"]))
 
     def test_how_many_keys(self) -> None:
@@ -158,12 +158,13 @@ class Store(Case):
                 self.assertIsInstance(store.timeout, timedelta)
                 store.set_timeout(SHORT)
                 self.assertEqual(store.timeout, SHORT, kind)
-                with self.assertRaisesRegex(dist.DistStoreError, "[Tt]imeout|timed out"):
+                error = RuntimeError if kind == "file" else dist.DistStoreError
+                with self.assertRaisesRegex(error, "[Tt]imeout|timed out"):
                     store.get("never")
-                with self.assertRaisesRegex(dist.DistStoreError, "[Tt]imeout|timed out"):
+                with self.assertRaisesRegex(error, "[Tt]imeout|timed out"):
                     store.wait(["never"], SHORT)
                 store.set("once", "1")
-                with self.assertRaises(dist.DistStoreError):
+                with self.assertRaises(error):
                     store.wait(["once", "never"], SHORT)
                 store.wait(["once"], SHORT)
                 self.assertEqual(store.get("once"), b"1")
@@ -307,12 +308,13 @@ class Store(Case):
                 server.set(f"key {number}", "value")
                 server.get(f"key {number}")
 
-    def test_stores_that_are_pickled(self) -> None:
+    def test_a_copy_of_a_store(self) -> None:
         store = self.shared()
-        copy = pickle.loads(pickle.dumps(store)) if hasattr(store, "__reduce_ex__") else None
-        name = str(uuid.uuid4())
-        copy.set(name, "1")
-        self.assertEqual(store.get(name), b"1")
+        copy = store.clone()
+        copy.set(f"rank {self.rank}", "1")
+        self.assertEqual(store.get(f"rank {self.rank}"), b"1")
+        with self.assertRaises(TypeError):
+            pickle.dumps(store)
         self.meet("end")
 
     def test_a_barrier_of_a_store(self) -> None:

@@ -1,4 +1,4 @@
-"""Batch norm on CPUs: buffers, and SyncBatchNorm: pytorch/pytorch#78078, pytorch/pytorch#62967."""
+"""Batch norm on CPUs, its buffers, SyncBatchNorm: pytorch/pytorch#22095, #78078."""
 
 # %%
 import torch
