@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 
 from tests.torch_suites import suites
@@ -20,28 +21,32 @@ LIMIT_S = 60.0
 LONG = {"test_ddp_uneven_inputs": 300.0}
 
 
-def compare(suite: suites.Suite, methods: Iterable[str]) -> Iterator[Result]:
-    """Run methods one after another, in plain processes and on the ranks of one session."""
-    with ExitStack() as stack:
-        plain = stack.enter_context(closing(Plain(suite)))
-        ranks = stack.enter_context(closing(Ranks(suite)))
-        for method in methods:
-            yield _result(suite, method, plain, ranks)
+def compare(chosen: Iterable[tuple[suites.Suite, Iterable[str]]]) -> Iterator[Result]:
+    """Run methods one after another, in plain processes and on ranks.
+
+    Suites that take the same number of ranks and come after one another share a session.
+    """
+    for count, alike in groupby(chosen, key=lambda pair: pair[0].ranks):
+        with ExitStack() as stack:
+            plain = stack.enter_context(closing(Plain()))
+            ranks = stack.enter_context(closing(Ranks(count)))
+            for suite, methods in alike:
+                for method in methods:
+                    yield _result(suite, method, plain, ranks)
 
 
 def _result(suite: suites.Suite, method: str, plain: Plain, ranks: Ranks) -> Result:
-    result = Result(suite.name, method, plain.run(method, limit(method)), is_ours=suite.is_ours)
-    if result.plain.status == "skipped":
+    theirs = plain.run(suite, method, limit(method))
+    result = Result(suite.name, method, theirs, is_ours=suite.is_ours)
+    if theirs.status == "skipped":
         return result
-    result = replace(result, here=ranks.run(method, limit(method)))
-    assert result.here
-    if result.verdict({}) is not Verdict.FAULT and not result.here.unusable:
+    here = ranks.run(suite, method, limit(method))
+    result = replace(result, here=here)
+    if result.verdict({}) is not Verdict.FAULT and not here.unusable:
         return result
     ranks.renew()
-    anew = ranks.run(method, limit(method))
-    result = replace(result, anew=anew)
-    if not anew.passed:
-        ranks.renew()
+    result = replace(result, anew=ranks.run(suite, method, limit(method)))
+    ranks.renew()
     return result
 
 
@@ -79,18 +84,18 @@ def main() -> int:
     asked = parser.parse_args()
 
     began, results = time.monotonic(), []
-    for suite, methods in chosen(asked.suite, lambda method: asked.only in method):
-        if asked.list:
-            print(*(f"{suite.name}.{method}" for method in methods), sep="\n")
-            continue
-        for result in compare(suite, methods):
-            results.append(result)
-            print(line(result), flush=True)
-            if asked.out:
-                with asked.out.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
+    pairs = list(chosen(asked.suite, lambda method: asked.only in method))
     if asked.list:
+        print(
+            *(f"{suite.name}.{method}" for suite, methods in pairs for method in methods), sep="\n"
+        )
         return 0
+    for result in compare(pairs):
+        results.append(result)
+        print(line(result), flush=True)
+        if asked.out:
+            with asked.out.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
     print(summary(results, EXCEPTIONS))
     print(f"{time.monotonic() - began:.0f} s")
     return exit_code(results, EXCEPTIONS)

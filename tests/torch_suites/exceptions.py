@@ -9,7 +9,13 @@ from collections.abc import Mapping
 
 __all__ = ["EXCEPTIONS", "REASONS", "table"]
 
-REASONS: Mapping[str, tuple[str, ...]] = {}
+REASONS: Mapping[str, tuple[str, ...]] = {
+    "A receive from any rank is one from the rank that sends, and a profiler names it `gloo:recv`, "
+    "not `gloo:recvAnySource`.": (
+        "distributed.test_send_recv_any_source_autograd_profiler",
+        "distributed.test_send_recv_any_source_torch_profiler",
+    ),
+}
 """By the reason, in a sentence: the methods, as ``suite.method``."""
 
 EXCEPTIONS = {method: reason for reason, methods in REASONS.items() for method in methods}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.torch_suites import suites
 
-__all__ = ["load", "run"]
+__all__ = ["load", "load_torch", "run"]
 
 LINES = 40
 """Of a traceback are kept."""
@@ -38,7 +38,12 @@ def run(suite_name: str, method: str, rank: int, folder: str) -> None:
 
 def load(suite_name: str) -> None:
     """Import all that its methods need, which takes seconds, outside of their time limits."""
+    load_torch()
     _made(suite_name)
+
+
+def load_torch() -> None:
+    """Import what methods of all suites need."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.testing._internal.common_distributed")
 

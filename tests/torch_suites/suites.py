@@ -34,6 +34,8 @@ class Suite:
         make: Builds the class. It imports torch.
         around: What is done around each method, given the case, the world size and the folder.
         is_ours: Whether its tests are those of ``cases``.
+        is_once: Each method gets new ranks. torch keeps the first RPC agent of a process for ever,
+            and remote references fail where RPC is begun again, on ranks and in any process.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Suite:
     make: Callable[[], type]
     around: Around
     is_ours: bool = False
+    is_once: bool = False
 
 
 @contextlib.contextmanager
@@ -128,7 +131,9 @@ _FIXTURES = {
 
 def _rpc(name: str, module: str, tests: str, ranks: int = 4, agent: str = "tensorpipe") -> Suite:
     full = f"{RPC}.{module}" if "." not in module else module
-    return Suite(name, ranks, _with_agent(full, tests, f"{agent}_rpc_agent_test"), alone)
+    return Suite(
+        name, ranks, _with_agent(full, tests, f"{agent}_rpc_agent_test"), alone, is_once=True
+    )
 
 
 _ROOT = "torch.testing._internal.distributed"

@@ -24,6 +24,8 @@ from tests.torch_suites.suites import Suite
 __all__ = ["Plain", "Ranks"]
 
 ROOT = Path(__file__).parents[2]
+PRELOAD = ["torch._dynamo", "torch.testing._internal.common_distributed"]
+"""What torch's tests import, and what takes seconds."""
 USABLE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 """Of the plain processes, which import torch and its tests."""
@@ -36,18 +38,27 @@ LOOK = 0.9
 class Ranks:
     """The ranks of one session, which run one method after another."""
 
-    def __init__(self, suite: Suite):
-        self._suite = suite
-        self._session = Session(suite.ranks, output=Silent)
+    def __init__(self, count: int):
+        self._count = count
+        self._session = Session(count, output=Silent, preload=PRELOAD)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loaded: set[str] = set()
         self._session.execute(
             f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-            "from tests.torch_suites import method as _torch_suites\n"
-            f"_torch_suites.load({suite.name!r})"
+            "from tests.torch_suites import method as _torch_suites"
         )
 
-    def run(self, method: str, limit: float) -> Outcome:
+    def run(self, suite: Suite, method: str, limit: float) -> Outcome:
+        if suite.is_once and self._loaded:
+            self._session.restart()
+            self._begin()
+        if suite.name not in self._loaded:
+            self._session.execute(f"_torch_suites.load({suite.name!r})")
+            self._loaded.add(suite.name)
         with tempfile.TemporaryDirectory() as folder:
-            call = f"_torch_suites.run({self._suite.name!r}, {method!r}, rank, {folder!r})"
+            call = f"_torch_suites.run({suite.name!r}, {method!r}, rank, {folder!r})"
             began = time.monotonic()
             said, status, seen = "", "died", [""]
             look = threading.Timer(limit * LOOK, lambda: seen.append(self._look()))
@@ -63,7 +74,7 @@ class Ranks:
             finally:
                 look.cancel()
             took = time.monotonic() - began
-            return _outcome(folder, self._suite, took, status, said, self._unusable())
+            return _outcome(folder, suite, took, status, said, self._unusable())
 
     def _look(self) -> str:
         return str(self._session.diagnose(stacks=True))
@@ -81,9 +92,9 @@ class Ranks:
         return ""
 
     def renew(self) -> None:
-        """Other ranks, which have run nothing."""
+        """Another session, whose ranks have run nothing."""
         self.close()
-        self.__init__(self._suite)  # type: ignore[misc]
+        self.__init__(self._count)  # type: ignore[misc]
 
     def close(self) -> None:
         self._session.close()
@@ -92,11 +103,10 @@ class Ranks:
 class Plain:
     """Processes that are forked for each method."""
 
-    def __init__(self, suite: Suite):
-        self._suite = suite
+    def __init__(self) -> None:
         self._read = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.torch_suites.plain", suite.name],
+            [sys.executable, "-m", "tests.torch_suites.plain"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -106,17 +116,17 @@ class Plain:
         )
         self._expect("ready", START_TIMEOUT_S)
 
-    def run(self, method: str, limit: float) -> Outcome:
+    def run(self, suite: Suite, method: str, limit: float) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             began = time.monotonic()
-            self._ask({"method": method, "folder": folder, "limit": limit})
+            self._ask({"suite": suite.name, "method": method, "folder": folder, "limit": limit})
             took = time.monotonic() - began
             missing = "timeout" if took >= limit else "died"
             said = "".join(
                 path.read_text(errors="replace")[-1000:]
                 for path in sorted(Path(folder).glob("*.out"))
             )
-            return _outcome(folder, self._suite, took, missing, said)
+            return _outcome(folder, suite, took, missing, said)
 
     def _ask(self, what: dict[str, Any]) -> None:
         assert self._process.stdin
@@ -134,7 +144,7 @@ class Plain:
             if not said:
                 what = "have ended" if ready else f"have not said {word!r} within {timeout:g} s"
                 self._end()
-                raise RuntimeError(f"the plain processes of {self._suite.name} {what}")
+                raise RuntimeError(f"the plain processes {what}")
             self._read += said
         self._read = b""
 

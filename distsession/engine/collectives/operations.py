@@ -263,9 +263,9 @@ class Collectives(dist.ProcessGroup):
         if not isinstance(opts, AllToAllOptions):
             opts = _options(AllToAllOptions, named.get("timeout", opts))
         size = len(self.members)
-        call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
         if not (_add_up(receive, output, size) and _add_up(send, tensor, size)):
-            return call(self.inner)  # which refuses them, before anything is sent
+            # It refuses them, before anything is sent.
+            return self.inner.alltoall_base(output, tensor, receive, send, opts)
         send_sizes = list(send) or [tensor.shape[0] // size] * size
         receive_sizes = list(receive) or [output.shape[0] // size] * size
         key = (
@@ -274,6 +274,7 @@ class Collectives(dist.ProcessGroup):
             tensor.shape[1:],
             SplitSizes(tuple(send_sizes), tuple(receive_sizes)),
         )
+        call = lambda g: g.alltoall_base(output, tensor, receive, send, opts)  # noqa: E731
         return self._collective(call, key, _is_async(opts), tensor, has_sizes=True)
 
     all_to_all_single = alltoall_base
