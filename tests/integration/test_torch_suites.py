@@ -26,7 +26,9 @@ SOME = {
     "common": (
         "test_a_reducer_that_is_made_directly",
         "test_dtypes_that_gloo_does_not_add",
+        "test_functions_with_gradients",
         "test_uneven_inputs",
+        "test_what_all_to_all_refuses",
         "test_what_new_group_refuses",
     ),
     "backend": ("test_it_times_out", "test_receiving_from_anyone"),

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import nn as dist_nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch_suites.cases.case import Case
@@ -161,11 +162,24 @@ class Common(Case):
         self.equal(out, torch.cat([torch.full((n,), float(r)) for r, n in enumerate(receive)]))
 
     def test_what_all_to_all_refuses(self) -> None:
-        with self.assertRaises((RuntimeError, ValueError)):
-            dist.all_to_all_single(torch.zeros(3), torch.zeros(3), [9, 0, 0], [1, 1, 1])
+        for receive, send, said in (
+            ([9, 0, 0], [1, 1, 1], "Split sizes doesn't match"),
+            ([1, 1, 1], [1, 1], "Number of tensor splits not equal"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, said):
+                dist.all_to_all_single(torch.zeros(3), torch.zeros(3), receive, send)
+        with self.assertRaises((RuntimeError, IndexError)):
+            dist.all_to_all_single(torch.tensor(0.0), torch.tensor(0.0))
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         self.equal(tensor, torch.tensor([float(self.world_size)]))
+
+    def test_functions_with_gradients(self) -> None:
+        x = torch.tensor([self.rank + 1.0], requires_grad=True)
+        total = dist_nn.all_reduce(x)
+        (total * (self.rank + 1)).sum().backward()
+        weights = sum(rank + 1.0 for rank in self.ranks)
+        self.equal([total.detach(), x.grad], [torch.tensor([weights])] * 2)
 
     def test_dtypes_that_gloo_does_not_add(self) -> None:
         for dtype in (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn):
