@@ -74,10 +74,11 @@ def _run(suite_name: str, method: str, rank: int, folder: Path) -> tuple[str, st
             getattr(case, method)()
     except unittest.SkipTest as reason:
         return "skipped", str(reason)
-    except SystemExit as end:  # torch's tests end their process where they are skipped
+    except SystemExit as end:  # torch's tests end their process, skipped or not
         if end.code in _skips():
             return "skipped", f"exit code {end.code}"
-        return "failed", f"SystemExit: {end.code}"
+        if end.code:
+            return "failed", f"SystemExit: {end.code}"
     except Exception:
         lines = traceback.format_exc().splitlines()
         return "failed", "\n".join(lines[-LINES:])
