@@ -59,13 +59,14 @@ release-check:  ## build the release, and try it in an empty environment
 bench: $(STAMP)  ## measure this project beside its peers
 	$(BIN)/python -m tests.benchmarks
 
-soak: $(STAMP)  ## faults on a session, also one used all day; kernels killed; many sessions; broken programs
+soak: $(STAMP)  ## faults on a session, also one used all day; kernels killed; many sessions; broken programs; torch's tests
 	$(BIN)/python -m tests.integration.chaos --faults 1000
 	$(BIN)/python -m tests.integration.chaos --faults 40 --between 500
 	$(BIN)/python -m tests.integration.chaos --faults 100 --ranks 32
 	$(BIN)/python -m tests.integration.kills --kills 300
 	$(BIN)/python -m tests.integration.cycles --cycles 200
 	$(BIN)/python -m tests.integration.first_lines
+	$(BIN)/python -m tests.torch_suites
 
 soak-keep: $(STAMP)  ## kernels of a kept session killed at a thousand moments
 	$(BIN)/python -m tests.integration.keep_kills --kills 1000

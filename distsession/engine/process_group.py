@@ -14,6 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# Its functions take by default the group that was there when it was imported. Under torchrun, where
+# a program imports it before there is one, that is none: the default group of the time of the call.
+import torch.distributed.nn.functional
+
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
 from distsession.engine import host_info, store, store_server

@@ -182,6 +182,8 @@ def monitored_text(rank: int, missing: Sequence[int], limit_s: float, *, all_ran
             "for send/recv from rank 0. Please check rank 0 logs for faulty rank."
         )
     ms = round(limit_s * 1000)
+    if not ms:  # its time was over before it looked for anyone
+        return f"Rank 0 timed out in monitoredBarrier after {ms} ms."
     found = [r for r in missing if r != rank] or [1]
     who = f"Ranks {', '.join(map(str, found))}" if all_ranks else f"Rank {found[0]}"
     return f"[Rank 0]: {who} failed to pass monitoredBarrier in {ms} ms"

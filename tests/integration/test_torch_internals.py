@@ -86,6 +86,30 @@ def test_groups_are_ours_whoever_asks_for_them_and_say_gloo(session: Session) ->
     assert kinds[0] == ["SwappableGroup", "SwappableGroup", "gloo", "gloo"]
 
 
+def test_what_data_parallel_logs_tells_of_the_backend_within_a_group(session: Session) -> None:
+    logged = session.execute(
+        "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
+        "data = ddp._get_ddp_logging_data()\n"
+        "[data[n] for n in ('backend_name', 'gloo_device_transport', 'gloo_num_threads')]",
+        fetch=True,
+    )
+    assert logged is not None
+    assert logged[0] == ["gloo", "N/A", 2]
+
+
+def test_functions_of_torch_take_the_default_group_of_the_time_of_the_call(
+    session: Session,
+) -> None:
+    total = session.execute(
+        "from torch.distributed import nn as dist_nn\n"
+        "dist.destroy_process_group()\n"
+        "dist.init_process_group('gloo')\n"
+        "dist_nn.all_reduce(torch.ones(1)).item()",
+        fetch=True,
+    )
+    assert list((total or {}).values()) == [2.0, 2.0]
+
+
 def test_the_sockets_of_gloo_and_of_its_tcp_store_are_found(session: Session) -> None:
     shut = session.execute(
         "import os\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.torch_suites import suites
 
-__all__ = ["load", "run"]
+__all__ = ["load", "load_torch", "run"]
 
 LINES = 40
 """Of a traceback are kept."""
@@ -38,8 +38,14 @@ def run(suite_name: str, method: str, rank: int, folder: str) -> None:
 
 def load(suite_name: str) -> None:
     """Import all that its methods need, which takes seconds, outside of their time limits."""
+    load_torch()
     _made(suite_name)
+
+
+def load_torch() -> None:
+    """Import what methods of all suites need."""
     importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.testing._internal.common_distributed")
 
 
 @cache
@@ -68,10 +74,11 @@ def _run(suite_name: str, method: str, rank: int, folder: Path) -> tuple[str, st
             getattr(case, method)()
     except unittest.SkipTest as reason:
         return "skipped", str(reason)
-    except SystemExit as end:  # torch's tests end their process where they are skipped
+    except SystemExit as end:  # torch's tests end their process, skipped or not
         if end.code in _skips():
             return "skipped", f"exit code {end.code}"
-        return "failed", f"SystemExit: {end.code}"
+        if end.code:
+            return "failed", f"SystemExit: {end.code}"
     except Exception:
         lines = traceback.format_exc().splitlines()
         return "failed", "\n".join(lines[-LINES:])

@@ -1,4 +1,4 @@
-"""Methods in plain processes: SUITE. Reads a line for each, ``{"method", "folder", "limit"}``.
+"""Methods in plain processes. Reads a line for each, ``{"suite", "method", "folder", "limit"}``.
 
 torch and the tests are imported once. Each method gets processes of its own, forked from this one,
 as each gets new ones from torch's runner.
@@ -19,15 +19,19 @@ from tests.torch_suites import suites
 
 
 def main() -> None:
-    suite = next(suite for suite in suites.SUITES if suite.name == sys.argv[1])
-    one.load(suite.name)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    one.load_torch()
+    _say("ready")
     for line in sys.stdin:
         ask = json.loads(line)
+        suite = next(suite for suite in suites.SUITES if suite.name == ask["suite"])
+        one.load(suite.name)
         run(suite, ask["method"], ask["folder"], ask["limit"])
-        sys.stdout.write("done\n")
-        sys.stdout.flush()
+        _say("done")
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
 
 
 def run(suite: suites.Suite, method: str, folder: str, limit: float) -> None:

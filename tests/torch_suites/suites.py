@@ -1,7 +1,8 @@
 """The suites: which classes of tests, with how many ranks, and what is around each method.
 
 torch's tests of ranks ship in its wheel, as classes that a file of its repository puts together.
-Here they are put together in the same way. Each method runs in a process that is a rank already.
+Here they are put together in the same way. ``cases`` is written after tests that its wheel lacks.
+Each method runs in a process that is a rank already.
 """
 
 from __future__ import annotations
@@ -32,12 +33,19 @@ class Suite:
         ranks: How many ranks it takes.
         make: Builds the class. It imports torch.
         around: What is done around each method, given the case, the world size and the folder.
+        parts: Its tests are those whose names contain one of these.
+        is_ours: Whether its tests are those of ``cases``.
+        is_once: Each method gets new ranks. torch keeps the first RPC agent of a process for ever,
+            and remote references fail where RPC is begun again, on ranks and in any process.
     """
 
     name: str
     ranks: int
     make: Callable[[], type]
     around: Around
+    parts: tuple[str, ...] = ("",)
+    is_ours: bool = False
+    is_once: bool = False
 
 
 @contextlib.contextmanager
@@ -102,13 +110,19 @@ def _distributed() -> type:
     return type("Distributed", bases, {})
 
 
+def _case(module: str, name: str) -> Callable[[], type]:
+    return lambda: getattr(importlib.import_module(f"tests.torch_suites.cases.{module}"), name)
+
+
 def _with_agent(module: str, name: str, fixture: str) -> Callable[[], type]:
     def make() -> type:
         from torch.testing._internal.common_distributed import MultiProcessTestCase
 
         tests = getattr(importlib.import_module(module), name)
         mixin = getattr(importlib.import_module(f"{RPC}.{fixture}_fixture"), _FIXTURES[fixture])
-        return type(name, (tests, mixin, MultiProcessTestCase), {})
+        made = type(name, (tests, mixin, MultiProcessTestCase), {"__module__": __name__})
+        globals()[name] = made  # pickle looks for it here, for some tests call it on other ranks
+        return made
 
     return make
 
@@ -121,12 +135,20 @@ _FIXTURES = {
 
 def _rpc(name: str, module: str, tests: str, ranks: int = 4, agent: str = "tensorpipe") -> Suite:
     full = f"{RPC}.{module}" if "." not in module else module
-    return Suite(name, ranks, _with_agent(full, tests, f"{agent}_rpc_agent_test"), alone)
+    return Suite(
+        name, ranks, _with_agent(full, tests, f"{agent}_rpc_agent_test"), alone, is_once=True
+    )
 
 
 _ROOT = "torch.testing._internal.distributed"
+FOR_FOUR = ("_group", "_failure_order", "_wait_all_ranks")
+"""In the names of tests that take more than three ranks."""
 SUITES = (
     Suite("distributed", 3, _distributed, between_barriers),
+    Suite("common", 3, _case("common", "Common"), in_a_group, is_ours=True),
+    Suite("backend", 3, _case("backend", "Backend"), alone, is_ours=True),
+    Suite("store", 3, _case("store", "Store"), alone, is_ours=True),
+    Suite("distributed_4", 4, _distributed, between_barriers, parts=FOR_FOUR),
     _rpc("rpc", "rpc_test", "RpcTest"),
     _rpc("rpc_tensorpipe", "rpc_test", "TensorPipeAgentRpcTest"),
     _rpc("dist_autograd", "dist_autograd_test", "DistAutogradTest"),
@@ -173,4 +195,5 @@ def methods(suite: Suite) -> list[str]:
     """Names of its tests, in their order."""
     prepare(suite)
     tests = suite.make()
-    return sorted(name for name in dir(tests) if name.startswith("test"))
+    names = (name for name in dir(tests) if name.startswith("test"))
+    return sorted(name for name in names if any(part in name for part in suite.parts))

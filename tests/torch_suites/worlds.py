@@ -2,66 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from distsession import DistsessionError, RunError, Session
 from distsession.kernel.output import Silent
+from tests.torch_suites.outcome import WORST_FIRST, Outcome
 from tests.torch_suites.suites import Suite
 
-__all__ = ["Outcome", "Plain", "Ranks"]
+__all__ = ["Plain", "Ranks"]
 
 ROOT = Path(__file__).parents[2]
-WORST_FIRST = ("died", "timeout", "failed", "skipped", "passed")
+PRELOAD = ["torch._dynamo", "torch.testing._internal.common_distributed"]
+"""What torch's tests import, and what takes seconds."""
 USABLE_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
+"""Of the plain processes, which import torch and its tests."""
+END_TIMEOUT_S = 30.0
+"""From a method's time limit until its plain processes have been ended."""
 LOOK = 0.9
 """At this part of a method's time limit it is looked where its ranks are."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a method went.
-
-    Attributes:
-        status: The worst of the ranks'.
-        texts: What each rank says about it.
-        seconds: What it took.
-        unusable: Why the session cannot be used after it.
-    """
-
-    status: str
-    texts: dict[int, str]
-    seconds: float
-    unusable: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed" and not self.unusable
 
 
 class Ranks:
     """The ranks of one session, which run one method after another."""
 
-    def __init__(self, suite: Suite):
-        self._suite = suite
-        self._session = Session(suite.ranks, output=Silent)
+    def __init__(self, count: int):
+        self._count = count
+        self._session = Session(count, output=Silent, preload=PRELOAD)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loaded: set[str] = set()
         self._session.execute(
             f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-            "from tests.torch_suites import method as _torch_suites\n"
-            f"_torch_suites.load({suite.name!r})"
+            "from tests.torch_suites import method as _torch_suites"
         )
 
-    def run(self, method: str, limit: float) -> Outcome:
+    def run(self, suite: Suite, method: str, limit: float) -> Outcome:
+        if suite.is_once and self._loaded:
+            self._session.restart()
+            self._begin()
+        if suite.name not in self._loaded:
+            self._session.execute(f"_torch_suites.load({suite.name!r})")
+            self._loaded.add(suite.name)
         with tempfile.TemporaryDirectory() as folder:
-            call = f"_torch_suites.run({self._suite.name!r}, {method!r}, rank, {folder!r})"
+            call = f"_torch_suites.run({suite.name!r}, {method!r}, rank, {folder!r})"
             began = time.monotonic()
             said, status, seen = "", "died", [""]
             look = threading.Timer(limit * LOOK, lambda: seen.append(self._look()))
@@ -77,7 +74,7 @@ class Ranks:
             finally:
                 look.cancel()
             took = time.monotonic() - began
-            return _outcome(folder, self._suite, took, status, said, self._unusable())
+            return _outcome(folder, suite, took, status, said, self._unusable())
 
     def _look(self) -> str:
         return str(self._session.diagnose(stacks=True))
@@ -95,9 +92,9 @@ class Ranks:
         return ""
 
     def renew(self) -> None:
-        """Other ranks, which have run nothing."""
+        """Another session, whose ranks have run nothing."""
         self.close()
-        self.__init__(self._suite)  # type: ignore[misc]
+        self.__init__(self._count)  # type: ignore[misc]
 
     def close(self) -> None:
         self._session.close()
@@ -106,47 +103,65 @@ class Ranks:
 class Plain:
     """Processes that are forked for each method."""
 
-    def __init__(self, suite: Suite):
-        self._suite = suite
+    def __init__(self) -> None:
+        self._read = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.torch_suites.plain", suite.name],
+            [sys.executable, "-m", "tests.torch_suites.plain"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
+            bufsize=0,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._expect("ready")
+        self._expect("ready", START_TIMEOUT_S)
 
-    def run(self, method: str, limit: float) -> Outcome:
+    def run(self, suite: Suite, method: str, limit: float) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             began = time.monotonic()
-            self._ask({"method": method, "folder": folder, "limit": limit})
+            self._ask({"suite": suite.name, "method": method, "folder": folder, "limit": limit})
             took = time.monotonic() - began
             missing = "timeout" if took >= limit else "died"
             said = "".join(
                 path.read_text(errors="replace")[-1000:]
                 for path in sorted(Path(folder).glob("*.out"))
             )
-            return _outcome(folder, self._suite, took, missing, said)
+            return _outcome(folder, suite, took, missing, said)
 
     def _ask(self, what: dict[str, Any]) -> None:
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        self._expect("done")
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        self._expect("done", what["limit"] + END_TIMEOUT_S)
 
-    def _expect(self, word: str) -> None:
+    def _expect(self, word: str, timeout: float) -> None:
+        """Read lines until one is the word. Whoever does not say it in time is ended."""
         assert self._process.stdout
-        while (line := self._process.stdout.readline()).strip() != word:
-            if not line:
-                raise RuntimeError(f"the plain processes of {self._suite.name} have ended")
+        deadline = time.monotonic() + timeout
+        while word not in self._read.decode(errors="replace").splitlines():
+            left = max(deadline - time.monotonic(), 0.0)
+            ready, _, _ = select.select([self._process.stdout], [], [], left)
+            said = os.read(self._process.stdout.fileno(), 65536) if ready else b""
+            if not said:
+                what = "have ended" if ready else f"have not said {word!r} within {timeout:g} s"
+                self._end()
+                raise RuntimeError(f"the plain processes {what}")
+            self._read += said
+        self._read = b""
+
+    def _end(self) -> None:
+        whole = [*psutil.Process(self._process.pid).children(recursive=True), self._process]
+        for process in whole:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._end()
+            self._process.wait()
 
 
 def _outcome(

@@ -28,6 +28,8 @@ HERE = Path(__file__).parent
 RANKS = 2
 CELL_TIMEOUT_S = 100.0
 TORCHRUN_TIMEOUT_S = 120.0
+REPORTS_TIMEOUT_S = 600.0
+"""Of all of them, one after another, under torchrun. Each has a limit of its own there."""
 
 PROGRAMS = sorted((HERE / "programs").glob("*.py"))
 LIBRARIES = sorted((HERE / "libraries").glob("*.py"))
@@ -50,7 +52,7 @@ def run_under_torchrun(program: Path, folder: Path) -> dict[int, Any]:
     return {r: json.loads((folder / f"{r}.json").read_text()) for r in range(RANKS)}
 
 
-def torchrun(script: str, *arguments: Path) -> None:
+def torchrun(script: str, *arguments: Path, timeout: float = TORCHRUN_TIMEOUT_S) -> None:
     options = ["--standalone", "--nproc-per-node", str(RANKS), HERE / script]
     with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *options, *arguments],
@@ -59,7 +61,7 @@ def torchrun(script: str, *arguments: Path) -> None:
         text=True,
     ) as process:
         try:
-            _, said = process.communicate(timeout=TORCHRUN_TIMEOUT_S)
+            _, said = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.terminate()  # and with it the program's processes
             raise
@@ -101,15 +103,18 @@ def test_a_tutorial_gives_in_cells_what_it_gives_under_torchrun(
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all programs after public reports give under torchrun, which is started once."""
     folder = tmp_path_factory.mktemp("reports")
-    torchrun("as_scripts.py", folder, *REPORTS)
+    torchrun("as_scripts.py", folder, *REPORTS, timeout=REPORTS_TIMEOUT_S)
     return folder
 
 
+@pytest.mark.timeout(REPORTS_TIMEOUT_S + CELL_TIMEOUT_S)
 @pytest.mark.parametrize("program", REPORTS, ids=lambda program: program.stem)
 def test_a_reported_program_gives_in_cells_what_it_gives_under_torchrun(
     session: Session, program: Path, reports: Path
 ) -> None:
     results = [reports / f"{program.stem}-{rank}.json" for rank in range(RANKS)]
+    for path in results:
+        assert path.exists(), path.with_suffix(".txt").read_text()
     theirs = {rank: json.loads(path.read_text()) for rank, path in enumerate(results)}
     assert_equal(run_in_cells(session, program), theirs)
 

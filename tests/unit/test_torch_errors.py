@@ -91,3 +91,5 @@ def test_a_monitored_barrier_names_whom_torch_names() -> None:
     both = monitored_text(0, [1, 3], 2.0, all_ranks=True)
     assert both == "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 2000 ms"
     assert monitored_text(3, [0], 2.0, all_ranks=True).startswith("Rank 3 successfully reached")
+    none = monitored_text(0, [1], 0.0, all_ranks=False)
+    assert none == "Rank 0 timed out in monitoredBarrier after 0 ms."

@@ -205,6 +205,8 @@ class Groups:
         world: Any = dist.group.WORLD
         if not isinstance(world, SwappableGroup):
             return
+        if not isinstance(timeout, timedelta | None):
+            return  # which torch refuses
         asked = world.ranks if ranks is None else list(ranks)
         if len(set(asked)) != len(asked) or not set(asked) <= set(world.ranks):
             return  # which torch refuses
@@ -700,11 +702,12 @@ class SwappableGroup(Collectives):
             raise
         except CollectiveError as error:
             reason, stream = cause.find(error), self._own_stream()
-            late, limit = [r for r in self.members if stream.posted_by(r) < stream.count], 0.0
+            late = [r for r in self.members if stream.posted_by(r) < stream.count]
+            limit = self._seconds
             if isinstance(reason, TimedOut):
                 late, limit = list(reason.missing), reason.limit
             missing = [self.members.index(r) for r in late if r in self.members]
-            in_torchs_place(error, text(missing, limit or self._seconds), kind)
+            in_torchs_place(error, text(missing, limit), kind)
             raise
 
     def connect_text(self, missing: Sequence[int], limit: float) -> str:

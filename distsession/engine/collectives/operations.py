@@ -313,6 +313,9 @@ class Collectives(dist.ProcessGroup):
         if not isinstance(opts, AllToAllOptions):
             opts = _options(AllToAllOptions, named.get("timeout", opts))
         size = len(self.members)
+        if not (_add_up(receive, output, size) and _add_up(send, tensor, size)):
+            # It refuses them, before anything is sent.
+            return self.inner.alltoall_base(output, tensor, receive, send, opts)
         send_sizes = list(send) or [tensor.shape[0] // size] * size
         receive_sizes = list(receive) or [output.shape[0] // size] * size
         key = (
@@ -356,6 +359,14 @@ class Collectives(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         return self._any_source(tensors, tag)
+
+
+def _add_up(sizes: Sequence[int], tensor: torch.Tensor, ranks: int) -> bool:
+    """Whether a tensor can be cut into parts of these sizes, or into equal ones, for each rank."""
+    if not tensor.dim():
+        return False
+    rows = tensor.shape[0]
+    return (len(sizes) == ranks and sum(sizes) == rows) if sizes else rows % ranks == 0
 
 
 def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:

@@ -21,7 +21,7 @@ class Backend(Case):
     """Its operations, what it refuses, and its futures."""
 
     def _refuses(self, text: str, call: str, tensors: object, **options: object) -> None:
-        made = getattr(dist, f"{call.capitalize()}Options")()
+        made = getattr(dist.distributed_c10d, f"{call.capitalize()}Options")()
         for name, value in options.items():
             setattr(made, name, value)
         with self.assertRaisesRegex((RuntimeError, ValueError), text):

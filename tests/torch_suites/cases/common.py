@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import nn as dist_nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch_suites.cases.case import Case
@@ -117,8 +118,9 @@ class Common(Case):
     def test_what_new_group_refuses(self) -> None:
         with self.assertRaisesRegex((ValueError, RuntimeError), "should be less|world_size|larger"):
             dist.new_group([0, self.world_size])
-        with self.assertRaisesRegex(ValueError, "timeout|timedelta"):
+        with self.assertRaisesRegex(TypeError, "datetime.timedelta"):
             dist.new_group([0, 1], timeout="forever")
+        dist.barrier()
 
     def test_a_second_default_group_is_refused_or_is_the_same(self) -> None:
         tensor = torch.ones(1)
@@ -160,11 +162,24 @@ class Common(Case):
         self.equal(out, torch.cat([torch.full((n,), float(r)) for r, n in enumerate(receive)]))
 
     def test_what_all_to_all_refuses(self) -> None:
-        with self.assertRaises((RuntimeError, ValueError)):
-            dist.all_to_all_single(torch.zeros(3), torch.zeros(3), [9, 0, 0], [1, 1, 1])
+        for receive, send, said in (
+            ([9, 0, 0], [1, 1, 1], "Split sizes doesn't match"),
+            ([1, 1, 1], [1, 1], "Number of tensor splits not equal"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, said):
+                dist.all_to_all_single(torch.zeros(3), torch.zeros(3), receive, send)
+        with self.assertRaises((RuntimeError, IndexError)):
+            dist.all_to_all_single(torch.tensor(0.0), torch.tensor(0.0))
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         self.equal(tensor, torch.tensor([float(self.world_size)]))
+
+    def test_functions_with_gradients(self) -> None:
+        x = torch.tensor([self.rank + 1.0], requires_grad=True)
+        total = dist_nn.all_reduce(x)
+        (total * (self.rank + 1)).sum().backward()
+        weights = sum(rank + 1.0 for rank in self.ranks)
+        self.equal([total.detach(), x.grad], [torch.tensor([weights])] * 2)
 
     def test_dtypes_that_gloo_does_not_add(self) -> None:
         for dtype in (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn):
@@ -225,11 +240,11 @@ class Common(Case):
             dist.broadcast(torch.ones(1), src=self.world_size)
         with self.assertRaisesRegex((ValueError, TypeError), "P2POp|list"):
             dist.batch_isend_irecv([1])
-        with self.assertRaisesRegex((ValueError, TypeError), "P2POp|list"):
+        with self.assertRaises((ValueError, TypeError, IndexError)):
             dist.batch_isend_irecv([])
         with self.assertRaisesRegex(ValueError, "src|dst|rank"):
             dist.send(torch.ones(1), dst=self.rank)
-        with self.assertRaisesRegex(RuntimeError, "dtype|type"):
+        with self.assertRaisesRegex((RuntimeError, ValueError), "dtype|type"):
             dist.all_gather([torch.zeros(1) for _ in self.ranks], torch.ones(1).double())
         with self.assertRaises((RuntimeError, ValueError, TypeError)):
             dist.gather(torch.ones(1), [torch.ones(1)], dst=(self.rank + 1) % self.world_size)
@@ -248,8 +263,9 @@ class Common(Case):
 
     def test_tags(self) -> None:
         if self.rank == 0:
-            for tag in (1, 2, 3):
-                dist.send(torch.tensor([float(tag)]), 1, tag=tag)
+            works = [dist.isend(torch.tensor([float(t)]), 1, tag=t) for t in (1, 2, 3)]
+            for work in works:
+                work.wait()
         elif self.rank == 1:
             for tag in (3, 1, 2):
                 tensor = torch.zeros(1)
@@ -402,7 +418,7 @@ class Common(Case):
     def test_a_hook_that_passes_futures_on(self) -> None:
         model = DistributedDataParallel(self._model())
 
-        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def hook(state, bucket):  # no annotations, for torch compares them
             future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
             return future.then(lambda done: done.value()[0] / self.world_size)
 
@@ -458,7 +474,9 @@ class Common(Case):
 
     def test_shapes_that_differ_are_refused(self) -> None:
         model = nn.Linear(2, 2 + self.rank)
-        with self.assertRaisesRegex(RuntimeError, "appears not to match|params? verification"):
+        # Rank 0 has the shapes that others are compared with, and waits for them in vain.
+        said = "appears not to match" if self.rank else ""
+        with self.assertRaisesRegex(RuntimeError, said):
             DistributedDataParallel(model)
 
     def test_what_ddp_logs(self) -> None:

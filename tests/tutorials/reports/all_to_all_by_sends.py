@@ -1,4 +1,4 @@
-"""An all_to_all for gloo made of a batch of sends and receives: pytorch/pytorch#106164."""
+"""An all_to_all for gloo made of a batch of sends and receives: pytorch/pytorch#88245."""
 
 # %%
 import torch

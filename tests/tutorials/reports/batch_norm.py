@@ -1,4 +1,4 @@
-"""Batch norm on CPUs: buffers, and SyncBatchNorm: pytorch/pytorch#78078, pytorch/pytorch#62967."""
+"""Batch norm on CPUs, its buffers, SyncBatchNorm: pytorch/pytorch#22095, #78078."""
 
 # %%
 import torch
@@ -17,11 +17,15 @@ for broadcast in (True, False):
         model(torch.tensor([[1.0, 2.0], [3.0, 5.0]]) * (rank + 1)).sum().backward()
     result[f"buffers {broadcast}"] = model.module[1].running_mean.tolist()
 # %%
-synced = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)))
-try:
-    synced(torch.ones(2, 3))
-except ValueError as error:
-    result["refused"] = str(error)
+synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3))
+for name, refused in {
+    "ddp": lambda: DDP(synced),
+    "forward": lambda: synced(torch.ones(2, 3)),
+}.items():
+    try:
+        refused()
+    except ValueError as error:
+        result[name] = str(error)
 result["evaluated"] = synced.eval()(torch.ones(2, 3)).tolist()
 # %%
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Activations computed again, with and without a static graph: pytorch/pytorch#68827."""
+"""Activations computed again, by one layer twice: pytorch/pytorch#69060, microsoft/FocalNet#4."""
 
 # %%
 import torch

@@ -1,4 +1,4 @@
-"""A model and its optimizer, saved by all ranks and cut anew: pytorch/pytorch#91205, #108869."""
+"""A model and its optimizer, saved by all ranks and cut anew: pytorch/pytorch#91205."""
 
 # %%
 import shutil

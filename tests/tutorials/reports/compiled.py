@@ -1,4 +1,4 @@
-"""Compiled models under DDP, and compiled collectives: pytorch/pytorch#111279, #109774."""
+"""Compiled models under DDP, and compiled collectives: pytorch/pytorch#108966, #112028."""
 
 # %%
 import torch

@@ -1,4 +1,4 @@
-"""Gradients that are accumulated, and added up once: huggingface/accelerate#2531."""
+"""Gradients that are accumulated, and added up once: pytorch/pytorch#43201."""
 
 # %%
 import torch

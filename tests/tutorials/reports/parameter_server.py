@@ -1,4 +1,4 @@
-"""Rank 0 has the parameters, both train by remote calls, beside DDP: pytorch/pytorch#44439."""
+"""Rank 1 has embeddings, both train by remote calls, beside DDP: pytorch/pytorch#33482."""
 
 # %%
 import os

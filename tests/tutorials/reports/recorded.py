@@ -1,4 +1,4 @@
-"""Stages that send to each other, under the decorator of a main: pytorch/gloo#308."""
+"""Stages that send to each other on gloo, under a recorded main: pytorch/pytorch#132644."""
 
 # %%
 import torch

@@ -1,4 +1,4 @@
-"""Many sends and receives under way, out of order: pytorch/gloo#308, pytorch/pytorch#109401."""
+"""Many sends and receives under way, out of order: pytorch/pytorch#125079, #108378."""
 
 # %%
 import torch

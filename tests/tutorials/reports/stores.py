@@ -1,4 +1,4 @@
-"""Stores by hand: pytorch/pytorch#53840 (wait), #67972 (a store of one's own), #100056."""
+"""Stores by hand: pytorch/pytorch#53840 (wait), pytorch/pytorch#67972 (a store of one's own)."""
 
 # %%
 import tempfile

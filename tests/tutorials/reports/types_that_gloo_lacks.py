@@ -1,4 +1,4 @@
-"""Types that gloo does not add: pytorch/pytorch#89197, pytorch/pytorch#111131."""
+"""Types that gloo does not add: pytorch/pytorch#111131, Lightning-AI/torchmetrics#1809."""
 
 # %%
 import time

@@ -1,4 +1,4 @@
-"""Parameters without a gradient, by each of DDP's options: pytorch/pytorch#79171."""
+"""Parameters without a gradient, by each of DDP's options: pytorch/pytorch#79171, #97030."""
 
 # %%
 import torch
