@@ -704,7 +704,8 @@ def test_groups_that_all_members_know_are_connected_anew_and_others_say_why_not(
     assert meeting.check(["group5/port"])
     with pytest.raises(CollectiveError, match=r"before rank 3 was replaced.*new_group\(\[0, 2, 3"):
         all_reduce(unknown)
-    assert unknown.inner is None
+    with pytest.raises(CollectiveError, match=r"before rank 3 was replaced"):
+        _ = unknown.inner.options
 
 
 def test_where_every_rank_is_new_there_is_nothing_to_agree_on(
