@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from distsession import RunError, Session
@@ -46,3 +47,22 @@ def test_torchs_check_for_nan_reaches_the_group_inside(
     session.restart()
     with pytest.raises(RunError, match="NaN found in input tensor"):
         session.execute("dist.all_reduce(torch.tensor([float('nan')]), group=dist.new_group())")
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="torch 2.15 and newer have hooks"
+)
+def test_hooks_of_code_see_each_operation_also_after_a_reconnect(
+    start: Callable[..., Session],
+) -> None:
+    session = start(2)
+    session.execute(
+        "seen = []\n"
+        "dist.group.WORLD.register_pre_hook(7, lambda told: seen.append('begins'))\n"
+        "dist.group.WORLD.register_post_hook(7, lambda told: seen.append('is issued'))\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+    assert session.evaluate("seen")[1] == ["begins", "is issued"]
+    session.reconnect()
+    session.execute("dist.barrier(); dist.group.WORLD.unregister_pre_hook(7); dist.barrier()")
+    assert session.evaluate("seen")[0] == ["begins", "is issued"] * 2 + ["is issued"]

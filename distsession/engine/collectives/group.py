@@ -544,6 +544,8 @@ class SwappableGroup(Collectives):
         self._finalizer: Any = None
         """Lets its streams go with it."""
         self.inner: Any = None
+        self._hooks: dict[tuple[str, int], Any] = {}
+        """Code's own, by their kind and number, for each inner group anew."""
         self.recording: Any = None
         """Lets torch's flight recorder follow the inner group."""
         self.devices: list[torch.device] = []
@@ -577,6 +579,8 @@ class SwappableGroup(Collectives):
         self._coalesced = None
         self.inner = inner
         self._met = set()
+        for (kind, number), hook in self._hooks.items():
+            getattr(inner, f"register_{kind}")(number, hook)
         if not self.recipe.is_gloo:  # those of a device's works are found here: see find_overdue()
             torch_private.lift_time_limits(inner)
 
@@ -1052,6 +1056,10 @@ class SwappableGroup(Collectives):
     group_desc = property(getGroupDesc)
 
     @property
+    def supports_reconfigure(self) -> bool:
+        return False  # a session connects its groups anew by itself
+
+    @property
     def _device_types(self) -> Any:
         return self.devices  # none as long as torch is making the group
 
@@ -1110,10 +1118,40 @@ def _past_the_group(name: str) -> Callable[..., Any]:
     return method
 
 
+def _registers(kind: str) -> Callable[..., None]:
+    def method(self: SwappableGroup, hook_id: int, hook: Any) -> None:
+        getattr(self.inner, f"register_{kind}")(hook_id, hook)
+        self._hooks[kind, hook_id] = hook
+
+    method.__name__ = f"register_{kind}"
+    return method
+
+
+def _unregisters(kind: str) -> Callable[..., None]:
+    def method(self: SwappableGroup, hook_id: int) -> None:
+        getattr(self.inner, f"unregister_{kind}")(hook_id)
+        self._hooks.pop((kind, hook_id), None)
+
+    method.__name__ = f"unregister_{kind}"
+    return method
+
+
+def _told_by_inner(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name))
+
+
+for _kind in ("pre_hook", "post_hook", "abort_hook"):  # since torch 2.15
+    if hasattr(dist.ProcessGroup, f"register_{_kind}"):
+        setattr(SwappableGroup, f"register_{_kind}", _registers(_kind))
+        setattr(SwappableGroup, f"unregister_{_kind}", _unregisters(_kind))
+for _name in ("supports_abort_hooks", "supports_completion_hooks", "supports_window"):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(SwappableGroup, _name, _told_by_inner(_name))
 for _name in ("_get_backend", "abort", "shutdown", "_wait_for_pending_works"):
     if hasattr(dist.ProcessGroup, _name):
         setattr(SwappableGroup, _name, _past_the_group(_name))
 for _name in (
+    "_add_ephemeral_timeout",
     "_backend_id",
     "_enable_collectives_timing",
     "_get_backend_name",
@@ -1121,7 +1159,9 @@ for _name in (
     "_has_hooks",
     "_register_on_completion_hook",
     "_set_sequence_number_for_group",
+    "get_backend",
     "get_group_store",
+    "new_window",
 ):
     if hasattr(dist.ProcessGroup, _name):
         setattr(SwappableGroup, _name, _passed_on(_name))

@@ -226,6 +226,15 @@ class Collectives(dist.ProcessGroup):
             lambda g: g.gather(outputs, inputs, opts), key, _is_async(opts), inputs[0]
         )
 
+    def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        opts = GatherOptions() if opts is None else opts
+        key = ("gather", input.dtype, input.shape, self._root(opts))
+        return self._collective(
+            lambda g: g.gather_single(output, input, opts), key, _is_async(opts), input
+        )
+
+    gather_into_tensor = gather_single
+
     def scatter(
         self,
         output_tensors: Any = None,

@@ -95,6 +95,11 @@ NOT_OURS = ("fake", "mpi", "threaded")
 """Backends whose groups stay torch's own: two that connect nobody, and one that makes a group once
 in the life of a process."""
 
+COUNTS_FROM_ZERO = (
+    "_set_sequence_number_for_group" not in c10d._new_process_group_helper.__code__.co_names
+)
+"""Backends count operations from 0 on every rank, and warn if told from where (torch 2.15)."""
+
 _is_native = False
 _refusal: Exception | None = None
 """What is raised where a group of ours is to be used to make another one."""
@@ -1063,7 +1068,8 @@ def make_native_group(
             _close_listener(cpu, rank)  # here, where its address is known
     if limit != timeout:
         backend._set_default_timeout(timeout)
-    backend._set_sequence_number_for_group()
+    if not COUNTS_FROM_ZERO:
+        backend._set_sequence_number_for_group()
     if detail:
         backend = c10d._create_process_group_wrapper(
             wrapped_pg=backend,

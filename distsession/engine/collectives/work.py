@@ -160,6 +160,14 @@ class IssuedWork(dist.Work):
     def _get_duration(self) -> float:
         return float(self._inner._get_duration())
 
+    @property
+    def timeout(self) -> timedelta:
+        limit: timedelta = self._inner.timeout  # since torch 2.15
+        return limit
+
+    def _get_sequence_number(self) -> int:
+        return int(self._inner._get_sequence_number())
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
