@@ -116,6 +116,8 @@ def test_a_reported_program_gives_in_cells_what_it_gives_under_torchrun(
     for path in results:
         assert path.exists(), path.with_suffix(".txt").read_text()
     theirs = {rank: json.loads(path.read_text()) for rank, path in enumerate(results)}
+    if "init_rpc" in program.read_text():
+        session.restart()  # after a second init_rpc in a process, torch fails by itself
     assert_equal(run_in_cells(session, program), theirs)
 
 
