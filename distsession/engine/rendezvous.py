@@ -115,7 +115,8 @@ class UserGroups(RequestListener):
         """
         place = self._place
         if not 0 < world_size <= place.world_size or not 0 <= rank < world_size:
-            if port == place.store_port:  # nobody else can come there, and torch waits for an hour
+            if port == place.store_port:
+                # Nobody else can come there, and torch would wait for half an hour.
                 raise ValueError(
                     f"rank {rank} of world_size={world_size} cannot meet at the session's port: "
                     f"the session has {place.world_size} ranks. To meet with other processes, give "

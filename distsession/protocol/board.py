@@ -55,7 +55,7 @@ LONGEST_TEXT = 8192
 LINE_WORDS = 64
 """For the line that the main thread was last seen at, as text that ends with a zero."""
 REGION = HEADER + STREAMS * STREAM + TEXT_WORDS + LINE_WORDS
-"""Words of one rank's region, 27 MB; only what is used of it takes memory."""
+"""Words of one rank's region, 27 MB; pages that nobody writes to take no memory."""
 
 # Words of a header.
 STREAM_COUNT, REQUEST, SINCE, TEXT_END, BLOCKED_IN, IS_DAMAGED, WRITTEN, TO_WRITE = range(8)

@@ -246,10 +246,10 @@ def threads_text(group: str, calls: Iterable[Called]) -> str:
     parts: list[str] = []
     for listed, ranks in alike.items():
         count = {2: "two", 3: "three"}.get(len(listed), str(len(listed)))
-        whose = f"{'' if len(ranks) == 1 else 'each of '}{ranks_text(ranks)}"
+        who = f"{'' if len(ranks) == 1 else 'each of '}{ranks_text(ranks)}"
         use = "" if parts else f" use {group_title(group)} at once,"
         what = f"{', '.join(listed[:-1])} and {listed[-1]}"
-        parts.append(f"{count} threads of {whose}{use} for {what}")
+        parts.append(f"{count} threads of {who}{use} for {what}")
     text = "; ".join(parts)
     return text[:1].upper() + text[1:]
 

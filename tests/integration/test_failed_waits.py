@@ -113,7 +113,7 @@ def test_a_limit_of_one_ranks_wait(session: Session, ranks: int) -> None:
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_hook_that_fails_on_one_rank(session: Session, ranks: int, where: str) -> None:
-    """Before it has begun its operation, or in what comes after that."""
+    """The rank that fails does so before its operation begins, or after it."""
     before = "if rank == 1: raise ValueError('no hook')" if where == "before" else "pass"
     after = "1 / 0 if rank == 1 else " if where == "after" else ""
     text, _ = first_of(

@@ -10,6 +10,9 @@ Backends are of two kinds. gloo does its work on the CPU, and a rank waits for i
 begins before all members have come. The others (NCCL) give it to a device and return: an operation
 is posted and compared with what the peers have posted by now, and nobody waits (see ``in_flight``).
 Only before the first one of a communicator all members meet, as they do within NCCL as well.
+
+The file is long because a group and the table of all groups are made, connected and replaced
+together, and each uses private state of the other.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ posted as the same operation of the same group. Two ways of comparing:
 Ranks of one host share a board. What those of other hosts have posted is not on it, which is no
 sign that they have not: only ranks of the same host meet and compare here. Across hosts the kernel
 does, with what relays bring it, see ``protocol/comparison``.
+
+The file is long because a stream and the recorder share private state on the hot path: each
+operation passes through both, and a call across modules costs time there.
 """
 
 from __future__ import annotations
@@ -1269,7 +1272,7 @@ class Stream:
         if not incarnation:
             return {}
         found = {}
-        since = words[region.start + layout.SINCE]  # what was refused before is of another run
+        since = words[region.start + layout.SINCE]  # earlier refusals belong to another run
         first = begins + _HEAD
         for at in range(first, first + _RING * _SLOT, _SLOT):
             posted = words[at]

@@ -2,6 +2,7 @@
 
 One function for each liberty taken, so that a new torch that breaks one is mended here.
 ``tests/integration/test_torch_internals.py`` fails when torch (2.13) changes one of them.
+The file is long so that a new torch is checked against one file alone.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ def install_group_factory(
 
 
 def _log_backends() -> None:
-    """Let the data that DDP logs name the backend, and what is set for it, as with torch's group.
+    """Make DDP's logging data name the backend and its settings, as with torch's own group.
 
     The logger is C++. It asks a group that says ``gloo`` for its backend of gloo, which ours has
     within.
