@@ -68,7 +68,7 @@ soak: $(STAMP)  ## faults on a session, also one used all day; kernels killed; m
 	$(BIN)/python -m tests.integration.first_lines
 	$(BIN)/python -m tests.torch_suites
 
-soak-keep: $(STAMP)  ## kernels of a kept session killed at a thousand moments
+soak-keep: $(STAMP)  ## kernels of a kept session killed, or taken from, at a thousand moments
 	$(BIN)/python -m tests.integration.keep_kills --kills 1000
 
 soak-hosts: $(STAMP)  ## faults on a session over hosts; needs root, and what tests/integration/host_lab.py does

@@ -2,9 +2,11 @@
 
 ``matrix.py`` tries all legs, ``matrix.py smallest newest`` these two; ``--list`` names them. Each
 leg has an environment of its own in ``.venv-matrix``, with nothing of ``.venv``, and runs
-``tests/integration/test_compatibility.py`` there, or what pytest is told behind ``--``. It is
-removed after that, unless ``--keep`` is given; ``--install`` makes it for a later run and does no
-more. ``--write`` writes docs/compatibility.md.
+``tests/integration/test_compatibility.py`` there, that of torch's newest releases
+``test_new_modules.py``, too, or what pytest is told behind ``--``: all integration tests by
+``matrix.py newest -- tests/integration -n 2``. It is removed after that, unless ``--keep`` is
+given; ``--install`` makes it for a later run and does no more. ``--write`` writes
+docs/compatibility.md.
 
 ``matrix.py --torch 2.15.0`` makes a leg with another torch than the pinned one, and ``--with
 ipykernel==6.29.5`` with another package. All others are those of constraints.txt.
@@ -32,6 +34,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/integration/test_compatibility.py"
+NEW_MODULES = "tests/integration/test_new_modules.py"
 PAGE = ROOT / "docs/compatibility.md"
 BEGIN, END = "<!-- written by make matrix -->\n", "<!-- until here -->"
 COLUMNS = ("Python", "torch", "ipython", "ipykernel", "ipywidgets", "ipyparallel")
@@ -54,6 +57,7 @@ class Leg:
             constraints.txt, the ``"newest"`` there are, or the ``"oldest"`` that pyproject.toml
             allows.
         needs_python: Without its Python the leg says nothing.
+        tests: What pytest is told where nothing follows ``--``.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Leg:
     pins: str
     rest: str = "pinned"
     needs_python: bool = False
+    tests: Sequence[str] = (TESTS,)
 
 
 _HOSTED = (
@@ -71,7 +76,7 @@ _HOSTED = (
 LEGS = (
     Leg("smallest", "3.11", "", "oldest"),
     Leg("hosted", "3.12", f"{_HOSTED} ipywidgets==7.7.1 numpy==2.0.2", "newest"),
-    Leg("newest", "3.13", "torch==2.15.0 numpy"),
+    Leg("newest", "3.13", "torch==2.15.0 numpy", tests=(TESTS, NEW_MODULES)),
     Leg("pinned", "3.11", "torch==2.13.0 numpy"),
     Leg("hosted-widgets-8", "3.12", f"{_HOSTED} ipywidgets==8.1.5 numpy==1.26.4", "newest"),
     Leg(
@@ -89,7 +94,7 @@ LEGS = (
     ),
     Leg("ipyparallel-8", "3.11", "torch==2.13.0 ipykernel==7.* ipyparallel==8.8.0", "newest"),
     Leg("python-3.14", "3.14", "torch==2.15.0 numpy", "newest", needs_python=True),
-    Leg("today", "3.12", "torch numpy", "newest"),
+    Leg("today", "3.12", "torch numpy", "newest", tests=(TESTS, NEW_MODULES)),
 )
 
 
@@ -159,7 +164,7 @@ def try_leg(leg: Leg, tests: Sequence[str], *, keep: bool) -> tuple[dict[str, st
         versions = read_versions(venv)
         print(" ".join(f"{name} {version}" for name, version in versions.items()))
         print(f"installed after {time.monotonic() - begin:.0f} s", flush=True)
-        return versions, {"install": check_install(venv), **run_tests(venv, tests)}
+        return versions, {"install": check_install(venv), **run_tests(venv, tests or leg.tests)}
     finally:
         if not keep:
             shutil.rmtree(folder_of(leg), ignore_errors=True)
@@ -172,7 +177,7 @@ def ready(leg: Leg, *, with_extra: bool) -> Path | None:
         return None
     venv = folder_of(leg)
     done = venv / f".installed{'-with-extra' if with_extra else ''}"
-    if not done.exists():
+    if not (done.exists() or (venv / ".installed-with-extra").exists()):
         shutil.rmtree(venv, ignore_errors=True)
         install(leg, interpreter, venv, with_extra=with_extra)
         done.touch()
@@ -303,7 +308,7 @@ def run_tests(venv: Path, tests: Sequence[str]) -> dict[str, str]:
     }
     command = [str(venv / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::DeprecationWarning"]
-    command += [f"--junitxml={report}", *(tests or [TESTS])]
+    command += [f"--junitxml={report}", *tests]
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():

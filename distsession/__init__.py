@@ -52,14 +52,14 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         from distsession import session, view
-        from distsession.kernel import outcome
+        from distsession.kernel import cells, outcome
 
         if session.output_factory is None:
             session.output_factory = _make_output
             session.panel_factory = _panel
             view.running_cell = _running_cell
             outcome.error_colors = _error_colors
-            outcome.cell_of_file = _cell_of_file
+            cells.cell_of_file = _cell_of_file
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in errors.__all__:
         return getattr(errors, name)

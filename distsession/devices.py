@@ -11,16 +11,26 @@ from distsession.ranks import HostInfo, ranks_text
 
 __all__ = [
     "MULTI_RANK_NCCL",
+    "NCCL_CLASSES_TORCH",
+    "NCCL_NAMES",
     "Device",
     "accelerators",
     "chosen_gpus",
     "first_gpus",
+    "is_nccl",
     "is_uuid",
     "shared_notes",
+    "too_old_for",
 ]
 
 MULTI_RANK_NCCL = (2, 30)
 """From this version on NCCL takes several ranks on one GPU, if it is told to."""
+
+NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
+"""What ``torch.distributed`` calls NCCL: by default, and each of its three classes for it."""
+
+NCCL_CLASSES_TORCH = (2, 15)
+"""From this version of torch on, its classes for NCCL have names of their own."""
 
 _UUID = re.compile(r"(GPU|MIG)-[\w./-]+", re.IGNORECASE)
 _SHOWN = 8
@@ -40,6 +50,20 @@ class Device:
     name: str
     visible: str = ""
     gpu: int = -1
+
+
+def is_nccl(backend: str) -> bool:
+    """Whether a backend, such as ``"nccl2"``, is NCCL in one of its classes."""
+    return backend in NCCL_NAMES
+
+
+def too_old_for(backend: str, torch_version: str) -> str:
+    """Says that a torch does not have a class of NCCL's, which a backend's name asks for."""
+    release = ".".join(map(str, NCCL_CLASSES_TORCH))
+    return (
+        f"backend {backend!r} names a class for NCCL that torch has from {release} on, and this "
+        f"torch is {torch_version}: use backend='nccl', or a newer torch."
+    )
 
 
 def is_uuid(value: object) -> bool:

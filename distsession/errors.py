@@ -28,7 +28,7 @@ like work without importing anything from here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 __all__ = [
@@ -56,7 +56,14 @@ __all__ = [
 DOCTOR_REMEDY = "`distsession doctor` says what this machine lacks."
 """What to do about an error that comes from the machine."""
 
+wording: Callable[[str], str] | None = None
+"""Words what is to be typed as the notebook does that shows an error; its magics set it."""
+
 E = TypeVar("E", bound="DistsessionError | RunInterrupt")
+
+
+def _shown(lines: Sequence[str]) -> list[str]:
+    return [*lines] if wording is None else [wording(line) for line in lines]
 
 
 class DistsessionError(Exception):
@@ -92,7 +99,7 @@ class DistsessionError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         first, *others = self.lines
-        return [f"{type(self).__name__}: {first}", *others]
+        return _shown([f"{type(self).__name__}: {first}", *others])
 
 
 class OptionsError(DistsessionError, ValueError):
@@ -246,6 +253,10 @@ class ExportError(DistsessionError, ValueError):
     """What ran cannot be written as a script, or the script gives other results."""
 
 
+class ExportWarning(UserWarning):
+    """A script was written that will not run through as it is."""
+
+
 class RemoteError(DistsessionError):
     """Stands for an exception of a rank that cannot be rebuilt here.
 
@@ -317,7 +328,8 @@ class RunError(DistsessionError, RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         notes = [each for each in getattr(self, "__notes__", []) if each != self._tracebacks]
-        return [*(self._details or str(self)).splitlines(), *(["", *notes] if notes else [])]
+        lines = (self._details or str(self)).splitlines()
+        return _shown([*lines, *(["", *notes] if notes else [])])
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -353,7 +365,7 @@ class RunInterrupt(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         first, *others = self._lines or (str(self),)
-        return [f"KeyboardInterrupt: {first}", *others]
+        return _shown([f"KeyboardInterrupt: {first}", *others])
 
 
 def in_lines(kind: type[E], text: str) -> E:

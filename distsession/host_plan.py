@@ -39,6 +39,11 @@ class SshTarget:
     destination: str
     port: int | None = None
 
+    @property
+    def words(self) -> str:
+        """As it stands in a command line of ssh."""
+        return f"-p {self.port} {self.destination}" if self.port else self.destination
+
 
 def ssh_target(text: str) -> SshTarget:
     """Read ``host``, ``user@host`` or ``user@host:port``.
@@ -143,6 +148,11 @@ class HostPlan:
             )
         hosts = tuple(name if host == instead else host for host in self.hosts)
         return replace(self, hosts=hosts)
+
+    @property
+    def starts_hosts_alone(self) -> bool:
+        """Whether the agent of one host can be started in the place of one that has ended."""
+        return bool(self.hosts)
 
     @property
     def in_allocation(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import itertools
 import math
 import os
@@ -57,7 +58,7 @@ LONGEST_NAME = 64
 LEAST_OUTPUT_BYTES = 1 << 20
 """What is kept of each rank's output at least: an error shows the last lines."""
 
-DURATIONS = "12h, 90m, 2d, 1h30m, 45s or a number of seconds"
+DURATIONS = "12h, 90m, 2d, 1h30m or 45s"
 SIZES = "1G, 500M or a number of bytes"
 NAMES = (
     f"a word of at most {LONGEST_NAME} characters, without blanks and slashes, that begins with "
@@ -79,7 +80,23 @@ def declare(default: Any, help: str, read: Any, **extra: Any) -> Any:
 
 def _read_devices(text: str) -> tuple[int | str, ...]:
     parts = [part.strip(" \"'") for part in text.strip("[]() ").split(",")]
-    return tuple(part if is_uuid(part) else int(part) for part in parts if part)
+    return tuple(part if is_uuid(part) else _read_device(part) for part in parts if part)
+
+
+def _read_device(text: str) -> int:
+    """The number of a GPU.
+
+    Raises:
+        Unreadable: It is none; the message says what to type instead.
+    """
+    if text.isdecimal():
+        return int(text)
+    kind, colon, number = text.partition(":")
+    if colon and number.isdecimal():
+        raise Unreadable(f"of {text} it takes the number alone: {number}")
+    if kind.startswith("cpu"):
+        raise Unreadable(f"it takes GPUs, not {text}: without GPUs, --backend gloo is all it needs")
+    raise Unreadable(f"{text} is no GPU: it takes {DEVICES}")
 
 
 def _read_names(text: str) -> tuple[str, ...]:
@@ -121,7 +138,7 @@ _ENDLESS = ("forever", "always", "never", "inf", "infinity", "infinite", "endles
 
 
 def read_duration(text: str) -> float:
-    """Seconds, of ``12h``, ``90m``, ``2d``, ``1h30m``, ``45s``, or a plain number of seconds.
+    """Seconds, of ``12h``, ``90m``, ``2d``, ``1h30m`` or ``45s``; a number alone may only be 0.
 
     Raises:
         ValueError: It is none of these.
@@ -130,6 +147,8 @@ def read_duration(text: str) -> float:
     if word in _ENDLESS:
         raise Unreadable("a lease has an end: give one that is long enough, such as 30d")
     found = _DURATION.fullmatch(word)
+    if found is not None and found["number"] and found["number"].strip("0."):
+        raise Unreadable(f"it needs a unit: {word}h, {word}m or {word}s")
     if found is not None and found[0]:
         parts = ((unit, part) for unit, part in found.groupdict().items() if part)
         with contextlib.suppress(ValueError):
@@ -194,8 +213,9 @@ class SessionOptions:
             cost of a wait before each; ``"detail"`` through the group itself, as torch does with
             ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (several times slower); ``"off"`` not at all.
         groups: Whose process groups code gets: ``"session"`` for those that outlive a Stop, or
-            ``"torch"`` for torch's own: nothing that they do is seen or compared, and groups and
-            modules have to be made again after a Stop.
+            ``"torch"`` for torch's own: groups and modules have to be made again after a Stop.
+            What these do is seen and compared from torch 2.15 on, but for reduce ops, sizes of
+            parts and messages; with an older torch nothing of it is.
         device_ipc: How tensors of a rank's device get to another rank of the same host, in
             ``restart(restore=...)``: ``"auto"`` straight from device to device, where driver and
             device allow that, else through the host's memory; ``"off"`` always through that.
@@ -299,8 +319,8 @@ class SessionOptions:
         self._check("device_ipc", lambda v: v in DEVICE_IPC, f"one of {', '.join(DEVICE_IPC)}")
         if self.groups == "torch" and self.check == "strict":
             raise OptionsError(
-                "check='strict' needs groups='session': nothing that torch's own groups do is "
-                "seen, so nothing of it can be compared."
+                "check='strict' needs groups='session': torch's own groups do not tell all that "
+                "has to be compared."
             )
         self._check("ipyparallel", lambda v: v in IPYPARALLEL, f"one of {', '.join(IPYPARALLEL)}")
         self._check("launcher", lambda v: v in LAUNCHERS, f"one of {', '.join(LAUNCHERS)}")
@@ -310,8 +330,15 @@ class SessionOptions:
         self._read("keep_idle", read_duration)
         self._read("keep_output", read_size)
         for name in ("keep", "keep_idle"):
-            self._check(name, lambda v: _is_number(v) and v >= 0, f"{DURATIONS}, or 0")
+            self._check(
+                name, lambda v: _is_number(v) and v >= 0, f"{DURATIONS}, a number of seconds, or 0"
+            )
             object.__setattr__(self, name, float(getattr(self, name)))
+        if self.keep_idle and not self.keep:
+            raise OptionsError(
+                f"keep_idle={duration_text(self.keep_idle)} is for a session that is kept: give "
+                "keep, too, such as keep='12h', or leave it out."
+            )
         self._check(
             "keep_output", lambda v: _is_int(v) and v >= LEAST_OUTPUT_BYTES, f"{SIZES}, at least 1M"
         )
@@ -528,6 +555,8 @@ def resolve_options(
     found = read_environment(SessionOptions, PREFIX, environ, given)
     if values.get("launcher", "ssh") not in HOST_LAUNCHERS:  # the environment's is not used
         found = {name: value for name, value in found.items() if name not in OF_HOSTS}
+    if not {**found, **values}.get("keep"):
+        found.pop("keep_idle", None)
     return SessionOptions(**found, **values)
 
 
@@ -600,25 +629,42 @@ def option_sources(
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks_flags: Sequence[str] = ()) -> None:
     """Give a parser one flag for each option; ``ranks`` is positional unless it gets flags."""
+    parser.usage = f"%(prog)s {'' if ranks_flags else '[RANKS] '}[OPTIONS]"
     for option in fields(SessionOptions):
         help_text, read = option.metadata["help"], option.metadata["read"]
+        typed = functools.partial(_read_argument, option)
         if option.name == "ranks" and ranks_flags:
             parser.add_argument(
-                *ranks_flags, dest="ranks", type=read, metavar="RANKS", help=help_text
+                *ranks_flags, dest="ranks", type=typed, metavar="RANKS", help=help_text
             )
         elif option.name == "ranks":
-            parser.add_argument("ranks", nargs="?", type=read, help=help_text)
+            parser.add_argument("ranks", nargs="?", type=typed, help=help_text)
         elif read is read_bool:
             flag = "--" + option.name.replace("_", "-")
             parser.add_argument(flag, action="store_const", const=True, help=help_text)
         else:
             parser.add_argument(
                 "--" + option.name.replace("_", "-"),
-                type=read,
+                type=typed,
                 metavar=option.name.upper(),
                 choices=option.metadata.get("choices"),
                 help=help_text,
             )
+
+
+def _read_argument(option: Field[Any], text: str) -> Any:
+    """The value that a word on a command line has."""
+    try:
+        return option.metadata["read"](text)
+    except Unreadable:
+        raise
+    except ValueError:
+        raise Unreadable(f"{text!r} cannot be read: it takes {_takes(option)}") from None
+
+
+def _takes(option: Field[Any]) -> str:
+    kind = {int: "a whole number", float: "a number"}.get(option.metadata["read"])
+    return f"{kind}, the {option.metadata['help']}" if kind else str(option.metadata["help"])
 
 
 def split_launcher_options(

@@ -9,7 +9,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distsession.devices import Device, accelerators, chosen_gpus, first_gpus, shared_notes
+from distsession.devices import (
+    Device,
+    accelerators,
+    chosen_gpus,
+    first_gpus,
+    is_nccl,
+    shared_notes,
+    too_old_for,
+)
 from distsession.errors import DOCTOR_REMEDY, OptionsError
 from distsession.options import SessionOptions, uneven_text
 from distsession.ranks import HostInfo
@@ -178,7 +186,7 @@ def _place(
     backend = ",".join(":".join(filter(None, pair)) for pair in pairs)  # torch takes no spaces
     backend = backend or ("nccl" if kind == "cuda" else "gloo")
     if kind == "cuda":
-        uses_nccl = not pairs or any(name == "nccl" for _, name in pairs)
+        uses_nccl = not pairs or any(is_nccl(name) for _, name in pairs)
         if options.devices:
             gpus = chosen_gpus(host, options.devices)
         else:
@@ -211,6 +219,8 @@ def _backend_pairs(backend: str | None, host: HostInfo) -> list[tuple[str, str]]
     pairs: list[tuple[str, str]] = []
     for part in backend.lower().split(","):
         device, colon, name = (piece.strip() for piece in part.rpartition(":"))
+        if name not in serves and is_nccl(name):
+            raise OptionsError(too_old_for(name, host.torch_version))
         if name not in serves:
             raise OptionsError(
                 f"backend {name!r} is not one that this torch ({host.torch_version}) offers: "

@@ -15,6 +15,7 @@ __all__ = [
     "HostInfo",
     "RankInfo",
     "RankSelector",
+    "count_text",
     "format_ranks",
     "host_names",
     "hosts_of",
@@ -52,6 +53,8 @@ class RankInfo:
 
     ``host`` is the name of its machine, or, of several hosts, what the session calls it.
     ``torch_changes`` are sentences on what of torch has changed, and is off therefore.
+    ``backend_class`` names torch's class of what gives operations to a device, such as
+    ``"ProcessGroupNCCL2"``, and ``nccl`` NCCL's version; they are empty with gloo.
     """
 
     rank: int
@@ -68,6 +71,14 @@ class RankInfo:
     torch_version: str = ""
     python_version: str = ""
     torch_changes: tuple[str, ...] = ()
+    backend_class: str = ""
+    nccl: str = ""
+
+    @property
+    def backend_text(self) -> str:
+        """The backend as people read it: ``nccl (ProcessGroupNCCL2), NCCL 2.30.7``."""
+        text = f"{self.backend} ({self.backend_class})" if self.backend_class else self.backend
+        return f"{text}, NCCL {self.nccl}" if self.nccl else text
 
 
 @dataclass(frozen=True)
@@ -268,6 +279,11 @@ def _as_int(item: object) -> int:
     if isinstance(item, int) and not isinstance(item, bool):
         return item
     raise TypeError(item)
+
+
+def count_text(count: int) -> str:
+    """``1 rank`` or ``4 ranks``."""
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 from distsession.cluster.attachment import Attachment
 from distsession.cluster.base import Channel, Launcher
 from distsession.cluster.interrupts import interrupts_held
-from distsession.cluster.kept import find_kept, kept_sessions
+from distsession.cluster.kept import ended_sessions, find_kept, kept_sessions
 from distsession.cluster.kept_session import refuse_lost
 from distsession.display import panel as static_panel
 from distsession.display import render
 from distsession.display.html import element
 from distsession.display.table import Table
-from distsession.errors import OptionsError, RunError, SessionStateError
+from distsession.errors import OptionsError, RunError, RunInterrupt, SessionStateError
 from distsession.export import script as export_script
 from distsession.export.history import History
 from distsession.kernel import transfer
@@ -31,6 +31,7 @@ from distsession.kernel.adopted_runs import AdoptedRuns
 from distsession.kernel.kept_state import look_at
 from distsession.kernel.kept_table import kept_html, kept_text
 from distsession.kernel.log_text import FarLog, LocalLog, LogSource
+from distsession.kernel.nccl_ras import ras_report
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import ProgressNotice
 from distsession.kernel.recovery import DIAGNOSE_TIMEOUT_S, Recovery
@@ -48,6 +49,7 @@ from distsession.ranks import (
     Host,
     RankInfo,
     RankSelector,
+    count_text,
     host_names,
     hosts_of,
     ranks_text,
@@ -65,6 +67,9 @@ CLOSED = "this session is closed: start another with Session(...)."
 
 CLIENT_TIMEOUT = 60.0
 """Seconds that ``session.client`` waits for ipyparallel."""
+
+FORCE_TIMEOUT_S = 5.0
+"""Seconds that what is forced to end may take until its ranks are replaced."""
 
 END_S = 0.5
 """Seconds after a Ctrl-C within which a process is told to end that it has only announced."""
@@ -135,13 +140,21 @@ class Session(RankView):
 
     def _begin(self, make: Callable[[], Launcher], doing: str) -> None:
         """Start the ranks, or attach to them."""
-        self.recovery.launcher = make()
+        launcher: Launcher | None = None
         try:
+            self.recovery.launcher = launcher = make()
             with self._waiting(doing):
-                infos = self.launcher.start()
-        except BaseException:
-            self.launcher.close()
-            raise
+                infos = launcher.start()
+        except BaseException as error:
+            job = "" if launcher is None else launcher.job
+            if launcher is not None:
+                launcher.close()
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            # Whatever it met: none of that says more.
+            what = "start" if doing.startswith("starting") else "attach"
+            given_back = f"; job {job} was given back" if job and what == "start" else ""
+            raise RunInterrupt(f"the {what} was stopped{given_back}.") from None
         requests = Requests(self.recovery, self.output, self.check_open)
         requests.leave = self._leave
         requests.import_hints.forget(self.options.preload)
@@ -229,7 +242,8 @@ class Session(RankView):
     def list(cls) -> Table:
         """The sessions of this user that are kept: who owns each, what it does and uses."""
         states = [look_at(kept) for kept in kept_sessions()]
-        return Table(kept_text(states), kept_html(states))
+        ended = ended_sessions()
+        return Table(kept_text(states, ended), kept_html(states, ended))
 
     def _take_over(self) -> None:
         launcher = self.launcher
@@ -353,17 +367,30 @@ class Session(RankView):
         if problem:
             raise SessionStateError(f"rank {chosen} {problem}.")
 
-    def interrupt(self) -> bool:
+    def interrupt(self, *, force: bool = False) -> bool:
         """Raise KeyboardInterrupt in whatever runs on the ranks, from any thread.
+
+        Args:
+            force: End it, also if its code catches that: what is raised then is raised again as
+                soon as it has been caught. Ranks that do not come back from C code are replaced
+                by fresh processes, without their variables, which is said.
 
         Returns:
             Whether anything ran.
         """
         self.check_open()
-        waiting = [pending for pending in self.channel.pending() if pending.missing]
-        for pending in waiting:
-            self.recovery.stop(pending)
-        return self.recovery.cancel_waits() or bool(waiting)
+        running = self.recovery.stop_all(force=force)
+        is_hit = self.recovery.cancel_waits() or bool(running)
+        if force and (stuck := self.recovery.await_return(running, FORCE_TIMEOUT_S)):
+            self.restart(stuck)
+            have = "has" if len(stuck) == 1 else "have"
+            output = self.output(is_run=False)
+            output.remark(
+                f"{ranks_text(stuck)} could not be ended in C code, and {have} been replaced by "
+                f"{'a fresh process' if len(stuck) == 1 else 'fresh processes'}, without variables."
+            )
+            output.close()
+        return is_hit
 
     # --- from notebook to job ---------------------------------------------------------------------
 
@@ -395,6 +422,10 @@ class Session(RankView):
 
         Raises:
             ExportError: Something cannot be written, or the check fails.
+
+        Warns:
+            ExportWarning: The script uses a name that nothing in it defines, such as a variable of
+                a cell that failed.
         """
         self.check_open()
         script = export_script.write_script(self, path, cells, slurm=slurm)
@@ -504,13 +535,7 @@ class Session(RankView):
                 "the rank of an inline session has nobody to connect to: session.restart() makes "
                 "its process group again, without its variables."
             )
-        if running := self.channel.pending():
-            ranks = sorted({rank for each in running for rank in each.missing})
-            raise SessionStateError(
-                f"all ranks have to connect their process group together, but {ranks_text(ranks)} "
-                f"still run{'s' if len(ranks) == 1 else ''} something: wait for it, or stop it "
-                "with session.interrupt()."
-            )
+        self.launcher.check_restart(())
         self.launcher.abort(AbortReason.FAILED, "it is being connected anew")
         if problem := self.recovery.reconnect(may_keep=False):
             raise SessionStateError(f"the process group is not connected: {problem}.")
@@ -537,13 +562,18 @@ class Session(RankView):
 
         The ranks are not disturbed: a thread of theirs beside the main one answers, and what it
         cannot say, since the interpreter is locked by C code, stands in memory that they share.
+        Where NCCL's RAS service listens on this host, its report is shown as well.
 
         Args:
             stacks: Show the Python frames of each rank's main thread, too.
         """
         self.check_open()
         reports = self.recovery.reports(ask=True, timeout=DIAGNOSE_TIMEOUT_S)
-        return render.diagnosis_table(reports, diagnose(reports), stacks, host_names(self.infos))
+        verdict = diagnose(reports)
+        if stopped := self.recovery.stopped():
+            verdict = replace(verdict, sentence=f"{verdict.sentence} {stopped}")
+        names, ras = host_names(self.infos), ras_report(self.infos[0].backend)
+        return render.diagnosis_table(reports, verdict, stacks, names, ras)
 
     def timeline(self, *, waits: bool = True) -> Timeline:
         """What the ranks did in the last cell, and who waited for whom.
@@ -621,10 +651,10 @@ class Session(RankView):
         if self._ended:
             return "detached" if self._ended != CLOSED else "closed"
         if self.launcher.taken:
-            return "taken over by another process"
+            return self.launcher.taken_over
         if not self.infos:
             return "its ranks are being started"
-        facts = f"{self.world_size} ranks, {self.infos[0].backend}"
+        facts = f"{count_text(self.world_size)}, {self.infos[0].backend}"
         if not self.launcher.is_alive:
             return f"its agent is gone ({facts}); session.restart() brings it back"
         dead = self.launcher.dead_ranks()
@@ -639,8 +669,8 @@ class Session(RankView):
                 f"{ranks_text(ranks)} {be} dead ({on}{facts}); "
                 f"session.restart({ranks}) replaces {'it' if len(ranks) == 1 else 'them'}"
             )
-        running = self.channel.pending()
-        state = "running" if running else "idle"
+        running = self.recovery.running()
+        state = running or "idle"
         board = self.launcher.board
         regions = board.regions if board is not None else []
         alone = [region.rank for region in regions if region.is_without_group]
@@ -687,56 +717,85 @@ class Session(RankView):
             LaunchError: They did not start.
             OptionsError: There is no such host, or the launcher chooses its hosts itself.
             SessionStateError: Another rank still runs something; or none is left to restore from.
-            RunError: A name to restore is not there, or cannot be pickled. The ranks have been
-                replaced all the same.
+            RunError: A name to restore is not there, or cannot be pickled.
+
+        Nothing has changed after these errors, but where the fresh ranks cannot take what they are
+        to get: that RunError says so.
         """
         names = (restore,) if isinstance(restore, str) else tuple(restore)
         with self._lifecycle:
             self.check_open()
             chosen = None if ranks is None else select_ranks(ranks, self.world_size)
+            moves = dict[int, str]()
             if hosts:
-                chosen = self._on_hosts([hosts] if isinstance(hosts, str) else hosts, chosen or ())
-            if names:
-                healthy, fresh = self._sources(chosen)
-                self.restart(chosen)
-                nodes = {self.infos[rank].node_rank for rank in (healthy, *fresh)}
-                lend = self.options.device_ipc == "auto" and len(nodes) == 1
-                transfer.copy(self.requests, healthy, fresh, names, lend=lend)
+                named = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+                chosen = tuple(sorted({*select_hosts(named, self.hosts), *(chosen or ())}))
+                moves = self._moves(hosts if isinstance(hosts, Mapping) else {})
+            sources = self._sources(chosen) if names else None
+            self.launcher.check_moves(moves)
+            if sources is None:
+                self._replace(chosen, moves)
                 return
-            if not self.launcher.must_start_anew(self.ranks if chosen is None else chosen):
-                self.launcher.cancel_reconnect()
-                which = ranks_text(self.ranks if chosen is None else chosen)
-                with self.recovery.lock, self._waiting(f"restarting {which}"):
-                    self.launcher.restart(chosen)
-                    self.recovery.verdict = None
-                self.requests.forget_failure()
-                if chosen is None or len(chosen) == self.world_size:
-                    self.history.clear()
-                return
-            self.history.clear()
-            self._record.end()
-            self.launcher.close()
-            self.recovery.launcher = _make_launcher(self.options, self._on_background)
+            healthy, fresh = sources
+            self.launcher.check_restart(chosen)
+            nodes = {self.infos[rank].node_rank for rank in (healthy, *fresh)}
+            lend = self.options.device_ipc == "auto" and len(nodes) == 1
             try:
-                with self._waiting("starting all ranks again"):
-                    self.launcher.start()
-            except BaseException:
-                self._forget()
+                taken = transfer.take(self.requests, healthy, names, lend=lend)
+            except RunError as error:
+                error.add_note("No rank was replaced.")
                 raise
-            if self.options.keep:
-                self._record.begin(self.launcher.folder, self.launcher.epoch)
+            try:
+                self._replace(chosen, moves)
+            except BaseException:
+                transfer.end_loan(self.requests, taken)
+                raise
+            try:
+                transfer.give(self.requests, taken, fresh)
+            except RunError as error:
+                have, es = ("has a", "") if len(fresh) == 1 else ("have", "es")
+                error.add_note(
+                    f"{ranks_text(fresh)} {have} fresh process{es}, without {', '.join(names)}."
+                )
+                raise
 
-    def _on_hosts(
-        self, hosts: Sequence[str] | Mapping[str, str], ranks: Sequence[int]
-    ) -> tuple[int, ...]:
-        """These ranks and those of some hosts, of which others may take the place."""
-        chosen = select_hosts(tuple(hosts), self.hosts)
-        if isinstance(hosts, Mapping):
-            nodes = {host.name: host.node for host in self.hosts}
-            for name, other in hosts.items():
-                if other != name:
-                    self.launcher.move_host(nodes[name], other)
-        return tuple(sorted({*chosen, *ranks}))
+    def _replace(self, chosen: Sequence[int] | None, moves: Mapping[int, str]) -> None:
+        """Restart ranks, or where only that helps everything, once that is checked."""
+        which = self.ranks if chosen is None else chosen
+        if not self._must_start_anew(which):
+            self.launcher.check_restart(chosen)
+        self.launcher.move_hosts(moves)
+        if not self._must_start_anew(which):
+            self.launcher.cancel_reconnect()
+            with self.recovery.lock, self._waiting(f"restarting {ranks_text(which)}"):
+                self.launcher.restart(chosen)
+                self.recovery.verdict = None
+            self.requests.forget_failure()
+            if chosen is None or len(chosen) == self.world_size:
+                self.history.clear()
+            return
+        self.history.clear()
+        self._record.end()
+        self.launcher.close()
+        self.recovery.launcher = _make_launcher(self.options, self._on_background)
+        try:
+            with self._waiting("starting all ranks again"):
+                self.launcher.start()
+        except BaseException:
+            self._forget()
+            raise
+        if self.options.keep:
+            self._record.begin(self.launcher.folder, self.launcher.epoch)
+
+    def _must_start_anew(self, which: Sequence[int]) -> bool:
+        must = self.launcher.must_start_anew(which)
+        self.check_open()  # what another process has just taken over seems to be gone as well
+        return must
+
+    def _moves(self, hosts: Mapping[str, str]) -> dict[int, str]:
+        """The new host for each node that is to have another."""
+        nodes = {host.name: host.node for host in self.hosts}
+        return {nodes[name]: other for name, other in hosts.items() if other != name}
 
     def _sources(self, chosen: Sequence[int] | None) -> tuple[int, Sequence[int]]:
         """The rank to restore from, and those to restore."""

@@ -15,7 +15,8 @@ from distsession.display import render
 from distsession.errors import OptionsError
 from distsession.export.history import Entry, History
 from distsession.kernel import diff as comparing
-from distsession.kernel import outcome, transfer
+from distsession.kernel import transfer
+from distsession.kernel.cells import notebook_cells
 from distsession.kernel.output import Output, Silent
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.requests import Requests
@@ -210,12 +211,7 @@ class RankView:
             RunError: It raised on a rank, or is no expression.
         """
         self.requests.check_open()
-        name = f"%distributed --diff {expression.strip()}"
-        entry = self._history.cell(self._ranks, expression.strip(), name)
-        label = label or self._label("diff")
-        found = comparing.diff(self.requests, self._ranks, expression, label)
-        self._history.keep(entry)
-        return found
+        return comparing.diff(self.requests, self._ranks, expression, label or self._label("diff"))
 
     # --- moving data ------------------------------------------------------------------------------
 
@@ -324,7 +320,7 @@ class RankView:
         name = getattr(function, "__qualname__", type(function).__name__)
         files = set[str]()
         payload = serialize.dump_call(function, args, kwargs, files)
-        cells = outcome.notebook_cells(files) if files else ()
+        cells = notebook_cells(files) if files else ()
         entry = self._history.call(self._ranks, function, args, kwargs)
         pending = self.requests.submit_run(
             self._ranks,
@@ -356,6 +352,11 @@ class RankView:
             raise OptionsError(
                 f"timeout={timeout:g} is not possible in an inline session, which runs code in "
                 "the calling thread: leave it out, or use launcher='local'."
+            )
+        if timeout is not None and not timeout > 0:
+            raise OptionsError(
+                f"timeout={timeout:g} is not possible: it takes a number of seconds above 0. "
+                "Without it, code may take as long as it likes."
             )
         self._check_debug(debug)
 

@@ -27,6 +27,7 @@ from distsession.ranks import (
     Host,
     RankInfo,
     RankSelector,
+    count_text,
     host_names,
     hosts_of,
     select_ranks,
@@ -153,7 +154,7 @@ class SessionViewer:
             doing = doing_text(KeptState(kept, self._ranks.reports()))
         except NotThereError:
             doing = "its ranks are being started"
-        facts = f"{kept.world_size} ranks, {kept.backend}" if kept.backend else ""
+        facts = f"{count_text(kept.world_size)}, {kept.backend}" if kept.backend else ""
         return f"{self.name}: {doing} ({facts}), owned by {owner_text(kept)}; only looked at here"
 
     def show_config(self) -> Table:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.backends import BACKENDS, Backend, check_can_run
+from tests.backends import BACKENDS, Backend, check_can_run, is_chosen
 from tests.ports import held_port
 from tests.warm_agents import WarmProcess
 
@@ -48,6 +48,13 @@ def pytest_timeout_set_timer(settings: Any) -> None:
 def pytest_timeout_cancel_timer() -> None:
     if _in_one_of_several:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = [item for item in items if not is_chosen(item)]
+    if others:
+        items[:] = [item for item in items if is_chosen(item)]
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -185,7 +185,7 @@ def import_and_serve(descriptor: int) -> NoReturn:
     environ = _comparable(dict(os.environ))
     from distsession.engine import agent, deaths, host_info, rank, relay, store, usage  # noqa: F401
 
-    for name in agent.DDP_IMPORTS:
+    for name in agent.LATER_IMPORTS:
         with warnings.catch_warnings():
             importlib.import_module(name)
     assert not host_info.fork_problem()

@@ -12,19 +12,35 @@ import distsession
 from distsession.cli.hosts import add_host_arguments, take_plan
 from distsession.errors import DOCTOR_REMEDY, DistsessionError, OptionsError
 from distsession.options import add_arguments, split_launcher_options
+from distsession.parsing import Parser
 
 __all__ = ["main"]
 
 USAGE = 2
 INTERRUPTED = 130
 """Exit codes: what was asked for cannot be; and by Ctrl-C, as shells have it."""
+_INSTEAD = {
+    "top": "did you mean ls? It tells what each session does and uses.",
+    "ps": "did you mean ls? It tells what each session does and uses.",
+    "status": "did you mean ls, or diagnose?",
+    "kill": "did you mean stop?",
+    "end": "did you mean stop?",
+    "output": "did you mean logs?",
+    "tail": "did you mean logs -f?",
+    "start": "a notebook starts a session, by %session start; `run` starts a script.",
+    "launch": "did you mean run?",
+    "restart": "a notebook replaces ranks, by %session restart.",
+    "interrupt": "a notebook interrupts its ranks, by Stop or %session interrupt.",
+}
+"""What to type for words that are no commands."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
-    parser = argparse.ArgumentParser(prog="distsession", description=__doc__.splitlines()[0])
+    parser = Parser(prog="distsession", description=__doc__.splitlines()[0])
+    parser.also, parser.instead = {"close": "stop", "list": "ls"}, _INSTEAD
     parser.add_argument("--version", action="version", version=distsession.__version__)
-    commands = parser.add_subparsers(dest="verb")
+    commands = parser.add_subparsers(dest="verb", metavar="COMMAND")
     doctor = commands.add_parser(
         "doctor", help="say what this machine has, what would go wrong, and the mend"
     )
@@ -189,6 +205,7 @@ def _count(text: str) -> int:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, ranks_flags=("-n", "--ranks", "--nproc-per-node", "--nproc_per_node"))
+    parser.usage = "%(prog)s [-n RANKS] [OPTIONS] SCRIPT.py ..."
     parser.add_argument(
         "--plain", action="store_true", help="do not mark lines of output with their rank"
     )

@@ -6,11 +6,10 @@ import os
 import resource
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 
 from distsession.cli.finding import Finding
-from distsession.protocol import shared_memory
+from distsession.protocol import places, shared_memory
 
 __all__ = ["CHECKS"]
 
@@ -79,10 +78,19 @@ def _interfaces() -> Iterator[Finding]:
 
 
 def _folder() -> Iterator[Finding]:
-    folder = tempfile.gettempdir()
+    passed_over = places.refused()
+    folder = next((place for place in places.places() if place not in passed_over), "")
+    if not folder:
+        why = "; ".join(passed_over.values())
+        mend = "set TMPDIR to a short path that you alone can write to"
+        yield Finding("temporary files", why, mend, fatal=True)
+        return
     free = shutil.disk_usage(folder).free
     mend = "the ranks' logs go here: free some space, or set TMPDIR" if free < 1 << 28 else ""
     yield Finding("temporary files", f"{folder}, {free / 2**30:.1f} GiB free", mend)
+    for why in passed_over.values():
+        mend = "set TMPDIR to one that you alone can write to"
+        yield Finding("a place passed over", why, mend)
 
 
 CHECKS = (_memory, _shared_memory, _limits, _interfaces, _folder)

@@ -76,6 +76,13 @@ def packages() -> Iterator[Finding]:
         yield Finding(
             "these together", f"{len(wrong)} packages", install_command(*wrong), fatal=True
         )
+    if _installed("numpy") is None:
+        yield Finding(
+            "numpy",
+            "not installed: torch does without it, but says so at its import, and neither "
+            "x.numpy() nor most libraries work",
+            install_command("numpy"),
+        )
     yield from _troubles()
     yield from _indirect({requirement.name for requirement in ours})
 

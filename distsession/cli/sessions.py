@@ -10,7 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from distsession.cluster.end_kept import end_session
-from distsession.cluster.kept import damaged_sessions, find_kept, kept_sessions, time_text
+from distsession.cluster.kept import (
+    damaged_sessions,
+    ended_sessions,
+    find_kept,
+    kept_sessions,
+    time_text,
+)
 from distsession.cluster.session_processes import look_at_processes
 from distsession.display.render import diagnosis_text, state_and_since
 from distsession.engine.usage import GpuReader
@@ -25,14 +31,15 @@ __all__ = ["diagnose_session", "list_sessions", "stop_session"]
 
 def list_sessions(*, as_json: bool) -> int:
     """``distsession ls``: who has which session, what it does, and what it uses."""
-    sessions, damages = kept_sessions(), damaged_sessions()
+    sessions, damages, ended = kept_sessions(), damaged_sessions(), ended_sessions()
     gpus = GpuReader() if sessions else None
     states = [look_at(kept, gpus) for kept in sessions]
     if as_json:
         found = [_state_facts(state) for state in states]
-        print(json.dumps({"sessions": found, "problems": list(map(str, damages))}, indent=2))
+        problems, over = list(map(str, damages)), list(map(asdict, ended))
+        print(json.dumps({"sessions": found, "problems": problems, "ended": over}, indent=2))
     else:
-        print(kept_text(states))
+        print(kept_text(states, ended))
         for damage in damages:
             print(f"distsession: {damage}", file=sys.stderr)
     return 1 if damages else 0

@@ -87,7 +87,7 @@ def _no_session(error: DistsessionError) -> Finding:
 def _ranks(infos: Sequence[RankInfo]) -> Iterator[Finding]:
     from distsession.display import render
 
-    yield Finding("backend", infos[0].backend)
+    yield Finding("backend", infos[0].backend_text)
     if infos[0].nodes > 1:
         counts = render.ranks_per_node(infos)
         text = f"{counts[0]} rank{'s' * (counts[0] > 1)} on each"

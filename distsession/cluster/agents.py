@@ -10,13 +10,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, BinaryIO, Protocol
 
 from distsession.cluster.base import python_command
-from distsession.cluster.deaths import agent_text
+from distsession.cluster.deaths import agent_text, ended_text, not_ready_text
+from distsession.engine.log_file import read_tail
+from distsession.engine.oom import OomKills, oom_text
 from distsession.engine.process import agent_environment, started_at
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
+from distsession.protocol import unix_socket, whole_messages
 from distsession.protocol.agent_messages import AgentStarted
 from distsession.protocol.wire import socket_path
 
@@ -25,12 +28,20 @@ __all__ = ["AgentProcess", "Agents"]
 log = logging.getLogger(__name__)
 
 LOG_TAIL = 2000
+HELLO_TIMEOUT_S = 5.0
+"""Seconds that an agent which has connected may take to say which it is."""
 STUCK_S = 3.0
 """Seconds without any sign of life after which an agent that is to end is killed."""
 END_S = 60.0
 """Seconds that an agent has to end its ranks and itself while it shows signs of life."""
+GONE_S = 1.0
+"""Seconds that an agent's process may take to end after its link has closed."""
 LOOK_S = 0.25
 """Seconds between two looks at whether it does."""
+
+
+UNKNOWN = -1
+"""The exit code of a process of which only the end is known."""
 
 
 class AgentProcess(Protocol):
@@ -57,7 +68,7 @@ class AdoptedProcess:
 
     def poll(self) -> int | None:
         is_same = self._began and started_at(self.pid) == self._began
-        return None if is_same else -1
+        return None if is_same else UNKNOWN
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -65,7 +76,7 @@ class AdoptedProcess:
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
             time.sleep(0.005)
-        return -1
+        return UNKNOWN
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -97,14 +108,18 @@ class Agents:
         self._board = board
         self._pids_of = pids_of
         self._is_urgent = threading.Event()
+        self._oom_kills = OomKills()
         self._processes: dict[int, AgentProcess] = {}
         self._links: dict[int, Connection] = {}
         self._lock = threading.Lock()
-        self._listener = Listener(socket_path(folder, "agent", epoch), family="AF_UNIX")
+        self._path = socket_path(folder, "agent", epoch)
+        self._listener = unix_socket.listen(self._path)
 
     def adopt(self, node: int, pid: int, link: Connection) -> None:
         """An agent that another kernel has started serves this one."""
         self._processes[node], self._links[node] = AdoptedProcess(pid), link
+        self._oom_kills.look_up(pid)
+        self._oom_kills.watch(pid)
 
     def abandon(self) -> None:
         """Let go of all agents, which live on."""
@@ -118,7 +133,9 @@ class Agents:
     def start(self, node: int) -> None:
         """Start the agent of a node, also in the place of one that is gone."""
         self.end(node)
-        self._processes[node] = self._start_process(node)
+        self._oom_kills.look_up(os.getpid())
+        process = self._processes[node] = self._start_process(node)
+        self._oom_kills.watch(process.pid)
 
     def _start_process(self, node: int) -> AgentProcess:
         arguments = [self._folder, str(node), str(os.getpid()), str(self._epoch)]
@@ -132,21 +149,19 @@ class Agents:
             LaunchError: One ended.
             LaunchTimeoutError: One did not come in time.
         """
-        inner = self._listener._listener._socket  # type: ignore[attr-defined]
         come: dict[int, Connection] = {}
         while late := [node for node in self._processes if node not in self._links]:
-            if not wait([inner], timeout=0.05):
+            if not wait([self._listener], timeout=0.05):
                 for node in late:
                     if not self.runs(node):
-                        raise LaunchError(f"{self._who(node)} ended before it was ready.")
+                        raise LaunchError(not_ready_text(self._who(node), self.how_ended(node)))
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError(f"{self._who(late[0])} did not come up.")
                 continue
-            link = self._listener.accept()
-            assert isinstance(link, Connection)
             try:
-                hello = link.recv()
-            except (EOFError, OSError):  # it has ended, which is seen above
+                link = Connection(unix_socket.accept(self._listener).detach())
+                hello = whole_messages.receive(link, HELLO_TIMEOUT_S)
+            except (EOFError, OSError):  # it has ended, which is seen above, or is a stranger
                 continue
             assert isinstance(hello, AgentStarted)
             come[hello.node] = self._links[hello.node] = link
@@ -173,6 +188,36 @@ class Agents:
         process = self._processes.get(node)
         return process is not None and process.poll() is None
 
+    def is_link_over(self, node: int) -> bool:
+        """Whether nothing more comes from an agent, be it that nobody has read that yet."""
+        link = self._links.get(node)
+        return link is None or link.closed or whole_messages.is_over(link)
+
+    def how_ended(self, node: int) -> str:
+        """How an agent has ended, once its link has closed: by itself, or what ended it.
+
+        Returns:
+            Such as ``"was killed by SIGKILL"``; empty where that is not known.
+        """
+        process = self._processes.get(node)
+        if process is None:
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(GONE_S)
+            killed = self._oom_text(process, code)
+            known = ended_text(code) if code not in (0, UNKNOWN) else killed and "was ended"
+            return f"{known}, {killed}" if killed else known
+        return ""
+
+    def _oom_text(self, process: AgentProcess, code: int) -> str:
+        """What is said if the system has ended it for want of memory; else nothing."""
+        is_killed, limit = self._oom_kills.check(process.pid)
+        return oom_text(limit) if is_killed and code in (-signal.SIGKILL, UNKNOWN) else ""
+
+    def forget_kills(self) -> None:
+        """The system has ended ranks for want of memory, which is known of them."""
+        self._oom_kills.forget()
+
     def pid(self, node: int = 0) -> int:
         """Of an agent's process; 0, which is nobody's, once it has been ended."""
         process = self._processes.get(node)
@@ -189,11 +234,9 @@ class Agents:
         """What the agents wrote last, for a message."""
         parts = []
         for node in self._processes:
-            with contextlib.suppress(OSError), open(self._log_path(node), "rb") as file:
-                tail = file.read()[-LOG_TAIL:].decode("utf-8", "replace").strip()
-                if tail:
-                    text = self._who(node)
-                    parts.append(f"\n{text[0].upper()}{text[1:]}'s last lines:\n{tail}")
+            if tail := read_tail(self._log_path(node), LOG_TAIL).strip():
+                text = self._who(node)
+                parts.append(f"\n{text[0].upper()}{text[1:]}'s last lines:\n{tail}")
         return "".join(parts)
 
     def _log_path(self, node: int) -> str:
@@ -225,8 +268,9 @@ class Agents:
         self._close_listener()
 
     def _close_listener(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody may have removed the folder
-            self._listener.close()
+        self._listener.close()
+        with contextlib.suppress(OSError):  # somebody may have removed the folder
+            os.unlink(self._path)
 
     def end(self, node: int) -> None:
         """End the agent of a node, if there is one, with its ranks, and wait for it."""

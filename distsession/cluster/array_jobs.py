@@ -109,7 +109,7 @@ class _ArrayLauncher(BatchLauncher):
             state = "(the scheduler does not answer)"
         else:
             state = ", ".join(sorted(set(states))) or "not listed"
-        return f"job {self.job} {state}, {self.plan.count} tasks, {self.waited()}"
+        return f"job {self.job} {state}, {self.plan.count} tasks"
 
     def stop(self) -> None:
         if self.job and not self._ends_by_itself():

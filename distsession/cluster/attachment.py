@@ -7,21 +7,22 @@ import logging
 import os
 import pickle
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Client, Connection
-from typing import Any
+from multiprocessing.connection import Connection
 
 from distsession.cluster.deaths import agent_text
 from distsession.cluster.folder import AttachedFolder
+from distsession.cluster.kept_session import lost_text
 from distsession.cluster.pending import PendingRequest
 from distsession.engine.process_state import STOPPED, process_state
-from distsession.errors import SessionStateError
+from distsession.errors import KeptSessionError, SessionStateError
 from distsession.host_plan import HostPlan
 from distsession.options import SessionOptions
+from distsession.protocol import unix_socket
 from distsession.protocol.attach import Attached, AttachRefused, AttachRequest, attach_path
+from distsession.protocol.kept_record import read_end
 from distsession.protocol.messages import Addressed, RankAttached, Request
 from distsession.rank_plan import RankPlan
 from distsession.ranks import RankInfo
@@ -154,14 +155,19 @@ def connect(folder: str, version: str, *, take: bool = False) -> Attachment:
         try:
             place = AttachedFolder(folder)
         except OSError:
-            raise SessionStateError(
+            raise _ended(folder) or SessionStateError(
                 f"the session in {folder} is gone: `distsession ls` shows those that are there."
             ) from None
         stack.callback(place.release)
         links: dict[int, Connection] = {}
         agents: dict[int, Attached] = {}
-        request = AttachRequest(os.getpid(), version, take)
-        link, attached = _ask(folder, 0, agent_text(0), request)
+        # Jupyter's server tells a kernel so.
+        notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", ""))
+        request = AttachRequest(os.getpid(), version, take, notebook=notebook)
+        try:
+            link, attached = _ask(folder, 0, agent_text(0), request)
+        except SessionStateError as error:
+            raise _ended(folder) or error from None
         stack.callback(link.close)
         links[0], agents[0], epoch = link, attached, attached.epoch
         state = read_state(folder)
@@ -180,6 +186,12 @@ def connect(folder: str, version: str, *, take: bool = False) -> Attachment:
                 links[node], agents[node] = link, attached
         stack.pop_all()
     return Attachment(place, state, epoch, links, agents)
+
+
+def _ended(folder: str) -> KeptSessionError | None:
+    """The error for a session that has come to its end just now, where that is known."""
+    end = read_end(folder)
+    return None if end is None else KeptSessionError(lost_text(end))
 
 
 class _AgentGone(SessionStateError):
@@ -208,7 +220,8 @@ def _ask(folder: str, node: int, who: str, request: AttachRequest) -> tuple[Conn
 
 def _wait_for_answer(link: Connection) -> str:
     """Wait until the agent at the other end has answered; gives why it has not, or nothing."""
-    pid = _peer(link)
+    with socket.socket(fileno=os.dup(link.fileno())) as end:
+        pid = unix_socket.peer(end).pid
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while not link.poll(STOPPED_TIMEOUT_S):
         if process_state(pid) in STOPPED:
@@ -221,28 +234,14 @@ def _wait_for_answer(link: Connection) -> str:
     return ""
 
 
-def _peer(link: Connection) -> int:
-    """The process that listens where this link leads to."""
-    with socket.socket(fileno=os.dup(link.fileno())) as end:
-        said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid: int = _CREDENTIALS.unpack(said)[0]
-    return pid
-
-
-_CREDENTIALS = struct.Struct("3i")
-"""Of Linux: pid, uid, gid."""
-
-
 def _open(folder: str, node: int, who: str) -> Connection:
     try:
-        link: Any = Client(attach_path(folder, node), family="AF_UNIX")
+        return Connection(unix_socket.connect(attach_path(folder, node)).detach())
     except OSError as error:
         raise SessionStateError(
             f"{who} of the session in {folder} cannot be reached ({error}): it is gone, or was not "
             "started with keep=."
         ) from None
-    assert isinstance(link, Connection)
-    return link
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,16 @@ class Launcher(ABC):
     def start(self) -> tuple[RankInfo, ...]:
         """Start all ranks; returns when the process group is ready on each."""
 
+    def check_restart(self, ranks: Sequence[int] | None) -> None:  # noqa: B027
+        """See that some ranks, or all, can be replaced. Nothing has changed if they cannot.
+
+        Raises:
+            SessionStateError: Another rank still runs something, or is stopped.
+        """
+
     @abstractmethod
     def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
-        """Put fresh processes in the place of some ranks, or of all."""
+        """Put fresh processes in the place of some ranks, or of all, once that is checked."""
 
     @abstractmethod
     def check_preload(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -167,21 +174,30 @@ class Launcher(ABC):
         """Where other hosts reach a node; empty where all nodes are on this machine."""
         return ""
 
-    def move_host(self, node: int, name: str) -> None:
-        """Have another host take the place of one, whose ranks are lost; by the next restart.
+    def check_moves(self, moves: Mapping[int, str]) -> None:
+        """See that other hosts can take the places of some.
+
+        Args:
+            moves: The name of the new host for each node.
 
         Raises:
             OptionsError: There are no other hosts, or the launcher chooses them.
         """
-        raise OptionsError(
-            "another host can take the place of one where hosts= names them: launcher='ssh', or "
-            "'command'."
-        )
+        if moves:
+            raise OptionsError(
+                "another host can take the place of one where hosts= names them: launcher='ssh', "
+                "or 'command'."
+            )
+
+    def move_hosts(self, moves: Mapping[int, str]) -> None:  # noqa: B027
+        """Have other hosts take the places of some by the next restart; ranks there are lost."""
 
     # --- a session that is kept -------------------------------------------------------------------
 
     taken = ""
     """Why this process owns the session no longer; empty while it does."""
+    taken_over = ""
+    """The same for whoever waits for a run: by whom and when."""
     adopted: tuple[Adopted, ...] = ()
     """What a former owner has left, where this process has attached."""
 
@@ -222,6 +238,7 @@ class Launcher(ABC):
         refuse: Sequence[int] = (),
         stuck: Sequence[int] = (),
         mismatch: Mismatch | None = None,
+        force: bool = False,
     ) -> None:
         """Free all ranks from collectives; see :class:`~distsession.protocol.messages.Abort`."""
 
@@ -258,6 +275,10 @@ class Launcher(ABC):
             may_keep: Connections that nothing has happened to stay as they are.
         """
         return ""
+
+    def is_reconnecting_by(self, pending: PendingRequest) -> bool:
+        """Whether this is the request by which the group is being connected anew."""
+        return False
 
     def cancel_reconnect(self, pending: PendingRequest | None = None) -> bool:
         """Give up connecting the group anew, from another thread.

@@ -10,7 +10,6 @@ user alone, which is the authentication of all of it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import pickle
@@ -26,6 +25,7 @@ from typing import Any
 import zmq
 
 from distsession.cluster.base import Channel, Payload
+from distsession.cluster.deaths import joint_error
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.node_links import NodeLinks
@@ -35,7 +35,7 @@ from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest, no
 from distsession.cluster.receiving import Receiving
 from distsession.cluster.relay import Upload
 from distsession.errors import DistsessionError, EngineDiedError, SessionStateError
-from distsession.protocol import board_mirror, node_link, serialize
+from distsession.protocol import board_mirror, node_link, serialize, whole_messages
 from distsession.protocol.board import Board
 from distsession.protocol.message_listener import MessageListener
 from distsession.protocol.message_stream import Packed, packed
@@ -75,7 +75,7 @@ OUTPUT_AT_ONCE = 32
 """Messages of output between two looks at whether something else has come."""
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds that a rank which is ready may take to connect its request socket."""
+"""Seconds that a rank which is ready may take to connect its control socket."""
 
 
 class SocketChannel(Channel):
@@ -213,6 +213,8 @@ class SocketChannel(Channel):
     def _forget_identity(self, rank: int) -> None:
         if self._nodes.get(rank):
             self.links.forget(self._nodes[rank], self._identities[rank])
+        elif rank in self._identities:
+            self._rank_streams.forget(self._identities[rank])
 
     def submit(
         self,
@@ -321,9 +323,8 @@ class SocketChannel(Channel):
             return True
 
     def _check_living(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if rank in self._dead:
-                raise copy.copy(self._dead[rank])  # it may be given notes
+        if dead := {rank: self._dead[rank] for rank in ranks if rank in self._dead}:
+            raise joint_error(dead)
 
     def _names(self, ranks: Sequence[int]) -> list[bytes]:
         """Of their present processes."""
@@ -353,6 +354,8 @@ class SocketChannel(Channel):
     def _acknowledge(self) -> None:
         """Tell the ranks, in memory that they share, whose answers nobody needs any more."""
         if self._closed or not self._is_kept or self.board is None:
+            return
+        if self.refusal:  # what is not needed here any more is wanted by another owner
             return
         seen = min(self._pending, default=self._last + 1) - 1
         self.board.acknowledge(self._epoch, seen)
@@ -476,10 +479,9 @@ class SocketChannel(Channel):
             raise SessionStateError("this session is closed: start another with Session(...).")
 
     def _send_request(self, identity: bytes, message: Packed) -> None:
-        send_to = self._rank_streams.send
-        if not send_to(identity, message):
+        # One that is about to connect gets it then, however long a busy machine takes for that.
+        if not self._rank_streams.send(identity, message, keep=True):
             self._receiving.give_back()  # somebody has to take in that it connects
-            self._try_until_connected(lambda: send_to(identity, message), identity)
 
     def _send_control(self, identity: bytes, frames: list[Any]) -> None:
         def send_it() -> bool:
@@ -491,23 +493,14 @@ class SocketChannel(Channel):
                 return False
             return True
 
-        if not send_it():
-            self._try_until_connected(send_it, identity)
-
-    def _try_until_connected(self, is_done: Callable[[], bool], identity: bytes) -> bool:
-        """Try again: a rank that has just started may need a moment to connect.
-
-        One that has ended never does, and its death cannot be noted while this holds the lock.
-        """
+        # A rank that has just started may need a moment to connect. One that has ended never does,
+        # and its death cannot be noted while this holds the lock.
         deadline = time.monotonic() + CONNECT_TIMEOUT
-        while not is_done():
-            if self.has_ended(int(identity.rpartition(b".")[2])):
-                return False
+        while not send_it() and not self.has_ended(int(identity.rpartition(b".")[2])):
             if time.monotonic() > deadline:
                 log.warning("%s is not connected", identity)
-                return False
+                return
             time.sleep(0.001)
-        return True
 
     # --- receiving --------------------------------------------------------------------------------
 
@@ -685,8 +678,10 @@ class SocketChannel(Channel):
     def _receive_from_agent(self, node: int, agent: Connection) -> bool:
         """Take in a message of an agent; False if there will be no more."""
         try:
-            data = agent.recv_bytes()
-        except (EOFError, OSError):
+            data = whole_messages.receive_bytes(agent, whole_messages.MESSAGE_TIMEOUT_S)
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                log.warning("the agent of node %d is given up: %s", node, error)
             self._on_event(NodeGone(node) if node else None)
             return False
         try:
@@ -696,16 +691,18 @@ class SocketChannel(Channel):
             log.exception("dropped a malformed message of the agent")
         return True
 
-    def mark_dead(self, error: EngineDiedError) -> None:
-        """A rank has died: nothing more is sent to it, and nobody waits for it any longer."""
+    def mark_dead(self, errors: Sequence[EngineDiedError]) -> None:
+        """Ranks have died: nothing more is sent to them, and nobody waits for them any longer."""
         with self._lock:
-            self._dead[error.rank] = error
-            self._busy[error.rank] = {}
-            self._forget_identity(error.rank)
+            for error in errors:
+                self._dead[error.rank] = error
+                self._busy[error.rank] = {}
+                self._forget_identity(error.rank)
             waiting = list(self._pending.values())
         for pending in waiting:
-            if error.rank in pending.ranks:
-                pending.put_death(error)
+            for error in errors:
+                if error.rank in pending.ranks:
+                    pending.put_death(error)
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close everything; whoever waits is told by the deaths of the ranks.

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distsession.engine.oom import oom_text
 from distsession.errors import EngineDiedError
 from distsession.protocol.agent_messages import RankExited
+from distsession.protocol.cause import sentence
 from distsession.ranks import RankInfo, ranks_text
 
 __all__ = [
     "AGENT_GONE",
+    "AGENT_REMEDY",
+    "JobEnd",
     "SilentHost",
     "agent_text",
+    "alike_text",
     "death_error",
     "ended_text",
+    "joint_error",
+    "joint_remedy",
     "node_gone_text",
+    "node_remedy",
     "node_text",
+    "not_ready_text",
     "relay_gone_text",
     "replace_text",
     "restart_text",
 ]
 
 AGENT_GONE = (
-    "the session's agent (the process that started the ranks) is gone, and with it all ranks. "
-    "session.restart() brings them back, without their variables."
+    "the session's agent (the process that started the ranks) is gone, and with it all ranks."
 )
+AGENT_REMEDY = "session.restart() brings them back, without their variables."
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,8 @@ def death_error(
     """
     how, details = "was ended by session.restart() or close()", ""
     if not message.expected:
-        how, details = _how(message, while_starting, operation), _last_lines(message)
+        how = _how(message, while_starting, operation)
+        details = f" {message.limit}" if message.limit else _last_lines(message)
     can_be_replaced = not while_starting and not message.expected
     return EngineDiedError(
         f"rank {message.rank} (pid {message.pid}) {how}.",
@@ -93,6 +103,47 @@ def death_error(
         remedy=restart_text([message.rank]) if can_be_replaced else "",
         details=details,
     )
+
+
+def joint_error(deaths: Mapping[int, EngineDiedError]) -> EngineDiedError:
+    """One error for ranks that were needed and have died, which names all of them.
+
+    Args:
+        deaths: The error of each. Not empty.
+    """
+    first = deaths[min(deaths)]
+    if len(deaths) == 1:
+        return copy.copy(first)  # it may be given notes
+    alike: dict[str, list[int]] = {}
+    for rank in sorted(deaths):
+        alike.setdefault(deaths[rank].how, []).append(rank)
+    joint = copy.copy(first)
+    joint.args = (" ".join(alike_text(ranks, deaths) for ranks in alike.values()),)
+    remedies = {rank: error.remedy for rank, error in deaths.items() if error.remedy}
+    joint.remedy = " ".join(joint_remedy(remedies))
+    return joint
+
+
+def alike_text(ranks: Sequence[int], deaths: Mapping[int, EngineDiedError]) -> str:
+    """The sentence about ranks that have died alike."""
+    texts = {str(deaths[rank].args[0]) for rank in ranks}
+    if len(texts) == 1:  # of one rank, or said of all of them together
+        return texts.pop()
+    return sentence(f"{ranks_text(ranks)}: each {deaths[ranks[0]].how}")
+
+
+def joint_remedy(remedies: Mapping[int, str], world: int = 0) -> list[str]:
+    """What to do about the deaths of several ranks, said once.
+
+    Args:
+        remedies: What is said about each of them alone.
+        world: How many ranks there were, where these may be all.
+    """
+    ranks, different = sorted(remedies), list(dict.fromkeys(remedies.values()))
+    are_all = len(ranks) == world and len(different) > 1  # of several hosts
+    if are_all or all(remedies[rank] == restart_text([rank]) for rank in ranks):
+        return [restart_text(ranks, world)] if ranks else []
+    return different
 
 
 def _last_lines(message: RankExited) -> str:
@@ -110,6 +161,8 @@ def _how(message: RankExited, while_starting: bool, operation: str) -> str:
     how = ended_text(message.returncode)
     if message.oom:
         how += f", {oom_text(message.oom_limit)}"
+    elif message.limit:
+        how += ", for it was refused a process or thread,"
     elif message.is_terminated:
         how = "was ended by SIGTERM, which this session has not sent,"
     return how + (" while it was starting" if while_starting else _where(message, operation))
@@ -150,14 +203,73 @@ def node_text(node: int, host: str = "") -> str:
     return host or f"node {node}"
 
 
+def not_ready_text(who: str, how: str) -> str:
+    """What the end of an agent means that was to be ready.
+
+    Args:
+        who: The agent.
+        how: It has ended, where that is known.
+    """
+    return f"{who} {how or 'ended'} before it was ready."
+
+
 def node_gone_text(node: int, ranks: Sequence[int], host: str = "", why: str = "") -> str:
-    """What the end of a node's agent means, why it was if known, and what to do about it."""
+    """What the end of a node's agent means, and why it was if known."""
     return (
         f"{agent_text(node, host)} (the process that started its ranks) is gone"
-        f"{f' ({why})' if why else ''}, and with it "
-        f"{ranks_text(ranks)}. session.restart({list(ranks)}) starts another agent and replaces "
-        "them; restore=[...] copies variables from a rank that stays."
+        f"{f' ({why})' if why else ''}, and with it {ranks_text(ranks)}."
     )
+
+
+def node_remedy(ranks: Sequence[int], world: int, *, alone: bool) -> str:
+    """What to do about the end of a node's agent.
+
+    Args:
+        ranks: Of the node.
+        world: How many ranks there are.
+        alone: The launcher can start one host again without the others.
+    """
+    if not alone:
+        return "session.restart() starts all hosts anew, with ranks that have no variables."
+    if len(ranks) == world:
+        return "session.restart() starts another agent and all ranks, without their variables."
+    return (
+        f"session.restart({list(ranks)}) starts another agent and replaces them; restore=[...] "
+        "copies variables from a rank that stays."
+    )
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """The end of the job that all hosts are in.
+
+    Attributes:
+        scheduler: Its name, such as ``"Slurm"``.
+        job: Its id.
+        is_own: The session has submitted it, and can submit another.
+    """
+
+    scheduler: str
+    job: str
+    is_own: bool
+
+    @property
+    def text(self) -> str:
+        """What people read."""
+        return (
+            f"{self.scheduler} job {self.job} was cancelled or preempted, or has reached its time "
+            "limit."
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        if self.is_own:
+            return "session.restart() submits a new one, whose ranks have no variables."
+        return (
+            "session.restart() starts all hosts anew if the allocation still stands; otherwise "
+            "start a session in another one."
+        )
 
 
 def relay_gone_text(node: int, ranks: Sequence[int], host: str = "") -> str:

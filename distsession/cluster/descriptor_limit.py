@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 
+from distsession.engine import process_limit
 from distsession.errors import LaunchError
 
 __all__ = ["check_room", "with_remedy"]
@@ -40,7 +41,9 @@ def check_room(here: int, what: str, elsewhere: int = 0) -> None:
 
 
 def with_remedy(text: str) -> str:
-    """An error's text; with what to do if it says that there are too many open files."""
+    """An error's text; with what to do if it says that a limit was met."""
+    if f"[Errno {errno.EAGAIN}]" in text and process_limit.MET not in text:
+        return f"{text.rstrip('.')}. {process_limit.refusal(text)}".rstrip()
     if os.strerror(errno.EMFILE) not in text:
         return text
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -14,7 +13,7 @@ from distsession.cluster.kept_session import KeptSession, users
 from distsession.engine.process import started_at
 from distsession.engine.process_state import STOPPED, process_state
 from distsession.errors import KeptSessionError
-from distsession.protocol import folder_lock
+from distsession.protocol import folder_lock, unix_socket
 from distsession.protocol.attach import AttachRefused, EndSession, attach_path
 
 __all__ = ["end_session"]
@@ -66,11 +65,9 @@ def end_session(kept: KeptSession, reason: str) -> list[int]:
 
 def _connect(folder: str, node: int) -> Connection:
     """A link to the agent of a node; one whose queue is full is not waited for."""
-    with socket.socket(socket.AF_UNIX) as link:
-        link.settimeout(ANSWER_TIMEOUT_S)
-        link.connect(attach_path(folder, node))
-        link.setblocking(True)
-        return Connection(link.detach())
+    link = unix_socket.connect(attach_path(folder, node), timeout_s=ANSWER_TIMEOUT_S)
+    link.setblocking(True)
+    return Connection(link.detach())
 
 
 @contextlib.contextmanager

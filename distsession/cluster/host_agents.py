@@ -49,6 +49,11 @@ class RemoteAgent:
         """What it wrote last, once it has ended."""
         return str(self._state.get("log", ""))
 
+    @property
+    def oom(self) -> str:
+        """What its host says if the system there has ended it for want of memory."""
+        return str(self._state.get("oom", ""))
+
     def poll(self) -> int | None:
         if self._hosts.is_lost(self.link):
             return -1
@@ -170,6 +175,9 @@ class HostAgents(Agents):
             if isinstance(process, RemoteAgent) and process.log:
                 tails.append(f"\nThe last lines of the agent on {self.name(node)}:\n{process.log}")
         return "".join(tails)
+
+    def _oom_text(self, process: AgentProcess, code: int) -> str:
+        return process.oom if isinstance(process, RemoteAgent) else super()._oom_text(process, code)
 
     def _kill_ranks(self, node: int) -> None:
         """Their host does, with the agent."""

@@ -13,7 +13,7 @@ from distsession.protocol.host_link import FAILS, STARTS
 
 __all__ = ["complaints", "explain", "noise"]
 
-LAST_LINES = 8
+LAST_LINES, LINE_MAX = 8, 500
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class _Known:
 
 _SSH = (
     _Known(
+        r"Could not resolve hostname \S+?: Temporary failure in name resolution",
+        "its name is not found, for no name server has answered",
+        "try again; if that does not help, see /etc/resolv.conf here, or give the host an address "
+        "in ~/.ssh/config (Host {host}, HostName ...)",
+    ),
+    _Known(
         r"Could not resolve hostname (\S+?):",
         "no host of this name is known",
         "check the name, or give it an address in ~/.ssh/config (Host {host}, HostName ...)",
@@ -51,7 +57,20 @@ _SSH = (
     _Known(
         r"Permission denied \(([^)]*)\)",
         "ssh is refused: no key of yours is accepted, and a password cannot be asked for",
-        "ssh-copy-id {target}, or name the key in ~/.ssh/config (IdentityFile)",
+        "ssh-copy-id {target}, or name the key in ~/.ssh/config (IdentityFile); one that has a "
+        "passphrase has to be in an agent (ssh-add)",
+    ),
+    _Known(
+        r"(?s)Offending \S+ key in (\S+?):\d+.*Host key for (\S+) has changed",
+        "its host key is not the one that is known: the host was installed anew, or another one "
+        "answers in its place",
+        "ask who runs the host. If its key is right, forget the old one with `ssh-keygen -f {0} "
+        "-R '{1}'`, run `ssh {target}` once by hand, and compare the key",
+    ),
+    _Known(
+        r"key for \S+ was revoked",
+        "its host key is marked as revoked here, as one is that was stolen",
+        "ask who runs the host for its new key",
     ),
     _Known(
         r"Host key verification failed",
@@ -116,14 +135,13 @@ def explain(failure: Failure, plan: HostPlan, mend: str = "") -> HostProblem:
     Args:
         failure: What has ended, or not come.
         plan: How it was started.
-        mend: What to do if nothing that was written says why.
+        mend: What to do, if it is known, where nothing that was written says why.
     """
     words = {"host": failure.host, "python": plan.python or sys.executable, "port": "22"}
     if plan.launcher == "ssh" and failure.host:
         target = ssh_target(failure.host)
         words["port"], words["destination"] = str(target.port or 22), target.destination
-        port = f"-p {target.port} " if target.port else ""
-        words["target"] = f"{port}{target.destination}"
+        words["target"] = target.words
     where = failure.host or _named(failure.output) or plan.launcher
     has_begun = STARTS in failure.output
     known = _ANY if has_begun or plan.launcher != "ssh" else (*_SSH, *_ANY)
@@ -139,8 +157,8 @@ def explain(failure: Failure, plan: HostPlan, mend: str = "") -> HostProblem:
     last = "its last lines are below" if failure.output.strip() else "it has written nothing"
     return HostProblem(
         where,
-        failure.how,
-        mend or last,
+        failure.how if mend else f"{failure.how}; {last}",
+        mend,
         details=_last(failure.output),
     )
 
@@ -159,7 +177,7 @@ def _named(output: str) -> str:
 
 def _last(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip() and line != STARTS]
-    return "\n".join(lines[-LAST_LINES:])
+    return "\n".join(line[-LINE_MAX:] for line in lines[-LAST_LINES:])
 
 
 def noise(host: str, output: str) -> list[HostProblem]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from abc import abstractmethod
 from typing import Any
 
@@ -13,7 +12,6 @@ from distsession.cluster.host_launchers import (
     Failure,
     HostLauncher,
     check_program,
-    read_output,
 )
 from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.slurm_jobs import SlurmJob
@@ -36,7 +34,6 @@ class BatchLauncher(HostLauncher):
     def __init__(self, plan: HostPlan, folder: str):
         super().__init__(plan, folder)
         self._launcher: Any = None
-        self._began = time.monotonic()
 
     @abstractmethod
     def _make(self) -> Any:
@@ -44,7 +41,6 @@ class BatchLauncher(HostLauncher):
 
     def start(self) -> None:
         check_program(self.submit, self.plan.launcher)
-        self._began = time.monotonic()
         self._launcher = self._make()
         self._launcher.output_file = os.path.join(self.folder, "output")
         self._launcher.submit_command = [sys.executable, "-c", _SUBMIT, self.submit]
@@ -63,13 +59,8 @@ class BatchLauncher(HostLauncher):
     def _submit(self) -> None:
         self._launcher.start(self.plan.count)
 
-    def waited(self) -> str:
-        """For how long, as ``"0:42"``."""
-        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
-        return f"{minutes}:{seconds:02}"
-
-    def outputs(self) -> dict[str, str]:
-        return {"": read_output(os.path.join(self.folder, "output"))}
+    def output_files(self) -> dict[str, str]:
+        return {"": os.path.join(self.folder, "output")}
 
 
 def _submit_remedy(said: str) -> str:
@@ -133,8 +124,9 @@ class SlurmLauncher(BatchLauncher):
 
     def waits_for(self) -> str:
         assert self._slurm is not None
-        text = self._slurm.state().text
-        return f"job {self.job} {text}, {self.plan.count} nodes, {self.waited()}"
+        state = self._slurm.state()
+        never = "; it may never start: no part of the cluster gives that much" * state.may_not_start
+        return f"job {self.job} {state.text}, {self.plan.count} nodes{never}"
 
     def seconds_left(self) -> float | None:
         return None if self._slurm is None else self._slurm.seconds_left()

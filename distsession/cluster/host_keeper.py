@@ -29,7 +29,7 @@ from distsession.cluster.kept_hosts import BeginHosts, Call, HostsState, Result,
 from distsession.engine.process import started_at
 from distsession.engine.process_state import DEAD
 from distsession.errors import DistsessionError, SessionStateError
-from distsession.protocol import folder_lock
+from distsession.protocol import folder_lock, unix_socket, whole_messages
 from distsession.protocol.attach import (
     BoardReply,
     BoardRequest,
@@ -130,7 +130,11 @@ class HostKeeper:
     # --- owners -----------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        connection = Connection(self._listener.accept()[0].detach())
+        try:
+            connection = Connection(unix_socket.accept(self._listener).detach())
+        except OSError as error:
+            log.warning("no connection is taken: %s", error)
+            return
         threading.Thread(
             target=self._serve, args=(connection,), name="distsession-owner", daemon=True
         ).start()
@@ -138,7 +142,7 @@ class HostKeeper:
     def _serve(self, connection: Connection) -> None:
         """Do what somebody wants until it goes: a kernel that owns the session, or who looks on."""
         try:
-            first = connection.recv() if connection.poll(FIRST_TIMEOUT_S) else None
+            first = whole_messages.receive(connection, FIRST_TIMEOUT_S)
             if isinstance(first, LogsRequest):
                 self._show_logs(first, connection)
                 return
@@ -218,7 +222,10 @@ class HostKeeper:
         threading.Thread(target=self._call, args=(node - FIRST, its), daemon=True).start()
         with Connection(mine.detach()) as connection:
             connection.send(question)
-            return connection.recv() if connection.poll(timeout) else None
+            try:
+                return whole_messages.receive(connection, timeout)
+            except TimeoutError:
+                return None
 
     # --- what it wants ----------------------------------------------------------------------------
 

@@ -11,8 +11,10 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from distsession.engine import log_file
 from distsession.engine.process import module_command
 from distsession.errors import LaunchError
 from distsession.host_plan import HostPlan
@@ -21,6 +23,11 @@ __all__ = ["STOP_S", "Failure", "HostLauncher", "check_program", "read_output"]
 
 STOP_S = 5.0
 """Seconds that processes have to end by themselves before they are told to, and then killed."""
+READ_BYTES = 128 << 10
+"""The most that is read of the begin of what was written, and of its end."""
+OUTPUT_MAX_BYTES = 16 << 20
+"""Who has written more before an agent has come is ended: it would fill the disk. Later a file that
+takes more of the disk loses its middle."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,10 @@ class HostLauncher(ABC):
 
     job = ""
     """The id of the job, where the launcher has one."""
-    starts_hosts_alone = False
-    """Whether it can start the agent of one host in the place of one that has ended."""
+    stops_at_once = False
+    """Something writes without an end, so nothing is waited for when all is stopped."""
+    come: Collection[str] = ()
+    """Hosts with an agent that has connected. They end by themselves when all is stopped."""
 
     def __init__(self, plan: HostPlan, folder: str):
         self.plan, self.folder = plan, folder
@@ -80,8 +89,31 @@ class HostLauncher(ABC):
         return set()
 
     @abstractmethod
+    def output_files(self) -> dict[str, str]:
+        """Where the processes of each host write; under ``""`` those of all."""
+
     def outputs(self) -> dict[str, str]:
-        """What was written by the processes of each host; under ``""`` by those of all."""
+        """What was written by the processes of each host; of very much the begin and the end."""
+        return {host: read_output(path) for host, path in self.output_files().items()}
+
+    def floods(self) -> list[Failure]:
+        """What writes so much that it is no start."""
+        return [
+            Failure(
+                host,
+                f"what was started has written more than {OUTPUT_MAX_BYTES >> 20} MiB and no agent "
+                "has come",
+                read_output(path),
+            )
+            for host, path in self.output_files().items()
+            if _size(path) > OUTPUT_MAX_BYTES
+        ]
+
+    def trim_outputs(self) -> None:
+        """Give the middle of long output files back to the disk, once the agents are there."""
+        for path in self.output_files().values():
+            with contextlib.suppress(OSError):
+                trim_output(path)
 
     def start_host(self, host: str) -> None:
         """Start the agent of one host anew, in the place of one that has ended."""
@@ -129,7 +161,35 @@ def check_program(program: str, launcher: str) -> None:
 
 
 def read_output(path: str) -> str:
-    """What has been written to a file, without colours; nothing where there is none."""
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.read())
+    """What has been written to a file, without colours; nothing where there is none.
+
+    Of a long file the begin and the end.
+    """
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        data = file.read(READ_BYTES)
+        left_out = os.fstat(file.fileno()).st_size - 2 * READ_BYTES
+        if left_out > 0:
+            data += f"\n... {left_out:,} bytes are left out ...\n".encode()
+            file.seek(-READ_BYTES, os.SEEK_END)
+        data += file.read(READ_BYTES)
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode("utf-8", "replace"))
     return ""
+
+
+def trim_output(path: str) -> None:
+    """Give the middle of a file back to the disk where it takes more than ``OUTPUT_MAX_BYTES``.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    status = os.stat(path)
+    if 512 * status.st_blocks <= OUTPUT_MAX_BYTES:
+        return
+    with open(path, "r+b") as file:
+        log_file.punch_hole(file.fileno(), READ_BYTES, status.st_size - OUTPUT_MAX_BYTES // 2)
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.path.getsize(path)
+    return 0

@@ -23,6 +23,7 @@ from distsession.protocol.host_link import (
     encode,
     tcp_place,
 )
+from distsession.protocol.link_connections import LinkConnections
 
 __all__ = ["Dial", "HostLinks", "LinkedHost"]
 
@@ -79,9 +80,17 @@ class HostLinks:
         addresses: Of this host, in the order in which agents try them.
         patience_s: Seconds of silence of this process after which they end.
         bind: The address to listen at. Default: all.
+        expected: How many agents there will be.
     """
 
-    def __init__(self, addresses: Sequence[str], *, patience_s: float = 15.0, bind: str = "*"):
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        patience_s: float = 15.0,
+        bind: str = "*",
+        expected: int = 1,
+    ):
         self.on_open: Callable[[LinkedHost, int], None] = lambda host, port: None
         """Called, by the thread, where a host wants a connection to a port of its own."""
         self.on_notice: Callable[[LinkedHost, str], None] = lambda host, what: None
@@ -98,7 +107,8 @@ class HostLinks:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_MAX)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.IPV6, 1)  # as well
-        port = self._socket.bind_to_random_port(f"tcp://{bind}")
+        self._connections = LinkConnections(self._context, self._socket, expected)
+        port = self._connections.bind(f"tcp://{bind}")
         self.keys = LinkKeys(
             addresses=tuple(addresses),
             port=port,
@@ -192,6 +202,7 @@ class HostLinks:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
+        poller.register(self._connections.events, zmq.POLLIN)
         while True:
             wait_s = self._pinged_at + PING_S - time.monotonic()
             ready = dict(poller.poll(max(0, round(1000 * wait_s))))
@@ -201,10 +212,12 @@ class HostLinks:
                     self._orders.get()()
             if self._socket in ready:
                 self._receive()
+            self._connections.look()
             if time.monotonic() >= self._pinged_at + PING_S:
                 self._ping_all()
             if self._is_closed and self._orders.empty():
                 self._wake_in.close(linger=0)
+                self._connections.close()
                 return
 
     def _ping_all(self) -> None:
@@ -223,10 +236,12 @@ class HostLinks:
             self._socket.send_multipart([identity, encode(kind, body)], zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        identity, *frames = self._socket.recv_multipart()
+        first, *frames = self._socket.recv_multipart(copy=False)
+        self._connections.note(first)
+        identity = first.bytes
         with self._changed:
             try:
-                kind, body = decode(b"".join(frames))
+                kind, body = decode(b"".join(frame.bytes for frame in frames))
                 self._handle(identity, kind, body)
             except (ValueError, KeyError, TypeError) as error:
                 self.dropped += 1

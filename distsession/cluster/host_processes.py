@@ -29,7 +29,7 @@ from distsession.cluster.host_launchers import (
 )
 from distsession.cluster.slurm_jobs import SlurmJob
 from distsession.host_plan import HostPlan, flag, ssh_target
-from distsession.protocol.host_link import tunnel_path
+from distsession.protocol.host_link import STARTS, tunnel_path
 
 __all__ = [
     "CommandLauncher",
@@ -115,15 +115,16 @@ class _Processes(HostLauncher):
     def ended(self) -> set[str]:
         return self._exit_codes().keys() - {""}
 
-    def outputs(self) -> dict[str, str]:
-        return {host: read_output(one.output_file) for host, one in self._launchers.items()}
+    def output_files(self) -> dict[str, str]:
+        return {host: one.output_file for host, one in self._launchers.items()}
 
     def stop(self) -> None:
         if self._loop is None:
             return
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + (0.0 if self.stops_at_once else STOP_S)
         while time.monotonic() < deadline and any(
-            launcher.state == "running" for launcher in self._launchers.values()
+            launcher.state == "running" and self._ends_by_itself(host, launcher)
+            for host, launcher in self._launchers.items()
         ):
             time.sleep(0.01)
         for launcher in self._launchers.values():
@@ -134,6 +135,14 @@ class _Processes(HostLauncher):
                     self._loop.run(launcher.stop())
         self._loop.close()
         self._loop = None
+
+    def _ends_by_itself(self, host: str, launcher: Any) -> bool:
+        """Whether a process has to be waited for when all is stopped."""
+        if not host or host in self.come:
+            return True
+        # What has begun and not come ends with its process here. But ssh would leave its sockets on
+        # the host if it ended between making them and having the agent started, who removes them.
+        return STARTS not in read_output(launcher.output_file)
 
 
 class _Quiet:
@@ -158,8 +167,6 @@ def _process(command: Sequence[str], loop: Any) -> Any:
 
 class _EachHost(_Processes):
     """A process here for each of the hosts that were named."""
-
-    starts_hosts_alone = True
 
     @abstractmethod
     def _launcher(self, host: str, loop: Any) -> Any:

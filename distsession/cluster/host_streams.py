@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from distsession.cluster.host_links import HostLinks, LinkedHost
 from distsession.engine import store_server
+from distsession.protocol import unix_socket
 from distsession.protocol.forward import StreamListener, pump
 from distsession.protocol.host_link import ATTACH, MESSAGES, SOCKETS, STORE, TCP_STORE
 from distsession.protocol.message_stream import hand_over
@@ -58,6 +59,7 @@ class HostStreams:
         folder: The session's.
         is_lost: Says of a host whether it counts as gone.
         address_of: Gives where a host is that this process has gone to.
+        look: Called at each look for hosts that are silent.
 
     Attributes:
         tcp_store_port: Of torch's TCP store, on this host.
@@ -69,10 +71,11 @@ class HostStreams:
         folder: str,
         is_lost: Callable[[LinkedHost], bool],
         address_of: Callable[[LinkedHost], str],
+        look: Callable[[], None],
     ):
         self.tcp_store_port = 0
         self._links, self._folder = links, folder
-        self._is_lost, self._address_of = is_lost, address_of
+        self._is_lost, self._address_of, self._look = is_lost, address_of, look
         self._streams: dict[bytes, set[SecureStream]] = {}
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
@@ -140,6 +143,7 @@ class HostStreams:
     def _watch(self) -> None:
         """Close what comes from hosts that are silent, by which all that waits for them ends."""
         while not self._is_closed.wait(KNOCK_LOOK_S if self._knocks else LOST_LOOK_S):
+            self._look()
             for link in list(self._links.hosts.values()):
                 if self._is_lost(link) and self._streams.get(link.identity):
                     self._close_knocks(link)
@@ -249,10 +253,4 @@ class HostStreams:
             path = socket_path(self._folder, service, int(hello.get("epoch", "1")))
         else:
             raise ConnectionRefusedError(f"there is no {service!r}")
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(path)
-        except OSError:
-            connection.close()
-            raise
-        return connection
+        return unix_socket.connect(path)

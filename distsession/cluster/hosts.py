@@ -31,11 +31,11 @@ from distsession.cluster.host_streams import HostStreams
 from distsession.engine.host_facts import installed_facts
 from distsession.engine.reach import own_addresses
 from distsession.errors import LaunchError
-from distsession.host_plan import HostPlan
-from distsession.protocol import folder_lock
+from distsession.host_plan import HostPlan, ssh_target
+from distsession.protocol import folder_lock, places
 from distsession.protocol.host_checks import HostProblem, Reach
 from distsession.protocol.host_facts import HostFacts, facts_of
-from distsession.protocol.host_link import LISTENS, write_keys
+from distsession.protocol.host_link import LISTENS, STARTS, write_keys
 
 __all__ = ["FIRST", "Hosts", "kernel_facts"]
 
@@ -91,7 +91,7 @@ class Hosts:
         self._launcher: HostLauncher | None = None
         try:
             addresses = plan.addresses or tuple(own_addresses().values())
-            self._links = HostLinks(addresses)
+            self._links = HostLinks(addresses, expected=plan.count)
         except BaseException:
             self._remove_folder()
             raise
@@ -103,7 +103,9 @@ class Hosts:
 
     def carry(self, folder: str) -> None:
         """Take what hosts bring to the sockets in a session's folder."""
-        self._streams = HostStreams(self._links, folder, self.is_lost, self._address_of)
+        self._streams = HostStreams(
+            self._links, folder, self.is_lost, self._address_of, self._trim_outputs
+        )
 
     def set_store_port(self, port: int) -> None:
         """Say where torch's TCP store is, on this host."""
@@ -124,6 +126,10 @@ class Hosts:
         """Start another agent on a host, in the place of one that has ended."""
         link.replies.pop("agent", None)
         self.tell(link, "start-agent")
+
+    def _trim_outputs(self) -> None:
+        if self._launcher is not None:
+            self._launcher.trim_outputs()
 
     def _address_of(self, link: LinkedHost) -> str:
         """Of a host that this process has gone to; empty for one that has come."""
@@ -164,7 +170,7 @@ class Hosts:
 
         A host whose agent has ended may be gone as well, which turns out in ``LOST_S``.
         """
-        if self._launcher is None or self._launcher.starts_hosts_alone:
+        if self._launcher is None or self.plan.starts_hosts_alone:
             return []
         since = time.monotonic()
         while any(not self.is_lost(one) and one.heard < since for one in suspects):
@@ -226,9 +232,8 @@ class Hosts:
             self._dial_listeners(launcher.outputs().values())
             failed = [one for one in self._failures(launcher) if one.host == name]
             if failed or time.monotonic() > deadline:
-                how = f"its agent has not come within {self.plan.timeout:g} s"
-                failure = failed[0] if failed else Failure(name, how, "")
-                problem = explain(failure, self.plan)
+                output = launcher.outputs().get(name, "")
+                problem = explain(failed[0], self.plan) if failed else self._late(name, output)
                 raise LaunchError(f"{problem.what}: {problem.value}.", remedy=problem.mend)
         link = come()
         assert link is not None
@@ -284,7 +289,9 @@ class Hosts:
             come = {host.name for host in self._links.hosts.values()}
             failures = self._failures(launcher)
             failed = [explain(one, self.plan) for one in failures if one.host not in come]
-            if any(not one.host for one in launcher.failures()):  # it was to start all of them
+            floods = launcher.floods()
+            launcher.stops_at_once = bool(floods)
+            if any(not one.host for one in (*launcher.failures(), *floods)):  # of all of them
                 break
             if launcher.is_waiting():
                 deadline = time.monotonic() + self.plan.timeout
@@ -303,7 +310,8 @@ class Hosts:
     def _failures(self, launcher: HostLauncher) -> list[Failure]:
         """What has ended, one for each host; what an agent said of itself comes first."""
         said = [one for text in launcher.outputs().values() for one in complaints(text)]
-        by_host = {one.host: one for one in (*launcher.failures(), *said)}
+        ended = (*launcher.floods(), *launcher.failures())
+        by_host = {one.host: one for one in (*ended, *said)}
         if said:
             by_host.pop("", None)
         return list(by_host.values())
@@ -355,16 +363,24 @@ class Hosts:
         names = [host for host in self.plan.hosts if host not in come]
         late = names or [f"{count} of {self.plan.count} hosts"]
         outputs = launcher.outputs()
-        how = f"its agent has not come within {self.plan.timeout:g} s"
+        return [self._late(host, outputs.get(host, outputs.get("", ""))) for host in late]
+
+    def _late(self, host: str, output: str) -> HostProblem:
+        """A host of which nothing is known but that it did not come."""
+        within = f"within {self.plan.timeout:g} s"
+        if self.plan.launcher == "ssh" and STARTS not in output:
+            mend = (
+                f"see how long `ssh {ssh_target(host).words} true` takes: a name server that does "
+                "not answer holds it up, or a login shell that waits for something"
+            )
+            failure = Failure(host, f"ssh has not started anything there {within}", output)
+            return explain(failure, self.plan, mend)
         mend = (
             f"it has to reach one of {', '.join(self._links.keys.addresses)} at port "
             f"{self._links.keys.port}, or be reached from here at a port of its own: open TCP "
             "ports one way, or name another address of this host with --address"
         )
-        return [
-            explain(Failure(host, how, outputs.get(host, outputs.get("", ""))), self.plan, mend)
-            for host in late
-        ]
+        return explain(Failure(host, f"its agent has not come {within}", output), self.plan, mend)
 
     # --- asking -----------------------------------------------------------------------------------
 
@@ -501,6 +517,7 @@ class Hosts:
         with contextlib.ExitStack() as steps:  # from the last, whatever becomes of one of them
             steps.callback(self._remove_folder)
             if self._launcher is not None:
+                self._launcher.come = {link.name for link in self._links.hosts.values()}
                 steps.callback(self._launcher.stop)
             if self._streams is not None:
                 steps.callback(self._streams.close)
@@ -555,8 +572,14 @@ def _make_folder(parent: str) -> tuple[str, int]:
     parent = os.path.abspath(os.path.expanduser(parent))
     try:
         os.makedirs(parent, mode=0o700, exist_ok=True)
+        if why := places.problem(parent):
+            raise LaunchError(
+                f"no folder for the keys of hosts can be made in {parent}: {why}.",
+                remedy="Name one in which you alone can write: --folder.",
+            )
         folder_lock.sweep(parent)  # of starts that were killed
-        folder = tempfile.mkdtemp(prefix=f"{folder_lock.PREFIX}start-", dir=parent)
+        prefix, parent = f"{folder_lock.PREFIX}start-", os.path.realpath(parent)
+        folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
         return folder, folder_lock.make(folder)
     except OSError as error:
         raise LaunchError(

@@ -6,28 +6,39 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distsession.cluster.agents import Agents
 from distsession.cluster.attachment import Attachment, FarHosts
-from distsession.cluster.deaths import SilentHost
+from distsession.cluster.deaths import JobEnd, SilentHost
 from distsession.cluster.host_agents import FIRST, HostAgents
 from distsession.cluster.host_links import LinkedHost
 from distsession.cluster.hosts import LOST_S, SILENT_S, Hosts, kernel_facts
 from distsession.cluster.kept_hosts import KeptHosts
 from distsession.cluster.local import LocalLauncher
 from distsession.cluster.pending import OutputMessage
-from distsession.errors import LaunchError, SessionStateError
+from distsession.errors import DistsessionError, LaunchError, SessionStateError
 from distsession.host_plan import HostPlan
 from distsession.options import SessionOptions
 from distsession.protocol.agent_messages import StartRanks
-from distsession.protocol.host_checks import HostProblem, check_hosts, choose_addresses
+from distsession.protocol.host_checks import (
+    TORCH,
+    HostProblem,
+    check_hosts,
+    choose_addresses,
+    differing,
+)
 from distsession.ranks import HostInfo, RankInfo
 
 __all__ = ["HostsLauncher"]
 
 log = logging.getLogger(__name__)
+
+SCHEDULERS = {
+    "slurm": "Slurm", "sge": "Grid Engine", "pbs": "PBS", "lsf": "LSF", "htcondor": "HTCondor",
+}  # fmt: skip
+"""What people call them."""
 
 CARRIED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "PYTORCH_", "CUDA_LAUNCH_", "CUDA_MODULE_",
            "CUDA_DEVICE_MAX_", "HF_", "TOKENIZERS_", "WANDB_", "DISTSESSION_")  # fmt: skip
@@ -82,6 +93,8 @@ class HostsLauncher(LocalLauncher):
             raise
         if attachment is not None and attachment.state.hosts is not None:
             self._recall(attachment.state.hosts)
+        self._monitor.may_end_with_job = self._may_end_with_job
+        self._monitor.starts_hosts_alone = self._hosts.plan.starts_hosts_alone
         self._hosts.on_notice(self._note_end)
 
     def _make_agents(self) -> Agents:
@@ -106,6 +119,14 @@ class HostsLauncher(LocalLauncher):
         return self._waits_for or super().waits_for()
 
     # --- start ------------------------------------------------------------------------------------
+
+    def _start_all(self) -> tuple[RankInfo, ...]:
+        try:
+            return super()._start_all()
+        except (DistsessionError, OSError):
+            if isinstance(self._hosts, KeptHosts):
+                self._hosts.check_runs()  # all hosts seem to be gone with it
+            raise
 
     def _prepare(self) -> int:
         """Have agents on all hosts; gives how many there are, with the one here.
@@ -154,12 +175,24 @@ class HostsLauncher(LocalLauncher):
         if self._agents.facts != before:
             self._hosts.forget_problems()
             self._compare()
+        # Nobody knew before torch was imported there: what is installed says less, and there may be
+        # none here to compare it with.
+        builds = {
+            self._agents.name(node): host.torch_version
+            for node, host in sorted(self._monitor.hosts.items())
+            if node >= FIRST
+        }
+        self._refuse(list(differing(TORCH, builds)))
         return hosts
 
-    def move_host(self, node: int, name: str) -> None:
-        self._hosts.plan.with_another(name, self._agents.name(FIRST + node))
-        self._agents.move(FIRST + node, name)
-        self._monitor.wait_lost(FIRST + node, MOVE_TIMEOUT_S)
+    def check_moves(self, moves: Mapping[int, str]) -> None:
+        for node, name in moves.items():
+            self._hosts.plan.with_another(name, self._agents.name(FIRST + node))
+
+    def move_hosts(self, moves: Mapping[int, str]) -> None:
+        for node, name in moves.items():
+            self._agents.move(FIRST + node, name)
+            self._monitor.wait_lost(FIRST + node, MOVE_TIMEOUT_S)
 
     def must_start_anew(self, ranks: Sequence[int]) -> bool:
         is_whole = len(ranks) == len(self.infos)
@@ -167,7 +200,7 @@ class HostsLauncher(LocalLauncher):
             return True
         return super().must_start_anew(ranks) or (is_whole and bool(self._lost_for_good()))
 
-    def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
+    def check_restart(self, ranks: Sequence[int] | None) -> None:
         if problem := self._keeper_problem():
             raise SessionStateError(problem)
         if lost := self._lost_for_good():
@@ -177,7 +210,7 @@ class HostsLauncher(LocalLauncher):
                 "cannot be started alone: session.restart() starts all of them anew, with all "
                 "ranks."
             )
-        return super().restart(ranks)
+        super().check_restart(ranks)
 
     def _lost_for_good(self) -> list[LinkedHost]:
         nodes = sorted(self._monitor.lost_nodes)
@@ -193,7 +226,9 @@ class HostsLauncher(LocalLauncher):
         """Say what keeps a session from starting."""
         if not (fatal := [problem for problem in problems if problem.fatal]):
             return
-        lines = [f"{one.what}: {one.value}. Try: {one.mend}." for one in fatal]
+        lines = [
+            f"{one.what}: {one.value}.{f' Try: {one.mend}.' if one.mend else ''}" for one in fatal
+        ]
         details = [f"\n{one.details}" for one in fatal if one.details]
         raise LaunchError("\n".join((*lines, *details)))
 
@@ -256,13 +291,16 @@ class HostsLauncher(LocalLauncher):
 
     def _note_end(self, link: LinkedHost, what: str) -> None:
         """A host's process has been told to end, and its ranks end with it."""
+        plan = self._hosts.plan
+        if self._may_end_with_job():
+            name = SCHEDULERS.get(plan.launcher, plan.launcher)
+            self._monitor.note_job_end(JobEnd(name, self.job, is_own=not plan.in_allocation))
         for node, one in enumerate(self._hosts.links, FIRST):
             if one is link:
-                self._monitor.why_gone[node] = (
-                    f"{what}: its job was preempted, cancelled, or is at its time limit"
-                    if self.job
-                    else f"{what}, which this session has not sent"
-                )
+                self._monitor.why_gone[node] = f"{what}, which this session has not sent"
+
+    def _may_end_with_job(self) -> bool:
+        return bool(self.job) and not self._hosts.plan.starts_hosts_alone
 
     def _watch_job(self) -> None:
         """Tell of the job's time limit some time before it strikes."""

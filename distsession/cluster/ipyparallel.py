@@ -29,6 +29,7 @@ from distsession.cluster.base import python_command
 from distsession.errors import DistsessionError, LaunchError, LaunchTimeoutError
 from distsession.protocol import folder_lock
 from distsession.protocol.messages import ControllerInfo
+from distsession.protocol.places import has_ipython_folder
 from distsession.protocol.signing import no_signing_warning
 from distsession.ranks import format_ranks
 
@@ -169,7 +170,7 @@ class Controller:
             )
         self._connection = connection
         with self._lock, contextlib.suppress(OSError):  # nobody has to find it
-            if not self._closed:
+            if not self._closed and has_ipython_folder():
                 self._list(cluster)
         self._ready.set()
         await self._stopped.wait()
@@ -293,6 +294,7 @@ class Controller:
                         self._connection["client"],
                         cluster=self._cluster,
                         profile_dir=self._profile,
+                        ipython_dir=self._profile,  # else it is looked for, for nothing
                         timeout=timeout,
                     )
                 try:

@@ -10,24 +10,44 @@ import contextlib
 import difflib
 import os
 import stat
-import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import distsession
-from distsession.cluster.kept_session import KeptSession, read_kept, time_text, write_kept
+from distsession.cluster.kept_session import (
+    KeptSession,
+    end_text,
+    lost_text,
+    read_kept,
+    time_text,
+    write_kept,
+)
 from distsession.errors import KeptSessionError, in_lines
-from distsession.protocol import folder_lock
+from distsession.protocol import folder_lock, places
+from distsession.protocol.kept_record import (
+    FOUND_GONE,
+    WAS_ENDED,
+    EndedSession,
+    note_end,
+    read_ends,
+)
 
 __all__ = [
     "KeptSession",
     "damaged_sessions",
+    "end_text",
+    "ended_sessions",
     "find_kept",
     "kept_sessions",
     "read_kept",
     "time_text",
     "write_kept",
 ]
+
+
+ENDS_LISTED_S = 24 * 3600.0
+"""Seconds for which a session that has ended is listed."""
 
 
 def kept_sessions() -> list[KeptSession]:
@@ -41,6 +61,12 @@ def kept_sessions() -> list[KeptSession]:
 def damaged_sessions() -> list[KeptSessionError]:
     """What is to be said of sessions whose files cannot be read."""
     return _look().damaged
+
+
+def ended_sessions() -> list[EndedSession]:
+    """The sessions of this user that have ended by themselves since a day ago, the last first."""
+    since = time.time() - ENDS_LISTED_S
+    return [end for end in _look().ended if end.at >= since and end.how != WAS_ENDED]
 
 
 def find_kept(name: str | None = None, *, any_version: bool = False) -> KeptSession:
@@ -74,11 +100,13 @@ class _Found:
         alive: The sessions whose agents live.
         gone: Those whose agents have ended.
         damaged: What is to be said of others, by their folders.
+        ended: What is known of sessions whose folders are gone, the last first.
     """
 
     alive: list[KeptSession]
     gone: list[KeptSession]
     damages: dict[str, KeptSessionError]
+    ended: list[EndedSession]
 
     @property
     def damaged(self) -> list[KeptSessionError]:
@@ -98,16 +126,20 @@ def _look() -> _Found:
     sessions.sort(key=lambda kept: kept.started, reverse=True)
     alive = [kept for kept in sessions if kept.is_alive]
     gone = [kept for kept in sessions if kept not in alive]
+    for kept in gone:
+        note_end(kept.folder, FOUND_GONE, _ended_text(kept))
+    ended = []
     for base in bases:
         folder_lock.sweep(base)
+        ended += read_ends(base, folder_lock.PREFIX)
+    ended.sort(key=lambda end: end.at, reverse=True)
     damages = {folder: error for folder, error in damages.items() if os.path.lexists(folder)}
-    return _Found(alive, gone, damages)
+    return _Found(alive, gone, damages, ended)
 
 
 def _bases() -> list[str]:
-    """Where folders of sessions are made, see ``PrivateFolder``."""
-    bases = (tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR"))
-    return list(dict.fromkeys(os.path.realpath(base) for base in bases if base))
+    """Where folders of sessions are made."""
+    return [place for place in places.places() if not places.problem(place)]
 
 
 def _folders(bases: Iterable[str]) -> Iterator[str]:
@@ -164,6 +196,9 @@ def _named(found: _Found, name: str) -> KeptSession:
                 f"{kept} is gone: {_ended_text(kept)}. Its variables are lost; what is left of it "
                 "is removed."
             )
+    for end in found.ended:
+        if name and name in (end.name, end.folder, os.path.basename(end.folder)):
+            raise KeptSessionError(lost_text(end))
     if os.sep in name:
         return _at(name)
     raise KeptSessionError(_not_there_text(found, name))
@@ -181,7 +216,7 @@ def _at(path: str) -> KeptSession:
     folder = os.path.realpath(path)
     if not os.path.lexists(folder):
         raise KeptSessionError(f"there is no folder {path}: its session is gone.")
-    if not _is_own(folder):
+    if not _is_own(folder) or places.problem(os.path.dirname(folder)):
         raise KeptSessionError(
             f"{path} is no folder that is yours alone: nobody can attach to another user's session."
         )
@@ -209,9 +244,10 @@ def _not_there_text(found: _Found, name: str) -> str:
     damaged = "".join(f" {error}" for error in found.damaged)
     if not known:
         of_name = f" named {name}" if name else ""
+        last = f" The last one: {end_text(found.ended[0])}" if found.ended and not name else ""
         return (
             f"there is no session{of_name} that is kept: `%session start 4 --keep 12h` or "
-            f'Session(4, keep="12h") starts one that outlives its kernel.{damaged}'
+            f'Session(4, keep="12h") starts one that outlives its kernel.{last}{damaged}'
         )
     close = difflib.get_close_matches(name, known, n=1)
     meant = f" Did you mean {close[0]}?" if close else ""

@@ -12,18 +12,23 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from typing import Any
 
-from distsession.cluster.agents import AdoptedProcess, AgentProcess
+from distsession.cluster.agents import LOG_TAIL, AdoptedProcess, AgentProcess
 from distsession.cluster.base import python_command
+from distsession.cluster.deaths import ended_text
 from distsession.cluster.host_links import LinkedHost
+from distsession.engine.log_file import read_tail
 from distsession.engine.process_state import STOPPED, process_state
-from distsession.errors import SessionStateError
+from distsession.errors import DistsessionError, LaunchError, LaunchTimeoutError, SessionStateError
 from distsession.host_plan import HostPlan
+from distsession.protocol import folder_lock, unix_socket
 from distsession.protocol.attach import keeper_path
 from distsession.protocol.host_checks import HostProblem, Reach
 from distsession.protocol.host_facts import HostFacts
@@ -32,8 +37,16 @@ __all__ = ["BeginHosts", "Call", "HostsState", "KeptHosts", "Result", "TakeHosts
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.25
+"""Seconds between two looks at the process that is to answer."""
+BEGIN_TIMEOUT_S = 120.0
+"""Seconds that it has to say that it is there, perhaps from a network's disk that is cold."""
 TAKE_TIMEOUT_S = 20.0
 """Seconds that the process has to have hosts bring all to another owner."""
+GONE_LOOK_S = 0.1
+"""Seconds within which the process is gone where what it held has just ended with it."""
+END_LOOK_S = 1.0
+"""Seconds in which it turns out how it has ended, once its connection is broken."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that it may take to say that it will end."""
 END_TIMEOUT_S = 60.0
@@ -150,6 +163,8 @@ class KeptHosts:
         self._results: dict[int, Future[Any]] = {}
         self._last = 0
         self._is_released = False
+        self._log_path = ""
+        """What it writes, as long as it is to start a session."""
 
     # --- the process ------------------------------------------------------------------------------
 
@@ -157,25 +172,27 @@ class KeptHosts:
         """Start the process, which takes what hosts bring to the sockets in a session's folder.
 
         Raises:
-            LaunchError: There cannot be any hosts.
+            LaunchError: It has ended or does not answer, or there cannot be any hosts.
         """
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(keeper_path(folder))
-            listener.listen(BACKLOG)
-            with open(os.path.join(folder, "hosts.log"), "wb") as output:
-                self._process = subprocess.Popen(
-                    [
-                        *python_command("distsession.cluster.host_keeper"),
-                        *(folder, str(os.getpid()), str(listener.fileno())),
-                    ],
-                    pass_fds=[listener.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Jupyter interrupts the kernel's whole process group
-                )
-            self.pid = self._process.pid
-            self._connect(folder, BeginHosts(self.plan), None)
+        self._log_path = os.path.join(folder, "hosts.log")
+        with (
+            unix_socket.listen(keeper_path(folder), backlog=BACKLOG) as listener,
+            open(self._log_path, "wb") as output,
+        ):
+            self._process = subprocess.Popen(
+                [
+                    *python_command("distsession.cluster.host_keeper"),
+                    *(folder, str(os.getpid()), str(listener.fileno())),
+                ],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
+            )
+        # From here on nobody else listens there: its end breaks the connection, accepted or not.
+        self.pid = self._process.pid
+        self._connect(folder, BeginHosts(self.plan), BEGIN_TIMEOUT_S)
 
     def take(self, folder: str, epoch: int) -> None:
         """Have the hosts of a session bring all to this process, which owns it now.
@@ -183,30 +200,39 @@ class KeptHosts:
         Raises:
             SessionStateError: The process that keeps them is gone, or does not answer.
         """
-        try:
-            self._connect(folder, TakeHosts(epoch), TAKE_TIMEOUT_S)
-        except TimeoutError:
-            raise SessionStateError(
-                "the process that holds the connections to the hosts has not answered within "
-                f"{TAKE_TIMEOUT_S:g} s: `distsession ls` shows its pid, and how it is."
-            ) from None
+        self._connect(folder, TakeHosts(epoch), TAKE_TIMEOUT_S)
         self._process = AdoptedProcess(self.pid)
 
-    def _connect(self, folder: str, first: BeginHosts | TakeHosts, timeout: float | None) -> None:
-        link = socket.socket(socket.AF_UNIX)
+    def _connect(self, folder: str, first: BeginHosts | TakeHosts, timeout: float) -> None:
         try:
-            link.connect(keeper_path(folder))
+            link = unix_socket.connect(keeper_path(folder))
         except OSError as error:
-            link.close()
-            raise SessionStateError(f"{self._gone_text()} ({error.strerror}).") from None
+            raise self._gone_error(f" ({error.strerror or error})") from None
         self._connection = connection = Connection(link.detach())
         began: Future[Any] = Future()
         self._results[0] = began
-        connection.send(first)
+        with contextlib.suppress(OSError):  # it is gone, which is seen by who receives
+            connection.send(first)
         threading.Thread(
             target=self._receive, args=(connection,), name="distsession-hosts", daemon=True
         ).start()
-        began.result(timeout)
+        self._await_first(began, timeout)
+
+    def _await_first(self, began: Future[Any], timeout: float) -> None:
+        """Wait until the process has said that it is there; it may be stopped, or gone."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with contextlib.suppress(FutureTimeoutError):
+                began.result(LOOK_S)
+                return
+            kind = LaunchTimeoutError if self._log_path else SessionStateError
+            if problem := self._stopped_text():
+                raise kind(problem)
+            if time.monotonic() > deadline:
+                raise kind(
+                    "the process that holds the connections to the hosts has not answered within "
+                    f"{timeout:g} s: `distsession ls` shows its pid, and how it is."
+                )
 
     def _gone_text(self) -> str:
         who = f" (pid {self.pid})" if self.pid else ""
@@ -215,11 +241,40 @@ class KeptHosts:
             "ranks: session.restart() starts all of them anew"
         )
 
+    def _gone_error(self, why: str = "") -> DistsessionError:
+        """What is said of its end: where there is no session yet, how it was and what it wrote."""
+        if not self._log_path:
+            return SessionStateError(f"{self._gone_text()}{why}.")
+        how = "has ended"
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it has only hung up
+                how = ended_text(self._process.wait(END_LOOK_S))
+        tail = read_tail(self._log_path, LOG_TAIL).strip()
+        wrote = f"Its last lines:\n{tail}" if tail else "It wrote nothing."
+        return LaunchError(
+            f"the process that holds the connections to the hosts (pid {self.pid}) {how} before "
+            f"the session had started. {wrote}"
+        )
+
+    def check_runs(self) -> None:
+        """See whether the process still runs, while a session starts that has failed.
+
+        Raises:
+            LaunchError: It has ended, which is why.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(GONE_LOOK_S)
+                raise self._gone_error()
+
     def problem(self) -> str:
         """What to say of the process, if it does not do what it is there for."""
         if self.is_gone:
             text = self._gone_text()
             return f"{text[0].upper()}{text[1:]}."
+        return self._stopped_text()
+
+    def _stopped_text(self) -> str:
         if self.pid and process_state(self.pid) in STOPPED:
             return (
                 f"The process that holds the connections to the hosts (pid {self.pid}) is stopped "
@@ -246,7 +301,7 @@ class KeptHosts:
                 self.is_gone = not self._is_released
                 waiting, self._results = list(self._results.values()), {}
             for future in waiting:
-                future.set_exception(SessionStateError(f"{self._gone_text()}."))
+                future.set_exception(self._gone_error())
 
     def _settle(self, result: Result) -> None:
         with self._lock:
@@ -279,6 +334,7 @@ class KeptHosts:
         """Have that process do something, and wait until it has.
 
         Raises:
+            LaunchError: It is gone, as the session was starting.
             SessionStateError: It is gone.
             TimeoutError: It takes longer.
         """
@@ -288,19 +344,20 @@ class KeptHosts:
         """Have it do something.
 
         Raises:
+            LaunchError: It is gone, as the session was starting.
             SessionStateError: It is gone.
         """
         future: Future[Any] = Future()
         with self._lock:
             if self._connection is None or self.is_gone or self._is_released:
-                raise SessionStateError(f"{self._gone_text()}.")
+                raise self._gone_error()
             self._last += 1
             self._results[self._last] = future
             try:
                 self._connection.send(Call(self._last, name, arguments))
             except OSError:
                 del self._results[self._last]
-                raise SessionStateError(f"{self._gone_text()}.") from None
+                raise self._gone_error() from None
         return future
 
     # --- as Hosts ---------------------------------------------------------------------------------
@@ -331,7 +388,7 @@ class KeptHosts:
         self._call("start_agent", link.identity)
 
     def tell(self, link: LinkedHost, kind: str, body: Mapping[str, Any] | None = None) -> None:
-        with contextlib.suppress(SessionStateError):  # then the host ends by itself
+        with contextlib.suppress(DistsessionError):  # then the host ends by itself
             self._post("tell", link.identity, kind, body)
 
     def give_up(self, link: LinkedHost) -> None:
@@ -346,7 +403,7 @@ class KeptHosts:
         return [link for link in suspects if link.identity in lost]
 
     def seconds_left(self) -> float | None:
-        with contextlib.suppress(SessionStateError):
+        with contextlib.suppress(DistsessionError):
             left: float | None = self._call("seconds_left")
             return left
         return None
@@ -380,6 +437,7 @@ class KeptHosts:
             ranks: Those of each node.
         """
         self._call("keep", agent, board, {node: tuple(each) for node, each in ranks.items()})
+        self._log_path = ""
 
     def release(self) -> None:
         """Let go of the hosts, which go on. Harmless when repeated."""
@@ -399,10 +457,11 @@ class KeptHosts:
         process, end_timeout = self._process, END_TIMEOUT_S
         try:
             self._call("close", timeout=CLOSE_TIMEOUT_S)
-        except SessionStateError:  # it is gone
+        except DistsessionError:  # it is gone
             pass
-        except TimeoutError:  # it is stopped; hosts end without it
-            end_timeout = 0.0
+        except TimeoutError:  # hosts end without it, if it is stopped
+            if self._stopped_text():
+                end_timeout = 0.0
         self.release()
         if process is None:
             return
@@ -412,3 +471,5 @@ class KeptHosts:
             log.warning("what keeps the hosts (pid %d) does not end, so it is killed", process.pid)
             process.kill()
             process.wait()
+        with contextlib.suppress(OSError):  # of one that was killed, the folder of its start
+            folder_lock.sweep(os.path.abspath(os.path.expanduser(self.plan.folder)))

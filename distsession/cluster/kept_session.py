@@ -13,19 +13,25 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import distsession
+from distsession.engine.process import started_at
 from distsession.engine.process_state import GONE, process_state
 from distsession.errors import KeptSessionError
 from distsession.protocol import folder_lock
+from distsession.protocol.host_clock import host_clock
 from distsession.protocol.kept_record import (
     OWNER_FILE,
     SESSION_FILE,
+    EndedSession,
     Owner,
     read_record,
     write_record,
 )
+from distsession.ranks import count_text
 
 __all__ = [
     "KeptSession",
+    "end_text",
+    "lost_text",
     "read_kept",
     "refuse_lost",
     "time_text",
@@ -90,7 +96,9 @@ class KeptSession:
     def has_owner(self) -> bool:
         """Whether a process has it that lives."""
         owner = self.owner
-        return owner is not None and owner.gone_at is None and process_state(owner.pid) not in GONE
+        if owner is None or owner.gone_at is not None or process_state(owner.pid) in GONE:
+            return False
+        return not owner.began or started_at(owner.pid) == owner.began
 
     @property
     def lease_left_s(self) -> float | None:
@@ -98,7 +106,15 @@ class KeptSession:
         owner = self.owner
         if owner is None or owner.lease_ends_at is None:
             return None
-        return max(0.0, owner.lease_ends_at - time.time())
+        if owner.lease_ends_clock is None:  # another version has written it
+            return max(0.0, owner.lease_ends_at - time.time())
+        return min(self.keep_s, max(0.0, owner.lease_ends_clock - host_clock()))
+
+    @property
+    def lease_ends_at(self) -> float | None:
+        """The same as a moment, by the clock as it is set now."""
+        left = self.lease_left_s
+        return None if left is None else time.time() + left
 
     @property
     def is_of_this_version(self) -> bool:
@@ -106,7 +122,7 @@ class KeptSession:
         return self.version == distsession.__version__
 
     def __str__(self) -> str:
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        ranks = count_text(self.world_size)
         return f"session {self.name} ({', '.join(filter(None, (ranks, self.backend)))})"
 
 
@@ -183,6 +199,17 @@ def time_text(when: float, now: float | None = None) -> str:
     moment, today = time.localtime(when), time.localtime(time.time() if now is None else now)
     is_today = moment[:3] == today[:3]
     return time.strftime("%H:%M" if is_today else "%d %b %H:%M", moment)
+
+
+def end_text(end: EndedSession) -> str:
+    """When and why a session has ended."""
+    ranks = ", ".join(filter(None, (count_text(end.world_size), end.backend)))
+    return f"session {end.name} ({ranks}) {end.how} at {time_text(end.at)}: {end.reason}."
+
+
+def lost_text(end: EndedSession) -> str:
+    """The same for somebody who wanted to have it."""
+    return f"{end_text(end)} Its variables are lost."
 
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,9 +40,11 @@ from distsession.cluster.rank_processes import RankProcesses
 from distsession.cluster.reconnect import UNDISTURBED_S, Halted, Reconnect, failure_of
 from distsession.cluster.registration import Registration
 from distsession.cluster.takeover import Takeover
+from distsession.engine import process_limit
 from distsession.engine.log_file import log_path
 from distsession.errors import (
     DOCTOR_REMEDY,
+    DistsessionError,
     EngineDiedError,
     LaunchError,
     LaunchTimeoutError,
@@ -55,6 +57,7 @@ from distsession.protocol.agent_messages import (
     LogPiece,
     LogRequest,
     PrepareAgent,
+    RankExited,
     StartRanks,
     StopRanks,
     UsageReply,
@@ -85,6 +88,9 @@ log = logging.getLogger(__name__)
 
 DESCRIPTORS, DESCRIPTORS_OF_RANK = 24, 6
 """How many descriptors a session takes in the kernel, and how many more for each rank."""
+
+PROCESSES = 8
+"""How many threads a session has in the kernel, and processes beside its ranks."""
 
 SETTLE = 1.0
 """Seconds that ranks have to come to an end before some others are replaced."""
@@ -124,6 +130,8 @@ class LocalLauncher(Launcher):
         attachment: Attachment | None = None,
     ):
         check_room(DESCRIPTORS, "A session")
+        if problem := process_limit.room_problem(PROCESSES, "A session takes, beside its ranks,"):
+            raise LaunchError(problem)
         self._options = options
         self._generation = 0
         self.forked_in: dict[int, int] = {}
@@ -142,11 +150,11 @@ class LocalLauncher(Launcher):
         self._epoch = 1 if attachment is None else attachment.epoch
         self.adopted: tuple[Adopted, ...] = ()
         """What a former owner has left, where this process has attached."""
-        self.taken = ""
+        self.taken = self.taken_over = ""
         self._closing = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
-        self._monitor = Monitor(self._on_death, self._operation_of, self.first_node)
+        self._monitor = Monitor(self._on_deaths, self._operation_of, self.first_node)
         self._registration = Registration(
             self, self._monitor, timeout=options.start_timeout, is_open=self.first_node > 0
         )
@@ -156,7 +164,7 @@ class LocalLauncher(Launcher):
         self._comparison: Comparison | None = None
         self._comparing = threading.Lock()
         self._background = PendingRequest(0, [-1])
-        with contextlib.ExitStack() as made:
+        with contextlib.ExitStack() as made, _errors_named():
             if attachment is None:
                 self._folder = PrivateFolder()
                 made.callback(self._folder.remove)
@@ -164,10 +172,18 @@ class LocalLauncher(Launcher):
             else:
                 self._folder = attachment.folder
                 made.callback(self._folder.release)
-                self._board_file = os.open(attachment.state.board, os.O_RDWR)
+                try:
+                    self._board_file = os.open(attachment.state.board, os.O_RDWR)
+                except OSError:
+                    raise SessionStateError(
+                        f"the agent (pid {attachment.agents[0].pid}) of the session in "
+                        f"{self.folder} has ended as it was attached to, and with it the session: "
+                        "`distsession ls` shows those that are there."
+                    ) from None
                 self._board_in_agent = int(os.path.basename(attachment.state.board))
             made.callback(os.close, self._board_file)
             self._agents = self._make_agents()
+            self._monitor.how_ended = self._agents.how_ended
             self._health = Health(self, self._agents, self._monitor)
             made.callback(self._agents.abandon if attachment else self._agents.close)
             self.channel = SocketChannel(
@@ -179,7 +195,7 @@ class LocalLauncher(Launcher):
             )
             made.callback(self.channel.close)
             relays = self.channel.payloads.relays
-            relays.is_expected = self._monitor.is_gone
+            relays.is_expected = self._is_agent_gone
             relays.on_lost = lambda node: self._monitor.handle(RelayGone(node))
             self.channel.has_ended = self._is_gone
             self.channel.complete = self._complete
@@ -224,31 +240,37 @@ class LocalLauncher(Launcher):
             deadline = time.monotonic() + self._options.start_timeout
             return self._adopt(self._attachment, deadline)
         try:
-            count = self._prepare()
-            deadline = time.monotonic() + self._options.start_timeout
-            hosts = self._start_agents(range(count), deadline)
-            self._plan = plan_ranks(self._options, hosts[self.first_node :])
-            infos = self._start_ranks(deadline)
-            if self._options.ipyparallel == "eager":
-                self._registration.begin()
-            return infos
+            return self._start_all()
         except LaunchTimeoutError as error:
             raise LaunchTimeoutError(
                 f"the ranks did not start within start_timeout={self._options.start_timeout:g} s: "
                 f"{error}{self._why_late()}{self._close_with_log()}"
+            ) from None
+        except SessionStateError as error:  # an agent has ended, and nothing can be restarted yet
+            text = str(error).partition(": call session.restart()")[0]
+            raise LaunchError(
+                f"{text[0].upper()}{text[1:]} before the session had started."
+                f"{self._close_with_log()}"
             ) from None
         except LaunchError as error:
             text = f"{with_remedy(str(error))}{self._why_late()}"
             raise type(error)(f"{text}{self._close_with_log()}") from None
         except OSError as error:
             self.close()
-            raise LaunchError(
-                f"the session could not be set up: {with_remedy(str(error))}.",
-                remedy=DOCTOR_REMEDY,
-            ) from error
+            raise _set_up_error(error) from error
         except BaseException:  # also Ctrl-C: nothing stays
             self.close()
             raise
+
+    def _start_all(self) -> tuple[RankInfo, ...]:
+        count = self._prepare()
+        deadline = time.monotonic() + self._options.start_timeout
+        hosts = self._start_agents(range(count), deadline)
+        self._plan = plan_ranks(self._options, hosts[self.first_node :])
+        infos = self._start_ranks(deadline)
+        if self._options.ipyparallel == "eager":
+            self._registration.begin()
+        return infos
 
     def _start_ranks(self, deadline: float) -> tuple[RankInfo, ...]:
         """Fork all ranks, of which the plan is made."""
@@ -276,6 +298,9 @@ class LocalLauncher(Launcher):
         if node < self.first_node:
             return range(0)
         return self._plan.ranks_of(node - self.first_node)
+
+    def _is_agent_gone(self, node: int) -> bool:
+        return self._monitor.is_gone(node) or self._agents.is_link_over(node)
 
     def node_of(self, rank: int) -> int:
         """The agent's node of a rank."""
@@ -332,6 +357,8 @@ class LocalLauncher(Launcher):
             return
         if self.taken and (event is None or isinstance(event, NodeGone)):
             return
+        if isinstance(event, RankExited) and event.oom:
+            self._agents.forget_kills()
         self._monitor.handle(event)
         if isinstance(event, RankAttached) and self._takeover is not None:
             self._takeover.on_attached(event.rank)
@@ -528,9 +555,8 @@ class LocalLauncher(Launcher):
             raise
         self._generation, self.is_broken = takeover.generation, takeover.is_broken
         self.adopted = takeover.adopted
-        if takeover.ended:
-            text = f"{ranks_text(takeover.ended)} could not be started"
-            self.abort(AbortReason.FAILED, text)
+        if lost := takeover.never_met:
+            self.abort(AbortReason.FAILED, f"{ranks_text(lost)} could not be started")
         for number in takeover.half_sent:
             self.abort(AbortReason.STOP, HALF_SENT, interrupt=number)
         return self.infos
@@ -550,6 +576,7 @@ class LocalLauncher(Launcher):
             else f"this session is no longer this process's: {event.reason}. "
             "%session attach --take takes it back."
         )
+        self.taken_over = f"taken over {event.taken}" if event.taken else self.taken
         self.channel.refusal = self.taken
         self._monitor.lose_all(self.taken)
 
@@ -581,6 +608,7 @@ class LocalLauncher(Launcher):
         refuse: Sequence[int] = (),
         stuck: Sequence[int] = (),
         mismatch: Mismatch | None = None,
+        force: bool = False,
     ) -> None:
         self.is_broken = True
         message = Abort(
@@ -591,6 +619,7 @@ class LocalLauncher(Launcher):
             tuple(refuse),
             tuple(stuck),
             mismatch,
+            force,
         )
         self.channel.broadcast(self._living(), message)
 
@@ -651,6 +680,10 @@ class LocalLauncher(Launcher):
             self._problem = reconnect.problem
             self.is_broken = bool(self._problem)
         return self._problem
+
+    def is_reconnecting_by(self, pending: PendingRequest) -> bool:
+        reconnect = self._reconnect
+        return reconnect is not None and reconnect.is_request_of(pending)
 
     def cancel_reconnect(self, pending: PendingRequest | None = None) -> bool:
         reconnect = self._reconnect
@@ -816,27 +849,43 @@ class LocalLauncher(Launcher):
 
     # --- restart ----------------------------------------------------------------------------------
 
+    def check_restart(self, ranks: Sequence[int] | None) -> None:
+        wanted = self._to_replace(ranks)
+        if others := [rank for rank in self._living() if rank not in wanted]:
+            if text := Halted(self.processes).check_twice(others):
+                raise SessionStateError(f"the new process group needs all ranks, but {text}.")
+            self._wait_idle(others)
+        if stopped := self._health.await_stopped():
+            raise SessionStateError(stopped)
+
+    def _to_replace(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        """Some ranks and the dead ones, which must come back too: the group needs all of them."""
+        return tuple(sorted({*(self._world if ranks is None else ranks), *self._monitor.dead}))
+
     def restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
         with self._registration.lock:
-            return self._restart(ranks)
+            self.check_restart(ranks)
+            try:
+                return self._restart(ranks)
+            except DistsessionError:  # LaunchTimeoutError is an OSError, too
+                if self.taken:  # whatever was waited for will not come any more
+                    raise SessionStateError(self.taken) from None
+                raise
+            except OSError as error:
+                raise SessionStateError(
+                    f"the restart failed: {with_remedy(str(error))}. Once that is mended, "
+                    "session.restart() starts all ranks."
+                ) from error
 
     def _restart(self, ranks: Sequence[int] | None) -> tuple[RankInfo, ...]:
         assert self._plan is not None
         deadline = time.monotonic() + self._options.start_timeout
-        wanted = tuple(range(self._plan.world_size)) if ranks is None else tuple(ranks)
-        # A rank that is dead now must come back too: the group needs all of them.
-        wanted = tuple(sorted({*wanted, *self._monitor.dead}))
+        wanted = self._to_replace(ranks)
         if ranks is not None:
-            others = [rank for rank in self._living() if rank not in wanted]
-            if text := Halted(self.processes).check_twice(others):
-                raise SessionStateError(f"the new process group needs all ranks, but {text}.")
             be = "is" if len(wanted) == 1 else "are"
             self.abort(
                 AbortReason.REPLACED, f"{ranks_text(wanted)} {be} being replaced by a fresh process"
             )
-            self._wait_idle(others)
-        if stopped := self._health.await_stopped():
-            raise SessionStateError(stopped)
         engine_ids = self._registration.engine_ids(wanted)
         self._monitor.forget(self._monitor.cut_off)
         living = [rank for rank in wanted if rank not in self._monitor.dead]
@@ -931,15 +980,22 @@ class LocalLauncher(Launcher):
         return late
 
     def _wait_idle(self, ranks: Sequence[int]) -> None:
-        """Ranks that are to join a new group must have nothing else to do."""
+        """Ranks that are to join a new group must have nothing else to do, or soon have not.
+
+        A run that somebody waits for is left alone; one that was stopped has to come back.
+        """
         deadline = time.monotonic() + SETTLE + SETTLE_PER_RANK * len(ranks)
+        is_freed = False
         while busy := [rank for rank in ranks if self.channel.is_busy(rank)]:
             if time.monotonic() > deadline:
                 raise SessionStateError(
                     f"{ranks_text(busy)} still run{'s' if len(busy) == 1 else ''} something, and "
-                    "the new process group needs all ranks: stop it first with "
+                    "the new process group needs all ranks: wait for it, stop it with "
                     "session.interrupt(), or replace all of them with session.restart()."
                 )
+            if not is_freed and not any(run.is_awaited for run in self.channel.pending()):
+                is_freed = True
+                self.abort(AbortReason.FAILED, "an earlier run was stopped")
             time.sleep(0.005)
 
     @property
@@ -961,10 +1017,12 @@ class LocalLauncher(Launcher):
             return ""
         return describe_operation(operations[-1])
 
-    def _on_death(self, error: EngineDiedError) -> None:
-        if self.board is not None and not self._closed:  # of one that goes on, its question waits
-            self.channel.clear_input_request(error.rank)
-        self.channel.mark_dead(error)
+    def _on_deaths(self, errors: Sequence[EngineDiedError]) -> None:
+        # Of one that goes on, with another kernel, its question waits.
+        if self.board is not None and not (self._closed or self.taken):
+            for error in errors:
+                self.channel.clear_input_request(error.rank)
+        self.channel.mark_dead(errors)
 
     # --- close ------------------------------------------------------------------------------------
 
@@ -1010,6 +1068,21 @@ class LocalLauncher(Launcher):
             for info in infos
             if info.node_rank + self.first_node == node and info.rank not in dead
         ]
+
+
+@contextlib.contextmanager
+def _errors_named() -> Iterator[None]:
+    try:
+        yield
+    except DistsessionError:
+        raise
+    except OSError as error:
+        raise _set_up_error(error) from error
+
+
+def _set_up_error(error: OSError) -> LaunchError:
+    text = f"the session could not be set up: {with_remedy(str(error))}."
+    return LaunchError(text, remedy=DOCTOR_REMEDY)
 
 
 def _stopped_restart_text(ranks: Sequence[int], world: int) -> str:

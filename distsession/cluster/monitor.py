@@ -11,11 +11,15 @@ from dataclasses import dataclass
 
 from distsession.cluster.deaths import (
     AGENT_GONE,
+    AGENT_REMEDY,
+    JobEnd,
     agent_text,
     death_error,
     ended_text,
     node_gone_text,
+    node_remedy,
     node_text,
+    not_ready_text,
     relay_gone_text,
     restart_text,
 )
@@ -34,6 +38,7 @@ from distsession.protocol.agent_messages import (
     LogPiece,
     PreloadReply,
     RankExited,
+    RanksNotStarted,
     StoreEnded,
     StoreReady,
     UsageReply,
@@ -44,6 +49,10 @@ from distsession.ranks import HostInfo, RankInfo, ranks_text
 __all__ = ["Monitor", "NodeGone", "RankUnreported", "RelayGone"]
 
 log = logging.getLogger(__name__)
+
+
+JOB_END_S = 1.0
+"""Seconds within which the end of a job is told once the link of a host in it has closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +86,30 @@ class Monitor:
     """Collects what the channel hears, and lets others wait for it.
 
     Args:
-        on_death: Called, in the channel's thread, when a rank that was in use has died.
+        on_deaths: Called, in the channel's thread, when ranks that were in use have died.
         operation_of: Gives the collective that a rank's main thread waits in; empty if in none.
         first_node: The agent of the ranks whose node's number is 0 for users.
     """
 
     def __init__(
         self,
-        on_death: Callable[[EngineDiedError], None],
+        on_deaths: Callable[[Sequence[EngineDiedError]], None],
         operation_of: Callable[[int], str] = lambda _: "",
         first_node: int = 0,
     ):
         self.host_names: dict[int, str] = {}
         """Of nodes that are other hosts."""
         self.why_gone: dict[int, str] = {}
+        self.job_end: JobEnd | None = None
+        """How the job ended that all hosts are in, once it has."""
+        self.how_ended: Callable[[int], str] = lambda node: ""
+        """Says how a node's agent has ended, once its link has closed; empty if nobody knows."""
+        self.may_end_with_job: Callable[[], bool] = lambda: False
+        """Whether all hosts are in one job."""
+        self.starts_hosts_alone = True
         """What is known of the end of a node, before it comes."""
         self._first_node = first_node
-        self._on_death = on_death
+        self._on_deaths = on_deaths
         self.operation_of = operation_of
         self._changed = threading.Condition()
         self.hosts: dict[int, HostInfo] = {}
@@ -121,6 +137,8 @@ class Monitor:
         self.gpus: dict[int, tuple[GpuMemory, ...]] = {}
         """Of each node, as they were at the start."""
         self.agent_gone = False
+        self._let_go = ""
+        """Why nothing more is heard of ranks that live."""
         self.closing = False
         """The user closes the session: deaths from here on are no surprise."""
         self._agent_problem = ""
@@ -128,11 +146,15 @@ class Monitor:
         """What ranks said when this kernel attached."""
         self._failed: dict[int, RankFailed] = {}
         self._exited: dict[int, RankExited] = {}
+        self._not_started: dict[int, RanksNotStarted] = {}
+        """What the agent of each node has said last of what it could not start."""
         self._unreported: set[tuple[int, int]] = set()
 
     def handle(self, message: object) -> None:
         """Take in one message; None says that the link of the first node's agent has closed."""
         deaths: list[EngineDiedError] = []
+        if message is None or isinstance(message, NodeGone):
+            self._note_how_ended(0 if message is None else message.node)
         with self._changed:
             match message:
                 case AgentReady():
@@ -162,6 +184,8 @@ class Monitor:
                     self._preloads[message.node] = message
                 case GpuReply():
                     self.gpus[message.node] = message.gpus
+                case RanksNotStarted():
+                    self._not_started[message.node] = message
                 case RankExited():
                     deaths += self._note_exit(message)
                 case RankUnreported():
@@ -169,18 +193,39 @@ class Monitor:
                 case NodeGone():
                     self.lost_nodes.add(message.node)
                     self.cut_off = {r for r in self.cut_off if not self._is_on(r, message.node)}
+                    if self.may_end_with_job() and self.job_end is None:
+                        # That is told on another way, and says more than the loss of its host.
+                        self._changed.wait_for(lambda: self.job_end is not None, JOB_END_S)
                     deaths += self._lost_with_node(message.node)
                 case RelayGone():
                     deaths += self._lost_with_relay(message.node)
                 case None:
                     self.agent_gone = True
                     self.cut_off.clear()
-                    deaths += [self._lost_with_agent(rank) for rank in self._living()]
+                    text = self.agent_gone_text
+                    lost = [self._lost_with_agent(rank, text) for rank in self._living()]
+                    deaths += lost
             # Before anybody who waits goes on: a fresh process in the place of a dead one must not
             # be taken for it.
-            for death in deaths:
-                self._on_death(death)
+            if deaths:
+                self._on_deaths(deaths)
             self._changed.notify_all()
+
+    def _note_how_ended(self, node: int) -> None:
+        if not self.closing and (how := self.how_ended(node)):
+            self.why_gone.setdefault(node, f"it {how}")
+
+    @property
+    def agent_gone_text(self) -> str:
+        """What the end of the first agent means, how it was if known, and what to do about it."""
+        return self._let_go or f"{self._agent_gone} {AGENT_REMEDY}"
+
+    @property
+    def _agent_gone(self) -> str:
+        if self._let_go:
+            return self._let_go
+        why = self.why_gone.get(0, "")
+        return AGENT_GONE.replace(" is gone", f" is gone ({why})") if why else AGENT_GONE
 
     def _living(self) -> list[int]:
         return [rank for rank in sorted(self.ready) if rank not in self.dead]
@@ -197,6 +242,8 @@ class Monitor:
             if message.rank not in self.dead:  # it has been replaced meanwhile
                 return []
         self._exited[message.rank] = message
+        if message.with_agent and not self.closing:
+            return []  # its agent is about to be lost, which says more
         info = self.ready.get(message.rank)
         self.engine_ids.pop(message.rank, None)
         error = death_error(message, operation=self.operation_of(message.rank))
@@ -225,6 +272,12 @@ class Monitor:
             self.store_is_down = not message.is_replaced
         log.warning("%s", self.tcp_store_ended if message.is_tcp else self.store_ended)
 
+    def note_job_end(self, end: JobEnd) -> None:
+        """The job that all hosts are in has ended."""
+        with self._changed:
+            self.job_end = end
+            self._changed.notify_all()
+
     def mark_lost(self, ranks: Iterable[int]) -> None:
         """These were to be started, and are ended since that did not work."""
         with self._changed:
@@ -245,7 +298,7 @@ class Monitor:
                     remedy=remedy,
                 )
                 self.dead[rank] = error
-                self._on_death(error)
+            self._on_deaths([self.dead[rank] for rank in lost])
 
     def _note_unreported(self, message: RankUnreported) -> list[EngineDiedError]:
         info = self.ready.get(message.rank)
@@ -265,8 +318,12 @@ class Monitor:
 
     def _lost_with_node(self, node: int) -> list[EngineDiedError]:
         ranks = [rank for rank in self._living() if self._is_on(rank, node)]
-        text = node_gone_text(node, ranks, self._host(node), self.why_gone.get(node, ""))
-        return [self._lost_with_agent(rank, text) for rank in ranks]
+        if (job := self.job_end) is not None:
+            text, remedy = job.text, job.remedy
+        else:
+            text = node_gone_text(node, ranks, self._host(node), self.why_gone.get(node, ""))
+            remedy = node_remedy(ranks, len(self.ready), alone=self.starts_hosts_alone)
+        return [self._lost_with_agent(rank, text, remedy=remedy) for rank in ranks]
 
     def _lost_with_relay(self, node: int) -> list[EngineDiedError]:
         ranks = [rank for rank in self._living() if self._is_on(rank, node)]
@@ -280,12 +337,12 @@ class Monitor:
         """Nobody here hears of these ranks any more, which live."""
         with self._changed:
             self.agent_gone = True
-            for death in [self._lost_with_agent(rank, text) for rank in self._living()]:
-                self._on_death(death)
+            self._let_go = text
+            self._on_deaths([self._lost_with_agent(rank, text) for rank in self._living()])
             self._changed.notify_all()
 
     def _lost_with_agent(
-        self, rank: int, text: str = AGENT_GONE, fact: str = "is gone"
+        self, rank: int, text: str, fact: str = "is gone", *, remedy: str = ""
     ) -> EngineDiedError:
         info = self.ready[rank]
         how = "ended with its session, which was closed." if self.closing else f"{fact}: {text}"
@@ -295,6 +352,7 @@ class Monitor:
             pid=info.pid,
             returncode=-signal.SIGKILL,
             how=how.rstrip("."),
+            remedy="" if self.closing else remedy,
         )
         self.dead[rank] = error
         return error
@@ -332,6 +390,7 @@ class Monitor:
                 self.cut_off.discard(rank)
                 for known in (self.dead, self._failed, self._exited, self.engine_ids):
                     known.pop(rank, None)
+            self._not_started.clear()
 
     def wait_exited(self, ranks: Sequence[int], timeout: float) -> bool:
         """Wait until the processes of these ranks have ended."""
@@ -340,10 +399,14 @@ class Monitor:
                 lambda: (
                     self.agent_gone
                     or bool(self.lost_nodes)
-                    or all(rank in self.dead or rank in self._exited for rank in ranks)
+                    or all(self._has_no_process(rank) for rank in ranks)
                 ),
                 timeout,
             )
+
+    def _has_no_process(self, rank: int) -> bool:
+        missing = (rank in said.ranks for said in self._not_started.values())
+        return rank in self.dead or rank in self._exited or any(missing)
 
     def wait_lost(self, node: int, timeout: float) -> bool:
         """Wait until the link of a node's agent has closed."""
@@ -372,7 +435,8 @@ class Monitor:
                     raise LaunchError(self._agent_problem)
                 if self.agent_gone or node in self.lost_nodes or not is_alive():
                     who = agent_text(node, self._host(node))
-                    raise LaunchError(f"{who} ended before it was ready.")
+                    how = self.why_gone.get(node, "").removeprefix("it ") or self.how_ended(node)
+                    raise LaunchError(not_ready_text(who, how))
                 if time.monotonic() > deadline:
                     raise LaunchTimeoutError("importing torch took too long.")
                 self._changed.wait(0.1)
@@ -425,10 +489,15 @@ class Monitor:
             how = self.store_ended.partition(";")[0]
             raise LaunchError(f"{how}, and so did those in its place: ranks have nowhere to meet.")
         if self.agent_gone:
-            raise LaunchError("the session was closed." if self.closing else AGENT_GONE)
+            raise LaunchError("the session was closed." if self.closing else self._agent_gone)
+        for said in self._not_started.values():
+            if said.generation == generation or not world:
+                which = ranks_text(said.ranks) if said.ranks else "the ranks"
+                raise LaunchError(f"{which} could not be started: {said.reason}")
         for node in sorted(self.lost_nodes):
             who, its = agent_text(node, self._host(node)), node_text(node, self._host(node))
-            raise LaunchError(f"{who} ended, and with it the ranks of {its}.")
+            how = self.why_gone.get(node, "").removeprefix("it ") or "ended"
+            raise LaunchError(f"{who} {how}, and with it the ranks of {its}.")
         for node in sorted(self._lost_relays) if world else ():
             its = node_text(node, self._host(node))
             raise LaunchError(f"the relay of {its} ended: its ranks cannot be reached.")
@@ -439,11 +508,16 @@ class Monitor:
                 text = f"{error.ename}: {error.evalue}"
                 if error.ename == "StoreEndedError" and self.store_ended:
                     text = self.store_ended.partition(";")[0]
-                raise ProcessGroupError(f"rank {rank} could not join the process group: {text}")
+                limit = f". {failed.limit}" if failed.limit else ""
+                raise ProcessGroupError(
+                    f"rank {rank} could not join the process group: {text}{limit}"
+                )
         for rank in world:
             # The end of a process of an earlier attempt may be told of late.
             exited = self._exited.get(rank)
-            if exited is not None and (exited.generation == generation or rank in self.dead):
+            if exited is None or exited.with_agent:  # the end of its agent, which says more, comes
+                continue
+            if exited.generation == generation or rank in self.dead:
                 raise LaunchError(str(death_error(self._exited[rank], while_starting=True)))
 
     def has_usage(self, node: int, number: int) -> bool:
@@ -522,7 +596,7 @@ class Monitor:
                     return said
                 if self.agent_gone:
                     raise SessionStateError(
-                        "the session was closed." if self.closing else AGENT_GONE
+                        "the session was closed." if self.closing else self.agent_gone_text
                     )
                 for node in sorted(self.lost_nodes.intersection(nodes)):
                     who = agent_text(node, self._host(node))

@@ -107,6 +107,12 @@ class PendingRequest:
     ):
         self.request = request
         self.ranks = tuple(ranks)
+        self.title = ""
+        """What sentences call it; empty where it is no run of the user's."""
+        self.since = 0.0
+        """When an earlier kernel began it, by ``host_clock()``; 0 if this one has."""
+        self.stops = 0
+        """How often its ranks were interrupted."""
         self.only_stages = only_stages
         self.replies: dict[int, tuple[Reply, Frames]] = {}
         self.deaths: dict[int, EngineDiedError] = {}
@@ -125,6 +131,7 @@ class PendingRequest:
         self._was_begun = True
         self._is_abandoned = False
         self._is_sole = False
+        self._is_awaited = False
         self._paused_s = 0.0
         self._state = threading.Lock()
         """Answers and deaths may come by different threads."""
@@ -234,6 +241,11 @@ class PendingRequest:
         return not self._is_abandoned and not self._stopped
 
     @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for it now; for what a former owner has left, nobody may yet."""
+        return self._is_awaited and self.is_wanted
+
+    @property
     def paused_s(self) -> float:
         """Seconds for which somebody was asked something; no time limit counts them."""
         return self._paused_s
@@ -257,6 +269,7 @@ class PendingRequest:
             begun: Whether its ranks had begun with it.
         """
         self._was_begun = begun
+        self.stops += begun
         self._stopped = reason
 
     def abandon(self) -> None:
@@ -301,6 +314,7 @@ class PendingRequest:
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         self._is_sole = threading.get_ident() == MAIN_THREAD
+        self._is_awaited = True
         began = time.monotonic()
         paused = self._paused_s
         next_check = None if check is None else began + self._check_interval_s(0.0)

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from distsession.cluster.channel import SocketChannel
-from distsession.cluster.deaths import AGENT_GONE
 from distsession.cluster.descriptor_limit import check_room, with_remedy
 from distsession.cluster.ipyparallel import Controller
 from distsession.cluster.monitor import Monitor
@@ -124,7 +123,7 @@ class Registration:
     def _check_ranks(self) -> None:
         """Refuse to wait for ranks that cannot register."""
         if not self._ranks.is_alive:
-            raise SessionStateError(AGENT_GONE)
+            raise SessionStateError(self._monitor.agent_gone_text)
         if dead := sorted(self._monitor.dead):
             raise SessionStateError(
                 f"ipyparallel's client needs all ranks, and {ranks_text(dead)} "

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from distsession.cluster.relay import Relay
+from distsession.protocol import unix_socket
 from distsession.protocol.wire import RelayHere, Wire, listen
 
 __all__ = ["Relays"]
@@ -41,17 +42,19 @@ class Relays:
 
     def accept(self) -> None:
         """Take in a relay that has connected."""
-        connection, _ = self.listener.accept()
-        connection.settimeout(HELLO)
+        try:
+            connection = unix_socket.accept(self.listener)
+        except OSError as error:
+            log.warning("no relay is taken: %s", error)
+            return
         wire = Wire(connection)
         try:
-            hello = wire.receive()
+            hello = wire.receive(time.monotonic() + HELLO)
             assert isinstance(hello, RelayHere)
         except Exception as error:
             log.warning("somebody has connected who does not say to be a relay: %r", error)
             wire.close()
             return
-        connection.settimeout(None)
         with self._changed:
             before = self._relays.get(hello.node)
             self._relays[hello.node] = Relay(hello.node, wire, self._on_lost)

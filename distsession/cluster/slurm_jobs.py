@@ -17,6 +17,8 @@ END_S = 30.0
 """Seconds that a job has to be gone from the queue."""
 
 PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
+NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints")
+"""Reasons for which a job waits until the cluster is configured in another way."""
 LIVE = (*PENDING, "RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
@@ -37,6 +39,11 @@ class JobState:
     @property
     def is_pending(self) -> bool:
         return self.state in PENDING
+
+    @property
+    def may_not_start(self) -> bool:
+        """Whether it waits for what the cluster, as it is configured, does not give."""
+        return self.is_pending and self.reason in NEVER
 
     @property
     def has_ended(self) -> bool:

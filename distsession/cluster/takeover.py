@@ -26,7 +26,7 @@ from distsession.protocol import serialize
 from distsession.protocol.agent_messages import AgentReady, StopRanks, StoreReady
 from distsession.protocol.attach import Adopt
 from distsession.protocol.board import Board
-from distsession.protocol.messages import ErrorInfo, RankAttached, Reply, Resume
+from distsession.protocol.messages import ErrorInfo, RankAttached, ReconnectRequest, Reply, Resume
 
 __all__ = ["Takeover"]
 
@@ -119,6 +119,14 @@ class Takeover:
             self._resume(each.rank)
         with self._lock:
             self._late = {*late} - {*self.ended}
+
+    @property
+    def never_met(self) -> list[int]:
+        """Ranks that will not come to a group in which others may wait for them."""
+        if self.ended:
+            return self.ended
+        is_met = any(isinstance(each.request, ReconnectRequest) for each in self.adopted)
+        return sorted(self._monitor.dead) if is_met else []
 
     def _node_of(self, rank: int) -> int:
         return self._first_node + self._plan.node_of(rank)

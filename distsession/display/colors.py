@@ -1,11 +1,16 @@
-"""Colours of tracebacks, where the front end has them."""
+"""Colours of tracebacks, where the front end has them, and what colours text in a terminal."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["PLAIN", "Colors", "sgr"]
+__all__ = ["OTHER_ESCAPES", "PLAIN", "SGR", "Colors", "sgr", "without_escapes"]
+
+SGR = re.compile(r"\x1b\[([\d;]*)m")
+OTHER_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
+_ANY_ESCAPE = re.compile(f"{SGR.pattern}|{OTHER_ESCAPES.pattern}")
 
 Paint = Callable[[str], str]
 
@@ -36,3 +41,8 @@ class Colors:
 
 PLAIN = Colors()
 """None."""
+
+
+def without_escapes(text: str) -> str:
+    """Text without its escape sequences."""
+    return _ANY_ESCAPE.sub("", text)

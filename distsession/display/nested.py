@@ -13,10 +13,11 @@ import re
 
 from distsession.protocol.messages import ErrorInfo, FrameInfo
 
-__all__ = ["is_code_of_error", "nested_error", "reason_of", "shortened_within"]
+__all__ = ["is_code_of_error", "nested_error", "ranks_told", "reason_of", "shortened_within"]
 
 LONGEST_REASON = 500
 _TRACEBACK = "Traceback (most recent call last):"
+_OF_RANK = re.compile(rf"{re.escape(_TRACEBACK)} \(RANK (\d+)\)\n")
 _USER_CODE = "from user code:"
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
 _ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?:: (.*))?$", re.DOTALL)
@@ -50,6 +51,17 @@ def nested_error(error: ErrorInfo) -> ErrorInfo | None:
         return None
     found = _ERROR.match("\n".join(lines[ends[0] :]).strip())
     return ErrorInfo(found[1], found[2] or "", frames) if found else None
+
+
+def ranks_told(message: str) -> list[int]:
+    """The ranks on which the last error was raised that a message has tracebacks of.
+
+    A checkpoint that fails on some ranks says so on all, with these ranks' tracebacks.
+    """
+    _, *parts = _OF_RANK.split(message.strip())
+    told = dict(zip(map(int, parts[::2]), parts[1::2], strict=True))
+    reasons = {rank: text.strip().rpartition("\n")[2] for rank, text in told.items()}
+    return [rank for rank, reason in reasons.items() if reason == list(reasons.values())[-1]]
 
 
 def _frames(text: str) -> tuple[FrameInfo, ...]:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from distsession.display import html
 from distsession.display.html import Cell, Html, element
-from distsession.display.render import table_text
+from distsession.display.render import MAX_SINGLE_ROWS, fold_many, table_text
+from distsession.ranks import format_ranks
 
 __all__ = [
+    "BUTTONS_CLASS",
     "HISTORY_READINGS",
+    "MAX_SINGLE_ROWS",
+    "PANEL_CLASS",
     "ROWS_CLASS",
+    "STATES",
     "Gauge",
     "RankRow",
     "Snapshot",
@@ -39,11 +45,13 @@ class Gauge:
 
     Attributes:
         share: Of the limit, from 0 to 1; None where that is not known.
+        amount: By which those of several ranks are compared.
     """
 
     name: str
     text: str
     share: float | None = None
+    amount: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,9 @@ def snapshot_html(snapshot: Snapshot) -> Html:
 
 # --- live -----------------------------------------------------------------------------------------
 
+STATES = ("idle", "running", "waiting", "dead", "halted")
+"""What a rank can be seen in while its session is open, as :attr:`RankRow.kind`."""
+_BAD = ("dead", "halted")
 _MARKS = {
     "idle": ("○", html.DIM),
     "running": ("▶", html.SUCCESS),
@@ -152,12 +163,26 @@ _MARKS = {
     "ended": ("○", html.DIM),
 }
 _CELL = f"padding:2px 8px;{html.LEFT};white-space:nowrap;border-bottom:1px solid {html.BORDER}"
+PANEL_CLASS = "distsession-panel"
+"""Of all of it."""
+BUTTONS_CLASS = "distsession-buttons"
+"""Of the buttons, which stay in sight while the rest scrolls."""
 ROWS_CLASS = "distsession-ranks"
 """Of what the rows are in; how wide it is says how they are laid out."""
-_MEDIUM, _NARROW = "820px", "560px"
+_MEDIUM, _NARROW = "960px", "560px"
 """Below the first, places of ranks and bars are left out, which stand in the configuration and as
 numbers. Below the second, each rank has two lines, the second for its state."""
+_DISCONNECTED = "The kernel has ended. What was known last:"
 _LAYOUT = f"""
+.{PANEL_CLASS},.{PANEL_CLASS}>*{{overflow:visible}}
+.{BUTTONS_CLASS}{{position:sticky;top:0;z-index:1;background:{html.GROUND}}}
+.{PANEL_CLASS}.jupyter-widgets-disconnected::before{{content:"{_DISCONNECTED}"}}
+.{PANEL_CLASS}.jupyter-widgets-disconnected>*{{opacity:.5}}
+.{PANEL_CLASS} .jupyter-widgets-disconnected::before{{display:none}}
+.{ROWS_CLASS}{{max-height:26em;overflow:auto!important}}
+.jp-LinkedOutputView .{ROWS_CLASS}{{max-height:none}}
+.jp-LinkedOutputView :is(.jp-OutputArea-child,.jp-OutputArea-output):has(.{PANEL_CLASS})
+{{overflow:visible}}
 .{ROWS_CLASS}{{container-type:inline-size}}
 @container (max-width:{_MEDIUM}){{
 .{ROWS_CLASS} tr>:nth-child(n+2):nth-child(-n+4){{display:none}}
@@ -202,11 +227,11 @@ def config_html(snapshot: Snapshot) -> Html:
 
 
 def rows_html(rows: Sequence[RankRow]) -> Html:
-    """A row for each rank."""
+    """A row for each rank; of many ranks, one for those that do the same, odd ones first."""
     names = _names(rows)
     return html.table(
         (*_HEAD, *names, "history"),
-        [_row(row, names) for row in rows],
+        [_row(group, names) for group in _groups(rows)],
         name="Ranks of the session",
         style=f"{html.UI_FONT};border-collapse:separate;border-spacing:0",
         cell_style=_CELL,
@@ -232,7 +257,7 @@ def answer_html(
         outdated: Since when it is true no longer; empty while it is.
     """
     edge = html.ERROR if is_error else html.BORDER
-    style = f"border-left:3px solid {edge};padding-left:8px;max-height:24em;overflow:auto"
+    style = f"border-left:3px solid {edge};padding-left:8px;overflow-x:auto"
     role = "alert" if is_error else "status"
     note = f" The ranks do something else since {outdated}." if outdated else ""
     head = element("div", element("strong", title), note) if title else ""
@@ -240,25 +265,58 @@ def answer_html(
     return element("div", head, body, role=role, style=f"{html.UI_FONT};{style}")
 
 
-def _row(row: RankRow, names: Sequence[str]) -> list[str | Cell]:
+def _groups(rows: Sequence[RankRow]) -> list[list[RankRow]]:
+    of = {row.rank: row for row in rows}
+    folded = fold_many({row.rank: (row.kind, row.state) for row in rows})
+    groups = [[of[rank] for rank in ranks] for ranks, _ in folded]
+    if len(rows) > MAX_SINGLE_ROWS:
+        groups.sort(key=lambda group: (group[0].kind not in _BAD, len(group)))
+    return groups
+
+
+def _common(values: Sequence[str], name: str) -> str:
+    """What all have, or how many different ones they have."""
+    different = set(values)
+    return values[0] if len(different) == 1 else f"{len(different)} {name}"
+
+
+def _group_gauge(gauges: Sequence[Gauge]) -> Gauge:
+    """The highest of several ranks."""
+    highest = max(gauges, key=lambda gauge: gauge.amount)
+    if all(gauge.text == highest.text for gauge in gauges):
+        return highest
+    return replace(highest, text=f"up to {highest.text}")
+
+
+def _group_history(rows: Sequence[RankRow]) -> tuple[int, ...]:
+    """The mean of what several ranks used of late."""
+    readings = zip_longest(*(reversed(row.history) for row in rows))
+    known = [[percent for percent in moment if percent is not None] for moment in readings]
+    return tuple(round(sum(moment) / len(moment)) for moment in reversed(known))
+
+
+def _row(group: Sequence[RankRow], names: Sequence[str]) -> list[str | Cell]:
+    row = group[0]
     mark, color = _MARKS[row.kind]
-    is_bad = row.kind in ("dead", "halted")
+    is_bad = row.kind in _BAD
     emphasis = f"color:{html.ERROR};font-weight:bold" if is_bad else f"color:{html.TEXT}"
     state = (
         element("span", mark, aria_hidden="true", style=f"color:{color}"),
         " ",
         element("span", row.state, style=emphasis),
     )
-    gauges = {gauge.name: _bar(gauge) for gauge in row.gauges}
+    used: dict[str, list[Gauge]] = {}
+    for gauge in (gauge for row in group for gauge in row.gauges):
+        used.setdefault(gauge.name, []).append(gauge)
     return [
-        Cell(str(row.rank), "font-weight:bold"),
-        row.host,
-        str(row.pid),
-        row.device,
+        Cell(format_ranks(row.rank for row in group), "font-weight:bold"),
+        _common([row.host for row in group], "hosts"),
+        str(row.pid) if len(group) == 1 else "",
+        _common([row.device.partition(" ")[0] for row in group], "devices"),
         Cell(html.join(state), "white-space:normal;min-width:16em"),
-        row.since,
-        *(gauges.get(name, "") for name in names),
-        _sparkline(row),
+        max(row.since for row in group),  # all of them do it since then
+        *(_bar(_group_gauge(used[name])) if name in used else "" for name in names),
+        _sparkline(_group_history(group)),
     ]
 
 
@@ -278,22 +336,22 @@ def _bar(gauge: Gauge) -> str:
     return html.join((bar, gauge.text))
 
 
-def _sparkline(row: RankRow) -> str:
+def _sparkline(history: Sequence[int]) -> str:
     """The history as a small drawing, the newest at the right."""
-    if len(row.history) < 2:
+    if len(history) < 2:
         return ""
     width, height = 2 * (HISTORY_READINGS - 1), 16
-    begin = width - 2 * (len(row.history) - 1)
+    begin = width - 2 * (len(history) - 1)
     points = " ".join(
         f"{begin + 2 * number},{height - 1 - (height - 2) * min(percent, 100) / 100:.0f}"
-        for number, percent in enumerate(row.history)
+        for number, percent in enumerate(history)
     )
     stroke = {"stroke-width": "1.5", "style": f"stroke:{html.FILL}"}
     return element(
         "svg",
         element("polyline", points=points, fill="none", **stroke),
         role="img",
-        aria_label=f"use of late: now {row.history[-1]} %, at most {max(row.history)} %",
+        aria_label=f"use of late: now {history[-1]} %, at most {max(history)} %",
         width=width,
         height=height,
         viewBox=f"0 0 {width} {height}",

@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from distsession.display import html
+from distsession.display import columns, html
 from distsession.display.colors import PLAIN, Colors
 from distsession.display.html import Html, element
-from distsession.display.nested import is_code_of_error, nested_error, reason_of
+from distsession.display.nested import is_code_of_error, nested_error, ranks_told, reason_of
 from distsession.display.table import Table
 from distsession.protocol.cells import is_cell, is_notebook_file
 from distsession.protocol.diagnosis import Verdict, describe_operation, device_wait_text
@@ -25,6 +25,7 @@ from distsession.protocol.rank_state import RankState
 from distsession.ranks import RankInfo, ranks_text
 
 __all__ = [
+    "MAX_SINGLE_ROWS",
     "Bundle",
     "config_rows",
     "device_rows",
@@ -38,6 +39,7 @@ __all__ = [
     "error_place",
     "fold",
     "fold_bundles",
+    "fold_many",
     "fold_text",
     "local_lines",
     "note_of",
@@ -51,6 +53,8 @@ __all__ = [
 
 _CONTAINS = "contains "
 """How a note of a group of errors begins that tells one of them."""
+MAX_SINGLE_ROWS = 16
+"""Ranks up to which each has a row of its own in what is live."""
 _MOST_WITHIN = 2
 _NOTE = "distsession.note"
 """Where the metadata of a bundle has a note."""
@@ -73,6 +77,13 @@ def fold(shown: Mapping[int, K]) -> list[tuple[tuple[int, ...], K]]:
     return [(tuple(ranks), what) for what, ranks in groups.items()]
 
 
+def fold_many(shown: Mapping[int, K]) -> list[tuple[tuple[int, ...], K]]:
+    """Each rank by itself, or, where those are too many, those together that show the same."""
+    if len(shown) <= MAX_SINGLE_ROWS:
+        return [((rank,), shown[rank]) for rank in sorted(shown)]
+    return fold(shown)
+
+
 def fold_text(shown: Mapping[int, str], notes: Mapping[int, str] | None = None) -> str:
     """One line (or block) for each group of ranks that show the same.
 
@@ -80,8 +91,12 @@ def fold_text(shown: Mapping[int, str], notes: Mapping[int, str] | None = None) 
         shown: By rank.
         notes: What is said of a group, by its first rank.
     """
-    said = notes or {}
-    return "\n".join(_labelled(ranks, text, said.get(ranks[0], "")) for ranks, text in fold(shown))
+    said, folded = notes or {}, fold(shown)
+    if not said:
+        labels = [rank_label(ranks) for ranks, _ in folded]
+        if lines := columns.labelled(labels, [text for _, text in folded]):
+            return "\n".join(lines)
+    return "\n".join(_labelled(ranks, text, said.get(ranks[0], "")) for ranks, text in folded)
 
 
 def _labelled(ranks: Sequence[int], text: str, note: str = "") -> str:
@@ -159,7 +174,7 @@ def config_rows(infos: Sequence[RankInfo]) -> list[tuple[str, str]]:
         hosts.setdefault(info.host, []).append(info.rank)
     models = sorted({f"{info.device.device.split(':')[0]} ({info.device.name})" for info in infos})
     return [
-        ("backend", first.backend),
+        ("backend", first.backend_text),
         ("world size", str(first.world_size)),
         ("nodes", str(first.nodes)),
         ("ranks per node", ", ".join(map(str, ranks_per_node(infos)))),
@@ -216,6 +231,7 @@ def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 _DIAGNOSIS_HEAD = ("rank", "state", "since")
+RAS_TITLE = "NCCL's own report of your job on this host (RAS)"
 
 
 def diagnosis_text(
@@ -265,13 +281,24 @@ def diagnosis_table(
     verdict: Verdict,
     stacks: bool = False,
     hosts: Mapping[int, str] | None = None,
+    ras: str = "",
 ) -> Table:
-    """The same in both forms; the stacks of ranks that others wait for come first."""
+    """The same in both forms; the stacks of ranks that others wait for come first.
+
+    Args:
+        reports: Of the ranks.
+        verdict: Who waits for whom.
+        stacks: Whether they are wanted.
+        hosts: Of the ranks, where there are several.
+        ras: What NCCL itself says of the job.
+    """
     culprits = set(verdict.missing) - set(verdict.waiting) or set(verdict.missing)
-    return Table(
-        diagnosis_text(reports, verdict.sentence, stacks, culprits, hosts),
-        diagnosis_html(reports, verdict.sentence, stacks, culprits, hosts),
-    )
+    text = diagnosis_text(reports, verdict.sentence, stacks, culprits, hosts)
+    page = diagnosis_html(reports, verdict.sentence, stacks, culprits, hosts)
+    if ras:
+        text = f"{text}\n\n{RAS_TITLE}:\n{ras}"
+        page = html.join([page, html.details(RAS_TITLE, element("pre", ras))])
+    return Table(text, page)
 
 
 def _frames_html(frames: Sequence[FrameInfo]) -> Iterator[Html]:
@@ -353,18 +380,23 @@ def error_line(ranks: Sequence[int], error: ErrorInfo, where: Mapping[int, str])
     """
     nested = nested_error(error)
     outer, error = error, nested or error
-    places = sorted({where[rank] for rank in ranks if rank in where})
+    told = ranks_told(outer.evalue) if nested is not None else []
+    # They are numbered within their group: as here if it has all ranks up to the last.
+    is_told = bool(told) and set(told) < set(ranks) == set(range(len(ranks)))
+    who = told if is_told else ranks
+    places = sorted({where[rank] for rank in who if rank in where})
     on = f" ({'; '.join(places[:4])}{'; ...' if len(places) > 4 else ''})" if places else ""
     line = error_place(error)
     at = f" at {line}" if line else ""
     within = [note.removeprefix(_CONTAINS) for note in error.notes if note.startswith(_CONTAINS)]
     reasons = map(reason_of, [error.evalue, *within[:_MOST_WITHIN]])
     reason = "; ".join(filter(None, reasons))
-    text = f"{error.ename} on {ranks_text(ranks)}{on}{at}{f': {reason}' if reason else ''}"
+    text = f"{error.ename} on {ranks_text(who)}{on}{at}{f': {reason}' if reason else ''}"
     from_where = error_place(outer)
     if nested is None or from_where in ("", line):
         return text
     doing = "called" if is_code_of_error(outer) else "raised again"
+    doing += f" on {ranks_text(ranks)}" * is_told
     as_what = f" as {outer.ename}" if outer.ename != nested.ename else ""
     return f"{text.rstrip('.')} ({doing} at {from_where}{as_what})"
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["accelerator_of", "backends_of", "current_device"]
+from distsession.devices import NCCL_CLASSES_TORCH, NCCL_NAMES
+
+__all__ = ["accelerator_of", "backends_of", "current_device", "nccl_names"]
 
 
 def backends_of(group: Any = None) -> dict[str, str]:
@@ -33,6 +36,15 @@ def accelerator_of(backends: Mapping[str, str]) -> str:
         if kind != "cpu" and not {"cpu", "cuda"} & set(capabilities.get(name, ("cpu",))):
             return kind
     return "" if "cpu" in backends else next(iter(backends), "")
+
+
+def nccl_names() -> tuple[str, ...]:
+    """The names by which this torch knows NCCL, also where it has none: ``"nccl"`` first.
+
+    From torch 2.15 on each of its classes has a name, which torch registers when it is first used.
+    """
+    release = tuple(int(part) for part in re.findall(r"\d+", str(torch.__version__))[:2])
+    return NCCL_NAMES if release >= NCCL_CLASSES_TORCH else NCCL_NAMES[:1]
 
 
 def current_device(kind: str) -> torch.device:

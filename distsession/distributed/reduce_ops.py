@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsession.devices import is_nccl
 from distsession.errors import OptionsError
 
 __all__ = ["Plan", "operation_name", "plan", "reduce_numbers"]
@@ -105,13 +106,13 @@ def plan(name: str, dtype: torch.dtype, backend: str) -> Plan:
         return Plan(op, divide=name == "AVG")
     if name in _BITWISE and dtype not in _WHOLE | set(_WIDER):
         raise _cannot(name, dtype, "bitwise operations need whole numbers or bools")
-    if name in _BITWISE and backend == "nccl":
+    if name in _BITWISE and is_nccl(backend):
         raise _cannot(name, dtype, "NCCL has no bitwise operations; move the tensor to the CPU")
     if name == "AVG" and dtype in _WHOLE | set(_WIDER):
         raise _cannot(name, dtype, "it would not be a whole number; convert it with .float()")
     if dtype in _WIDER:
         return Plan(op, dtype=_WIDER[dtype])
-    if dtype not in _WHOLE | _FLOATING and backend in ("gloo", "nccl"):
+    if dtype not in _WHOLE | _FLOATING and (backend == "gloo" or is_nccl(backend)):
         raise _cannot(name, dtype, f"{backend} does not know this dtype; convert it")
     return Plan(op, divide=name == "AVG")
 
@@ -120,7 +121,7 @@ def _plan_bool(name: str, op: Any, backend: str) -> Plan:
     """Bools travel as 0 and 1 of uint8, of which min and max are "and" and "or"."""
     if name in ("SUM", "PRODUCT", "AVG"):
         raise _cannot(name, torch.bool, "it would not be a bool; convert it with .int()")
-    if name == "XOR" and backend == "nccl":
+    if name == "XOR" and is_nccl(backend):
         raise _cannot(name, torch.bool, "NCCL has no bitwise operations")
     same = {"AND": dist.ReduceOp.MIN, "OR": dist.ReduceOp.MAX}
     return Plan(same.get(name, op), dtype=torch.uint8)

@@ -14,7 +14,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import torch
 import torch.distributed as dist
 
+from distsession.devices import is_nccl, too_old_for
 from distsession.distributed import rank_info
+from distsession.distributed.accelerator import nccl_names
 from distsession.distributed.environ import RankEnvironment
 from distsession.errors import OptionsError, ProcessGroupError
 
@@ -107,7 +109,11 @@ def known_backend(backend: Any) -> str | None:
         return None
     name = str(backend).lower()
     known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
+    known += nccl_names()
     parts = [part.rpartition(":")[2].strip() for part in name.split(",")]
+    for part in parts:
+        if part not in known and is_nccl(part):
+            raise OptionsError(too_old_for(part, str(torch.__version__)))
     if not isinstance(backend, str) or any(part not in known for part in parts):
         has = ", ".join(rank_info.available_backends())
         raise OptionsError(f"backend={backend!r} is not known: this torch has {has}.")
@@ -135,9 +141,10 @@ def check_backend(backend: str) -> None:
     known = rank_info.available_backends()
     for part in backend.split(","):
         name = part.split(":")[-1].strip()
-        if name in ("nccl", "gloo", "mpi", "ucc") and name not in known:
+        family = "nccl" if is_nccl(name) else name
+        if family in ("nccl", "gloo", "mpi", "ucc") and family not in known:
             raise OptionsError(f"backend={backend!r}: this torch has only {', '.join(known)}.")
-        if name == "nccl" and not torch.cuda.is_available():
+        if family == "nccl" and not torch.cuda.is_available():
             raise OptionsError(f"backend={backend!r} needs a GPU, and none is visible: use 'gloo'.")
 
 

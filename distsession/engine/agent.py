@@ -4,11 +4,15 @@ It stays single-threaded and never touches a zmq context, CUDA or a parallel tor
 a forked child of a process that did is broken. Its only link is a socket to the kernel; when that
 closes, for whatever reason, the agent ends its ranks and itself; of a session that is kept, once
 nobody has attached for as long. If the kernel is gone, it removes the session's folder, too.
+
+The file is long because one loop serves the kernel, the children and the lease, and what it does
+for each uses the state of the agent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import logging
@@ -22,15 +26,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Client, Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distsession.engine import store_server
-from distsession.engine.log_file import log_path, read_parts, read_piece
+from distsession.engine import process_limit, store_server
+from distsession.engine.log_file import log_path, read_parts, read_piece, read_tail
 from distsession.engine.oom import OomKills
 from distsession.engine.owners import Owners
 from distsession.engine.pages import Pages, use_large_pages
-from distsession.engine.preload import DDP_IMPORTS, import_modules
+from distsession.engine.preload import LATER_IMPORTS, import_modules
 from distsession.engine.process import (
     KeptBackFinalizers,
     die_with_parent,
@@ -40,7 +44,7 @@ from distsession.engine.process import (
 )
 from distsession.engine.process_state import RUNS, process_state, scheduled
 from distsession.engine.process_watch import ProcessWatch
-from distsession.protocol import attach, board_mirror, folder_lock
+from distsession.protocol import attach, board_mirror, folder_lock, unix_socket, whole_messages
 from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
@@ -53,6 +57,7 @@ from distsession.protocol.agent_messages import (
     PreloadRequest,
     PrepareAgent,
     RankExited,
+    RanksNotStarted,
     StartRanks,
     StopRanks,
     StoreEnded,
@@ -61,10 +66,10 @@ from distsession.protocol.agent_messages import (
 )
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.board_mirror import Mirror
-from distsession.protocol.kept_record import SESSION_FILE
+from distsession.protocol.kept_record import ENDED, SESSION_FILE, WAS_ENDED, note_end
 from distsession.protocol.shared_memory import LinkListener
 from distsession.protocol.wire import make_node_folder, memory_path, socket_path
-from distsession.ranks import HostInfo
+from distsession.ranks import HostInfo, ranks_text
 
 if TYPE_CHECKING:
     from distsession.engine.rehearsal import Rehearsal
@@ -76,7 +81,7 @@ PARENT_POLL_S = 0.5
 """Seconds between two looks at whether the kernel still lives."""
 
 PRELOAD_IDLE_S = 0.3
-"""Seconds without a message before the next of ``DDP_IMPORTS`` is imported."""
+"""Seconds without a message before the next of ``LATER_IMPORTS`` is imported."""
 
 SPARES_AFTER_S = 1.0
 """Seconds after a start of ranks before others are forked for the next one."""
@@ -102,6 +107,9 @@ EXIT_LIMIT_S = 3.0
 """Seconds after which it is killed whatever it has waited for."""
 EXIT_LOOK_S = 0.05
 """Seconds between two looks at what it has waited for."""
+
+BESIDE_RANKS = 3
+"""How many processes and threads the stores of a session have, or the relay of a node."""
 
 RELAY_TIMEOUT_S = 2.0
 """Seconds that ranks are not forked for while the relay is not ready for them."""
@@ -208,7 +216,7 @@ class Agent:
     def serve(self) -> None:
         """Handle what the kernel sends until the link closes."""
         self._later[:0] = [
-            *(partial(_import_quietly, name) for name in DDP_IMPORTS),
+            *(partial(_import_quietly, name) for name in LATER_IMPORTS),
             self._prepare_for_ranks,
             self._use_large_pages,
         ]
@@ -245,8 +253,12 @@ class Agent:
         """Take in a message of the kernel; False if this process is to end."""
         assert self._link is not None
         try:
-            data = self._link.recv_bytes()
-        except (EOFError, OSError):
+            data = whole_messages.receive_bytes(self._link, whole_messages.MESSAGE_TIMEOUT_S)
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                log.warning("the kernel is given up: %s", error)
+                if self._owners is not None:
+                    self._owners.let_go(self._link, f"the agent has given it up, for {error}")
             if self._owners is None:
                 raise
             self._on_kernel_gone()
@@ -266,21 +278,7 @@ class Agent:
                 self._reap()  # a relay, or a store, may just have ended
                 if self._board_descriptor < 0:
                     self._take_board(message)
-                message = self._place(message)
-                if message.keep and self._owners is None:
-                    self._keep(message)
-                if self._node:
-                    self._store_port = message.store_port
-                    if not self._relay_pid:
-                        self._start_relay(message.epoch)
-                else:
-                    if not self._store_pid:
-                        self._start_store()
-                    if not self._tcp_store_pid:
-                        self._start_tcp_store(0)
-                self._tell(StoreReady(self._store_port))
-                if message.ranks:
-                    self._fork_all(message)
+                self._start(self._place(message))
             case StopRanks():
                 pids = {pid for pid, rank in self._ranks.items() if rank.rank in message.ranks}
                 self._stop(pids)
@@ -297,6 +295,54 @@ class Agent:
             case _:
                 log.warning("dropped a message that is not for an agent: %r", message)
         return True
+
+    def _start(self, message: StartRanks) -> None:
+        """Start what ranks need, and ranks; say so if the system does not let it."""
+        if problem := self._room_problem(message):
+            reason = problem
+        else:
+            try:
+                self._start_all(message)
+            except OSError as error:
+                if isinstance(error, ConnectionError):  # nobody is there to be told
+                    raise
+                reason = f"its agent could not start all that they need: {error}."
+                if error.errno == errno.EAGAIN:
+                    reason = process_limit.refused()
+                else:
+                    log.exception("could not start what was to be started")
+            else:
+                return
+        here = {each.rank for each in self._ranks.values() if each.generation == message.generation}
+        missing = tuple(rank for rank in message.ranks if rank not in here)
+        self._tell(RanksNotStarted(self._node, message.generation, missing, reason))
+
+    def _room_problem(self, message: StartRanks) -> str:
+        """Why the system would not let these ranks start; empty if it would, as far as is known."""
+        if not message.ranks:
+            return ""
+        each = process_limit.RANK_THREADS + message.threads
+        beside = 0 if self._store_pid or self._relay_pid else BESIDE_RANKS
+        take = "takes" if len(message.ranks) == 1 else "take"
+        threads = f"{message.threads} thread{'s' * (message.threads != 1)} for computing"
+        what = f"{ranks_text(message.ranks)}, with {threads} each, {take}"
+        return process_limit.room_problem(each * len(message.ranks) + beside, what, each)
+
+    def _start_all(self, message: StartRanks) -> None:
+        if message.keep and self._owners is None:
+            self._keep(message)
+        if self._node:
+            self._store_port = message.store_port
+            if not self._relay_pid:
+                self._start_relay(message.epoch)
+        else:
+            if not self._store_pid:
+                self._start_store()
+            if not self._tcp_store_pid:
+                self._start_tcp_store(0)
+        self._tell(StoreReady(self._store_port))
+        if message.ranks:
+            self._fork_all(message)
 
     def _place(self, message: StartRanks) -> StartRanks:
         """What ranks are told of where they are."""
@@ -344,8 +390,13 @@ class Agent:
             self._on_kernel_gone()
         problem = self._owners.problem(self._is_idle)
         if problem:
-            log.warning("the session ends: %s", problem)
+            self._note_end(ENDED, problem)
         return bool(problem)
+
+    def _note_end(self, how: str, reason: str) -> None:
+        log.warning("the session ends: %s", reason)
+        if not self._node:
+            note_end(self._folder, how, reason)
 
     def _is_idle(self) -> bool:
         assert self._board is not None
@@ -379,7 +430,7 @@ class Agent:
             self._link, self._attached, self._read_board, partial(read_parts, self._folder)
         )
         if isinstance(found, attach.EndSession):
-            log.warning("the session ends: %s", found.reason)
+            self._note_end(WAS_ENDED, found.reason)
             return True
         if found is not None:
             self._link, pid = found
@@ -447,6 +498,9 @@ class Agent:
     def _prepare(self, message: PrepareAgent) -> bool:
         _find_modules_as(message.sys_path)
         self._has_ranks = message.has_ranks
+        if not self._node:  # a process without torch is forked in a tenth of the time
+            with contextlib.suppress(OSError):  # the start of ranks tries again, and says why not
+                self._start_store()
         if not self._has_ranks:
             self._tell(AgentReady(self._host_info(), self._node))
             return True
@@ -473,7 +527,7 @@ class Agent:
             self._tell(AgentFailed(reason=problem))
             return False
         self._tell(AgentReady(self._host_info(identify=message.identify), self._node))
-        ipython.prepare_shell()
+        ipython.prepare_shell(self._folder)
         self._prepare_for_ranks()
         return True
 
@@ -500,7 +554,15 @@ class Agent:
             return
         mine, its = Pipe(duplex=False)
         agent = os.getpid()
-        pid = self._fork_child()
+        try:
+            pid = self._fork_child()
+        except OSError as error:
+            mine.close()
+            its.close()
+            problem = f"it could not be tried whether that works: {process_limit.refused()}"
+            log.warning("no process could be forked: %s", error)
+            self._tell(PreloadReply(message.number, self._node, problem, known))
+            return
         if pid == 0:
             with exit_after():
                 os.setsid()  # what it starts ends with it
@@ -623,7 +685,13 @@ class Agent:
         """Fork the process that asks NVML, of which ranks that are forked later have nothing."""
         mine, its = Pipe()
         agent = os.getpid()
-        self._usage_pid = self._fork_child()
+        try:
+            self._usage_pid = self._fork_child()
+        except OSError:
+            log.exception("nobody can be asked about GPUs")
+            mine.close()
+            its.close()
+            return
         if self._usage_pid == 0:
             mine.close()
             with exit_after():
@@ -900,13 +968,16 @@ class Agent:
         rank.memory.close()
         if rank.owners is not None:
             rank.owners.close()
+        tail = _read_end(rank, "out") + _read_end(rank, "err")
         message = RankExited(
             rank=rank.rank,
             generation=rank.generation,
             pid=pid,
             returncode=returncode,
             expected=rank.stopping,
-            log_tail=_read_end(rank, "out") + _read_end(rank, "err"),
+            with_agent=self._is_ending and rank.stopping,
+            log_tail=tail,
+            limit="" if rank.stopping else process_limit.refusal(tail),
             oom=returncode == -signal.SIGKILL and not rank.stopping and oom[0],
             oom_limit=oom[1],
             place=remains.place,
@@ -928,6 +999,8 @@ class Agent:
     def _end(self) -> None:
         self._kernel.is_leaving = True
         self._is_ending = True
+        if self._owners is not None:
+            self._owners.close()  # who wants to attach now is told so at once
         self._finalizers.give_back()
         self._end_trial()
         self._end_rehearsal()
@@ -986,11 +1059,7 @@ class Kernel:
 
 def _read_end(rank: _Rank, stream: str) -> str:
     """The last lines of a file that a rank wrote; empty where there is none."""
-    path = log_path(rank.folder, rank.rank, rank.generation, stream)
-    with contextlib.suppress(OSError), open(path, "rb") as f:
-        f.seek(max(0, f.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-        return f.read().decode("utf-8", "replace")
-    return ""
+    return read_tail(log_path(rank.folder, rank.rank, rank.generation, stream), LOG_TAIL_BYTES)
 
 
 def _give_back_reserved(rank: _Rank) -> None:
@@ -1079,8 +1148,7 @@ def main() -> NoReturn:
     logging.getLogger("distsession").addHandler(logging.StreamHandler())
     try:
         if kernel.is_alive:
-            link = Client(socket_path(folder, "agent", epoch), family="AF_UNIX")
-            assert isinstance(link, Connection)
+            link = Connection(unix_socket.connect(socket_path(folder, "agent", epoch)).detach())
             link.send(AgentStarted(node))
             Agent(link, node, kernel, folder).serve()
     except OSError as error:

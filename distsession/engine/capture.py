@@ -3,9 +3,9 @@
 Descriptors 1 and 2 are two log files, so prints, C libraries and subprocesses end up in the same
 place and no writer ever blocks on us. One thread, the pump, sends what has been added to them.
 The order between the two files, and between text and displays, is kept in a queue of marks: each
-says how long both files were when something else happened (a display, a change of stream, the
-begin or end of a request). What finds no room on a full disk goes into a mark itself, so a print
-never fails and is shown all the same.
+says how long both files were when something else happened (a display, a change of stream, text of
+another process since the last write, the begin or end of a request). What finds no room on a full
+disk goes into a mark itself, so a print never fails and is shown all the same.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import contextlib
 import io
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from distsession.engine.gate import Gate
 from distsession.engine.listeners import RequestListener
 from distsession.engine.log_file import DISK_FULL, LogFile
 from distsession.engine.retained_output import RetainedOutput
+from distsession.engine.whole_writes import is_held, whole
 from distsession.protocol.messages import Display, OutputEnd, Request, Text
 
 __all__ = ["Capture", "LogStream"]
@@ -50,9 +53,9 @@ MAX_AHEAD_BYTES = 32 << 20
 MAX_MARKS_AHEAD = 256
 """Displays by which a rank may be ahead of what the kernel has taken."""
 DISK_IS_FULL = """
-distsession: there is no space left on the disk of {}, where the logs of the ranks are. What ranks \
-print is still shown here, but the logs are no longer complete, and C code and subprocesses may \
-fail to write. Free some space: nothing needs to be started again.
+distsession: there is no space left on the disk of {} on {}, where the logs of the ranks are. What \
+ranks print is still shown here, but the logs are no longer complete, and C code and subprocesses \
+may fail to write. Free some space: nothing needs to be started again.
 """
 
 
@@ -61,6 +64,7 @@ class _Mark(NamedTuple):
     message: Any = None
     begin: int | None = None
     text: tuple[int, bytearray] | None = None  # a stream, and what its file has no room for
+    first: int = 0  # the stream that was written to before what others may have written
 
 
 class LogStream(io.TextIOBase):
@@ -86,6 +90,7 @@ class LogStream(io.TextIOBase):
     def isatty(self) -> bool:
         return False
 
+    @whole
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
@@ -109,6 +114,7 @@ class _LogBuffer(io.RawIOBase):
     def fileno(self) -> int:
         return self._index + 1
 
+    @whole
     def write(self, data: Any) -> int:
         data = bytes(data)
         self._capture.write(self._index, data)
@@ -161,10 +167,12 @@ class Capture(RequestListener):
         self._marks: deque[_Mark] = deque()
         self._messages = 0
         self._last_stream = 0
+        self._other_size = 0
+        """Of the other stream's file at the last write; more is a subprocess's, or C's."""
         self._unchecked = 0
         self._write_lock = threading.Lock()
         self._pump_lock = threading.Lock()
-        self._wake = threading.Event()
+        self._wake = Gate()
         self._is_at_rest = False
         self._is_watching = False
         """Who is called on waking wants that often."""
@@ -203,9 +211,10 @@ class Capture(RequestListener):
 
     def write(self, index: int, data: bytes) -> None:
         with self._write_lock:
-            if index != self._last_stream:
-                self._marks.append(_Mark(self._sizes()))
-                self._last_stream = index
+            other = self._files[1 - index].size
+            if index != self._last_stream or other != self._other_size:
+                self._marks.append(_Mark(self._sizes(), first=self._last_stream))
+                self._last_stream, self._other_size = index, other
             rest, file = memoryview(data), self._files[index]
             try:
                 while rest:
@@ -225,12 +234,13 @@ class Capture(RequestListener):
             self._unchecked = 0
             self._wait_for_kernel()
 
+    @whole
     def show(self, message: Any) -> None:
         """Send a display after all text that was written before it."""
         with self._write_lock:
-            self._marks.append(_Mark(self._sizes(), message))
+            self._marks.append(_Mark(self._sizes(), message, first=self._last_stream))
             self._messages += 1
-        self._wake.set()
+        self._wake.open()
         self._wait_for_kernel()
 
     def _append_text(self, index: int, data: bytes) -> None:
@@ -242,18 +252,19 @@ class Capture(RequestListener):
             if stream == index and len(text) < CHUNK_BYTES:
                 text += data
                 return
-        self._marks.append(_Mark(sizes, text=(index, bytearray(data))))
+        text_of = (index, bytearray(data))
+        self._marks.append(_Mark(sizes, text=text_of, first=self._last_stream))
         self._messages += 1
         self._unchecked = CHECK_EVERY_BYTES  # check soon: it is kept in memory until it is sent
 
     def _warn(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            self._append_text(1, DISK_IS_FULL.format(self._folder).encode())
+            self._append_text(1, DISK_IS_FULL.format(self._folder, socket.gethostname()).encode())
 
     def _wait_for_kernel(self) -> None:
-        while self._is_attended and self._is_ahead():
-            self._wake.set()
+        while self._is_attended and not is_held() and self._is_ahead():
+            self._wake.open()
             time.sleep(0.005)
 
     def _is_ahead(self) -> bool:
@@ -275,7 +286,7 @@ class Capture(RequestListener):
         self.running = request.id
         self._begun = (sizes, self._messages)
         self._requests += 1
-        self._marks.append(_Mark(sizes, begin=request.id))
+        self._marks.append(_Mark(sizes, begin=request.id, first=self._last_stream))
         self._end_rest()
         self._on_begin(request.id, sizes)
 
@@ -284,10 +295,11 @@ class Capture(RequestListener):
         self.running = 0
         self.has_output = (sizes, self._messages) != self._begun
         if not self.has_output:
-            self._marks.append(_Mark(sizes, begin=0))
+            self._marks.append(_Mark(sizes, begin=0, first=self._last_stream))
             return
-        self._marks.append(_Mark(sizes, OutputEnd(self._rank, request.id), begin=0))
-        self._wake.set()
+        end = OutputEnd(self._rank, request.id)
+        self._marks.append(_Mark(sizes, end, begin=0, first=self._last_stream))
+        self._wake.open()
 
     def flush(self) -> None:
         """Send everything that there is, now and in this thread."""
@@ -309,7 +321,7 @@ class Capture(RequestListener):
             then: Called, by the pump, just before.
         """
         self._resume = then
-        self._wake.set()
+        self._wake.open()
 
     def _send_retained(self) -> None:
         with self._pump_lock:
@@ -335,7 +347,7 @@ class Capture(RequestListener):
     def _pump(self) -> None:
         while True:
             self._wake.wait(self._interval())
-            self._wake.clear()
+            self._wake.close()
             try:
                 self._is_watching = self._on_wake()
                 if self._resume is not None:
@@ -351,7 +363,7 @@ class Capture(RequestListener):
     def _end_rest(self) -> None:
         """There is something for the pump to look at more often."""
         if self._is_at_rest:
-            self._wake.set()
+            self._wake.open()
 
     def _interval(self) -> float:
         """Seconds until the pump looks again, if nobody wakes it."""
@@ -371,7 +383,7 @@ class Capture(RequestListener):
         with self._pump_lock:
             while self._marks:
                 mark = self._marks[0]
-                self._send_text(mark.sizes)
+                self._send_text(mark.sizes, mark.first)
                 if mark.text is None:
                     self._marks.popleft()
                 else:
@@ -384,10 +396,13 @@ class Capture(RequestListener):
                 if mark.begin is not None:
                     self._request = mark.begin
             # A mark that is added from here on has sizes at least as large as these.
-            self._send_text(self._sizes(), stop=lambda: bool(self._marks))
+            self._send_text(self._sizes(), self._last_stream, stop=lambda: bool(self._marks))
 
-    def _send_text(self, sizes: tuple[int, int], stop: Callable[[], bool] | None = None) -> None:
-        for index, size in enumerate(sizes):
+    def _send_text(
+        self, sizes: tuple[int, int], first: int, stop: Callable[[], bool] | None = None
+    ) -> None:
+        for index in (first, 1 - first):
+            size = sizes[index]
             while self._sent[index] < size and not (stop and stop()):
                 count = min(CHUNK_BYTES, size - self._sent[index])
                 data = self._files[index].read(count, self._sent[index])

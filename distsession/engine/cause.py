@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
+from distsession.engine.guarded import guarded
 from distsession.engine.torch_errors import is_from_gloo
 from distsession.protocol.messages import Abort, Aborted, Reason
 
@@ -19,6 +20,7 @@ E = TypeVar("E", bound=BaseException)
 
 _NAME = "_distsession_reason"
 _LONGEST_CHAIN = 50
+_DEEPEST_GROUP = 8
 
 
 def attach(error: E, reason: Reason) -> E:
@@ -29,7 +31,13 @@ def attach(error: E, reason: Reason) -> E:
 
 def has_reason(error: BaseException) -> bool:
     """Whether this exception itself carries a reason."""
-    return hasattr(error, _NAME)
+    return _attached(error) is not None
+
+
+def _attached(error: BaseException) -> Reason | None:
+    """What :func:`attach` has given it; asks none of its own methods."""
+    reason: Reason | None = object.__getattribute__(error, "__dict__").get(_NAME)
+    return reason
 
 
 def find(error: BaseException, abort: Abort | None = None) -> Reason | None:
@@ -40,7 +48,12 @@ def find(error: BaseException, abort: Abort | None = None) -> Reason | None:
         abort: What the process group was given up for, if it was. An exception that only repeats
             it, as C++ code does, is one of those that suffered.
     """
-    return next((reason for part in chain(error) if (reason := _own(part, abort))), None)
+    return guarded(lambda: _find(error, abort, 0), lambda _: None)
+
+
+def _find(error: BaseException, abort: Abort | None, depth: int) -> Reason | None:
+    parts = chain(error)
+    return next((reason for part in parts if (reason := _own(part, abort, depth))), None)
 
 
 def find_handled(error: BaseException, abort: Abort | None = None) -> BaseException | None:
@@ -53,6 +66,10 @@ def find_handled(error: BaseException, abort: Abort | None = None) -> BaseExcept
         error: What ended the user's code, which has a reason.
         abort: As in :func:`find`.
     """
+    return guarded(lambda: _find_handled(error, abort), lambda _: None)
+
+
+def _find_handled(error: BaseException, abort: Abort | None) -> BaseException | None:
     parts = chain(error)
     if not any(_own(part, abort) is not None for part in parts):
         return None
@@ -74,18 +91,22 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             part = part.__context__
 
 
-def _own(error: BaseException, abort: Abort | None) -> Reason | None:
-    reason: Reason | None = getattr(error, _NAME, None)
+def _own(error: BaseException, abort: Abort | None, depth: int = 0) -> Reason | None:
+    reason = _attached(error)
     if reason is not None:
         return reason
     if isinstance(error, BaseExceptionGroup):
-        parts = [find(part, abort) for part in error.exceptions]
-        return parts[0] if all(part is not None for part in parts) else None
-    if abort is not None:
-        try:
-            text = str(error) if isinstance(error, RuntimeError) else ""
-            repeats = (bool(text and abort.text) and abort.text in text) or is_from_gloo(text)
-        except Exception:  # its own __str__ fails
+        if depth >= _DEEPEST_GROUP:
             return None
+        first = None
+        for part in {id(part): part for part in error.exceptions}.values():
+            found = _find(part, abort, depth + 1)
+            if found is None:
+                return None
+            first = first or found
+        return first
+    if abort is not None and isinstance(error, RuntimeError):
+        text = guarded(lambda: str(error), lambda _: "", error)
+        repeats = (bool(text and abort.text) and abort.text in text) or is_from_gloo(text)
         return Aborted() if repeats else None
     return None

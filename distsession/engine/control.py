@@ -16,10 +16,16 @@ from typing import Any
 
 import zmq
 
-from distsession.engine import frames
-from distsession.engine.failure import is_user_code
+from distsession.engine import forced_end, frames, whole_writes
+from distsession.engine.caught import caught_text
+from distsession.engine.execute import awaiting
+from distsession.engine.failure import is_user_code, line_name
+from distsession.engine.forced_end import ForcedEnd
+from distsession.engine.guarded import TakesTooLong
+from distsession.engine.whole_writes import COME_AGAIN
 from distsession.protocol.attach import SetOwner
 from distsession.protocol.messages import Abort, MalformedMessage, decode
+from distsession.protocol.sockets import receive
 
 __all__ = ["CALLBACK", "Control", "Interrupter"]
 
@@ -27,6 +33,8 @@ log = logging.getLogger(__name__)
 
 CALLBACK = -1
 """Stands for a request while a widget's callback runs, which a stop of any request ends."""
+REPORT = -2
+"""Stands for a request where an error is shown that is none of a request's."""
 INTERRUPT_RETRY_S = 0.3
 """Seconds after which an interrupt that had no effect is repeated, once."""
 ABORT_GRACE_S = 0.06
@@ -34,6 +42,10 @@ ABORT_GRACE_S = 0.06
 now and then loses one when its connections are shut in the midst of it."""
 SWALLOWED_RETRY_S = 0.02
 """Seconds after which an interrupt that Python has swallowed is repeated."""
+PASS_S = 0.002
+"""Seconds after which an interrupt that was let pass is repeated where it does not come again."""
+FORCE_EVERY_S = 0.1
+"""Seconds between two attempts to end code that catches every interrupt."""
 CHECK_EVERY_MS = 500
 """Between two looks at whether a time limit is over, while there is one."""
 STUCK_AFTER_S = 0.3
@@ -53,42 +65,141 @@ class Interrupter:
     that comes while a library is imported waits for the end of that: Python forgets a package whose
     import was cut off, but not the modules of it that were there by then, and without these as its
     attributes it is of no use to any later import ("module 'sympy' has no attribute 'printing'").
+    One that comes in the midst of a print waits for the end of that, or its line would be lost.
     """
 
     def __init__(self) -> None:
         self._running = 0
+        self._last = 0
         self._target = 0
+        self._asked = 0
+        """The request that was to be interrupted last."""
         self._raised: KeyboardInterrupt | None = None
         self._error: tuple[int, Callable[[], BaseException]] = (0, KeyboardInterrupt)
         self._held_since: float | None = None
         """When an interrupt came first that waits for the end of an import."""
+        self._is_handling = False
+        self._has_passed = False
+        """One was let pass, for a print may be under way, and is to come again at once."""
         self._main = threading.main_thread()
         signal.signal(signal.SIGINT, self.on_signal)
 
     @contextmanager
     def user_code(self, request: int) -> Iterator[None]:
         """User code of this request runs within."""
-        self._running = request
+        self._running = self._last = request
+        is_forced = False
         try:
             yield
+        except ForcedEnd:
+            is_forced = True
         finally:
-            self._running = 0
-            self._raised = self._held_since = None
+            self._running = 0  # before any call, within which an interrupt might be raised
+            self.leave()
+        if is_forced:
+            raise KeyboardInterrupt
+
+    def leave(self) -> None:
+        """No user code runs, and nothing is raised from here on."""
+        self._running = 0
+        forced_end.end()
+        self._has_passed = False
+        self._raised = self._held_since = None
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Code of the user's runs within that shows an error, and is ended after some seconds.
+
+        A Stop of the request whose error it is ends it, too.
+        """
+        if self._running or threading.current_thread() is not self._main:
+            yield  # a Stop reaches it, or nothing does
+            return
+        timer = threading.Timer(seconds, self._end_limited)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # the system refuses a thread, which may be what is to be shown
+            yield
+            return
+        self._error = (0, KeyboardInterrupt)
+        try:
+            with self.user_code(self._last or REPORT):
+                yield
+        finally:
+            timer.cancel()
+
+    def _end_limited(self) -> None:
+        if self._running and self._main.ident is not None:
+            self._error = self._running, TakesTooLong
+            signal.pthread_kill(self._main.ident, signal.SIGINT)
 
     def target(self, request: int) -> None:
         """From another thread: this request is to be interrupted, once."""
-        self._target = request
+        self._target = self._asked = request
 
     def interrupt(self) -> None:
         """From another thread: interrupt that request, if it still runs."""
         if self._target and self._running == self._target and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
 
+    def force(self, request: int) -> bool:
+        """From another thread: end that request, whatever it catches; whether it still runs."""
+        if self._main.ident is None or not forced_end.force(lambda: self._running == request):
+            return False
+        signal.pthread_kill(self._main.ident, signal.SIGINT)  # out of what sleeps
+        return True
+
+    def fate(self) -> str:
+        """From another thread: what the code that runs has made of an interrupt.
+
+        Returns:
+            It, such as ``"its code caught the interrupt at In[2] line 4"``; empty if there was
+            none, or while it is on its way.
+        """
+        if not self._running or self._running != self._asked:
+            return ""
+        if text := self._handler_text():
+            return text
+        raised = self._raised
+        return "" if raised is None or self.is_pending else caught_text(raised)
+
+    def _handler_text(self) -> str:
+        """What else than to raise happens at SIGINT."""
+        handler = signal.getsignal(signal.SIGINT)
+        if handler in (self.on_signal, forced_end.on_signal) or awaiting() is not None:
+            return ""  # while a cell awaits, asyncio has its own
+        if handler == signal.SIG_IGN:
+            return "its code ignores SIGINT, by which it would be interrupted"
+        code = getattr(handler, "__code__", None)
+        where = f" at {line_name(code.co_filename, code.co_firstlineno)}" if code else ""
+        name = getattr(handler, "__name__", str(handler))
+        return f"its code handles SIGINT itself, by {name}{where}"
+
     def on_signal(self, _number: int, frame: FrameType | None) -> None:
         """The handler of SIGINT."""
+        is_first, self._is_handling = not self._is_handling, True
+        try:
+            if not is_first or self._passes(frame):
+                for _ in COME_AGAIN():
+                    break
+        finally:
+            self._is_handling = not is_first
+
+    def _passes(self, frame: FrameType | None) -> bool:
+        """Raise, or say whether it is to come again at once."""
+        if not self.is_pending or self._waits_for_import(frame) or whole_writes.hold(frame):
+            self._has_passed = False
+        elif self._has_passed:
+            self._has_passed = False
+            self._raise()
+        else:
+            self._has_passed = True
+            threading.Timer(PASS_S, self._repeat).start()  # out of what sleeps
+        return self._has_passed
+
+    def _raise(self) -> None:
         request, make_error = self._error
-        if not self.is_pending or self._waits_for_import(frame):
-            return
         if self._running == request:
             self._error = (0, KeyboardInterrupt)
             raise make_error()
@@ -115,7 +226,11 @@ class Interrupter:
 
     def repeat_held(self) -> None:
         """From another thread: an interrupt that waits for the end of an import comes again."""
-        if self._held_since is not None and self.is_pending and self._main.ident is not None:
+        if self._held_since is not None:
+            self._repeat()
+
+    def _repeat(self) -> None:
+        if self.is_pending and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
 
     @property
@@ -251,13 +366,7 @@ class Control:
             if self._owners is not None and self._owners.fileno() in ready:
                 self._safely(self._receive_owner)
             elif self._socket in ready:
-                try:
-                    message, _ = decode(self._socket.recv_multipart())
-                except MalformedMessage as error:
-                    self.malformed += 1
-                    log.warning("dropped a malformed message: %s", error)
-                    continue
-                self._safely(self._handle, message)
+                self._safely(self._receive)
             now = time.monotonic()
             if 1000 * (now - checked) >= CHECK_EVERY_MS:
                 checked = now
@@ -266,6 +375,17 @@ class Control:
             self._timers = [(at, action) for at, action in self._timers if at > now]
             for action in due:
                 self._safely(action)
+
+    def _receive(self) -> None:
+        try:
+            message, _ = decode(receive(self._socket))
+        except zmq.Again:  # it was a stranger's
+            return
+        except MalformedMessage as error:
+            self.malformed += 1
+            log.warning("dropped a malformed message: %s", error)
+            return
+        self._handle(message)
 
     @staticmethod
     def _safely(action: Callable[..., object], *args: Any) -> None:
@@ -288,6 +408,9 @@ class Control:
         self._schedule(ABORT_GRACE_S, lambda: self._free(message, IMPORT_GRACE_S))
         self._schedule(ABORT_GRACE_S + IMPORT_POLL_S, self._interrupt_after_import)
         if not message.interrupt:
+            return
+        if message.force:
+            self._schedule(ABORT_GRACE_S + FREED_GRACE_S, lambda: self._force(message.interrupt))
             return
         if blocked:  # it will be free in a moment; a signal then would be one too many
             self._schedule(ABORT_GRACE_S + FREED_GRACE_S, self._interrupter.interrupt)
@@ -316,6 +439,12 @@ class Control:
         self._interrupter.repeat_held()  # before it is freed
         if (again := self._abort_backend(message)) is not None:
             self._schedule(STUCK_AFTER_S, again)
+
+    def _force(self, request: int) -> None:
+        """End it, and what it waits for."""
+        if self._interrupter.force(request):
+            self._interrupt_children(request)
+            self._schedule(FORCE_EVERY_S, lambda: self._force(request))
 
     def _interrupt_again(self, request: int) -> None:
         """The main thread may wait for a process that it has started: that is interrupted, too."""

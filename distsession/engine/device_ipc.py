@@ -59,7 +59,7 @@ class Loans:
 
     def __init__(self) -> None:
         self._held: list[torch.Tensor] = []
-        self._is_unchanged = True
+        self._is_unchanged = False
 
     def begin(self) -> None:
         """What is lent from here on belongs together; what was lent before is not wanted."""
@@ -86,9 +86,9 @@ class Loans:
         self._is_unchanged = False
 
     def end(self) -> bool:
-        """Let go of it; gives whether it was as it had been lent until now."""
-        self._held = []
-        return self._is_unchanged
+        """Let go of it; gives whether something was lent, and is as it was then."""
+        is_unchanged, self._held, self._is_unchanged = self._is_unchanged, [], False
+        return is_unchanged
 
 
 def borrow(handle: bytes, count: int, device: torch.device | None) -> torch.Tensor:

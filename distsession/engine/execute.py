@@ -141,15 +141,17 @@ def run_cell(
         final = None
         if isinstance(final_node, ast.Expr):
             final = _compile(ast.Expression(final_node.value), label, "eval")
+    # As in IPython, all of a cell that awaits finds a running loop: it may make tasks first.
+    awaits = any(code is not None and _is_coroutine(code) for code in (first, final))
     front.before(source)
     try:
         if first is not None:
             with around:
-                _evaluate(first, namespace)
+                _evaluate(first, namespace, in_loop=awaits)
         value = NOTHING
         if final is not None:
             with around:
-                value = _evaluate(final, namespace)
+                value = _evaluate(final, namespace, in_loop=awaits)
     finally:
         front.after()
     return value, value is not NOTHING and value is not None and not _is_quiet(source)
@@ -170,11 +172,18 @@ def remember(label: str, source: str) -> None:
     linecache.cache[label] = (len(source), None, lines, label)
 
 
-def _evaluate(code: CodeType, namespace: dict[str, Any]) -> Any:
-    value = eval(code, namespace)
-    if code.co_flags & inspect.CO_COROUTINE:
-        return _run_async(value)
-    return value
+def _evaluate(code: CodeType, namespace: dict[str, Any], *, in_loop: bool) -> Any:
+    if _is_coroutine(code):
+        return _run_async(eval(code, namespace))
+    return _run_async(_evaluate_in_loop(code, namespace)) if in_loop else eval(code, namespace)
+
+
+def _is_coroutine(code: CodeType) -> bool:
+    return bool(code.co_flags & inspect.CO_COROUTINE)
+
+
+async def _evaluate_in_loop(code: CodeType, namespace: dict[str, Any]) -> Any:
+    return eval(code, namespace)
 
 
 def _run_async(coroutine: Any) -> Any:

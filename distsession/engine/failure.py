@@ -10,13 +10,15 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from distsession.engine.cause import has_reason
+from distsession.engine.guarded import CALL_LIMIT_S, TakesTooLong, guarded
+from distsession.engine.torch_errors import without_log_header
 from distsession.errors import CollectiveError
 from distsession.protocol.cells import is_cell, is_notebook_file
 from distsession.protocol.messages import ErrorInfo, FrameInfo
@@ -62,6 +64,10 @@ _SHOWN_REPEATS = 3
 """How often the same may be called by itself before that is told as a number."""
 _MAX_CHAIN = 8
 _MAX_VALUE = 20_000
+_MAX_PARTS = 50
+"""Lines for notes, and for what a group contains."""
+_MAX_WIDTH = 10
+_NOT_SHOWN = "<it cannot be shown: its cause, its context or its traceback is no such thing>"
 _notebook_cells: dict[str, str] = {}
 """By what their code has for a file: what the notebook calls those of its cells that are known."""
 
@@ -69,19 +75,19 @@ _notebook_cells: dict[str, str] = {}
 def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
     """Everything about an exception that a person wants to see, as plain data.
 
-    Never raises, whatever the exception's own methods do.
+    Never raises, whatever the exception's own methods do, and takes no longer than they may.
     """
+    return guarded(
+        lambda: _describe(error, depth), lambda _: ErrorInfo(type(error).__name__, _NOT_SHOWN)
+    )
+
+
+def _describe(error: BaseException, depth: int) -> ErrorInfo:
     cause, explicit = before(error)
-    nothing: tuple[str, ...] = ()
-    notes = _safely(lambda: tuple(str(note) for note in getattr(error, "__notes__", ())), nothing)
     evalue = message_of(error)
-    if isinstance(error, BaseExceptionGroup) and depth < _MAX_CHAIN:
-        inner = [describe(part, depth + 1) for part in error.exceptions[:10]]
-        notes += tuple(
-            f"contains {part.ename}{f' at {at}' if (at := innermost(part.frames)) else ''}: "
-            f"{part.evalue}"
-            for part in inner
-        )
+    notes = _notes(error)
+    if isinstance(error, BaseExceptionGroup):
+        notes += tuple(itertools.islice(_within(error), _MAX_PARTS))
     return ErrorInfo(
         ename=type(error).__name__,
         evalue=evalue,
@@ -89,8 +95,38 @@ def describe(error: BaseException, depth: int = 0) -> ErrorInfo:
         notes=notes,
         cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CHAIN else None,
         cause_is_explicit=explicit,
-        syntax=_safely(lambda: _syntax(error), None),
+        syntax=guarded(lambda: _syntax(error), lambda _: None, error),
     )
+
+
+def _notes(error: BaseException) -> tuple[str, ...]:
+    """The notes of an exception; what are no notes as Python's own traceback shows that."""
+    notes = guarded(lambda: getattr(error, "__notes__", ()), lambda _: (), error)
+    if notes is None:
+        return ()
+    if not isinstance(notes, list | tuple):
+        return (_text(error, lambda: repr(notes), "what its __notes__ are"),)
+    return tuple(
+        _text(error, lambda note=note: str(note), "a note of it")  # type: ignore[misc]
+        for note in notes[:_MAX_PARTS]
+    )
+
+
+def _within(group: BaseExceptionGroup, depth: int = 0) -> Iterator[str]:
+    """A line for each exception within a group, and those within it, down to some depth."""
+    indent = "  " * depth
+    for part in group.exceptions[:_MAX_WIDTH]:
+        at = innermost(tuple(_frames(part)))
+        yield (
+            f"{indent}contains {type(part).__name__}{f' at {at}' if at else ''}: {message_of(part)}"
+        )
+        if isinstance(part, BaseExceptionGroup):
+            if depth < _MAX_CHAIN:
+                yield from _within(part, depth + 1)
+            else:
+                yield f"{indent}  which contains more: the exception itself has them"
+    if (more := len(group.exceptions) - _MAX_WIDTH) > 0:
+        yield f"{indent}and {more:,} more"
 
 
 def before(error: BaseException) -> tuple[BaseException | None, bool]:
@@ -108,32 +144,38 @@ def before(error: BaseException) -> tuple[BaseException | None, bool]:
 def message_of(error: BaseException) -> str:
     """What an error says; never raises."""
     if isinstance(error, SyntaxError) and error.lineno is not None:  # the place stands by itself
-        return _safely(lambda: str(error.msg)[:_MAX_VALUE], "invalid syntax")
+        return _text(error, lambda: str(error.msg), "its message")
     if isinstance(error, CollectiveError):  # what torch says is for code that looks for it
         return error.own_text[:_MAX_VALUE]
-    return _safely(
-        lambda: str(error)[:_MAX_VALUE],
-        f"<its message cannot be shown: {type(error).__name__}.__str__ raises>",
-    )
+    method = f"{type(error).__name__}.__str__"
+    return _text(error, lambda: without_log_header(str(error)), "its message", method)
+
+
+def _text(error: BaseException, make: Callable[[], str], what: str, method: str = "it") -> str:
+    """A text that code of the user's makes, cut; why there is none, where that fails."""
+
+    def instead(raised: BaseException) -> str:
+        why = f"raises {type(raised).__name__}"
+        if isinstance(raised, TakesTooLong):
+            why = f"takes longer than {CALL_LIMIT_S:.0f} s"
+        return f"<{what} cannot be shown: {method} {why}>"
+
+    # of a class of the user's that is a string, too, only the characters
+    return guarded(lambda: str.__getitem__(make(), slice(_MAX_VALUE)), instead, error)
 
 
 def _syntax(error: BaseException) -> FrameInfo | None:
     """Where the code is that could not be read; None for any other error."""
     if not isinstance(error, SyntaxError) or error.lineno is None:
         return None
+    if error.text is None and error.filename:  # of a compiler that was given no text
+        error.text = linecache.getline(error.filename, error.lineno) or None
     # Python's own formatting: the place, the line, the marks below it, and what the error says.
     lines = traceback.format_exception_only(type(error), error)
     shown = itertools.takewhile(lambda line: line.startswith("    "), lines[1:])
-    context = tuple((error.lineno, line.rstrip("\n")) for line in shown)
-    filename = error.filename or "<string>"
-    return FrameInfo(_notebook_cells.get(filename, filename), error.lineno, "<module>", context)
-
-
-def _safely(make: Callable[[], T], fallback: T) -> T:
-    try:
-        return make()
-    except Exception:
-        return fallback
+    lineno, filename = int(error.lineno), str(error.filename or "<string>")
+    context = tuple((lineno, line.rstrip("\n")) for line in shown)
+    return FrameInfo(_notebook_cells.get(filename, filename), lineno, "<module>", context)
 
 
 def _frames(error: BaseException) -> Iterator[FrameInfo]:
@@ -291,8 +333,12 @@ def forget_frames(error: BaseException) -> None:
         part = todo.pop()
         if part is not None and id(part) not in seen:
             seen.add(id(part))
-            part.__traceback__ = None
-            todo += [part.__cause__, part.__context__]
+            todo += guarded(partial(_forget, part), lambda _: [])
+
+
+def _forget(error: BaseException) -> list[BaseException | None]:
+    error.__traceback__ = None
+    return [error.__cause__, error.__context__]
 
 
 def pickled(error: BaseException, handled: BaseException | None = None) -> Frames:
@@ -302,7 +348,14 @@ def pickled(error: BaseException, handled: BaseException | None = None) -> Frame
         error: The exception.
         handled: One that was being handled then; where it can be pickled, too, both are sent.
     """
+    both = [error] if handled is None else [error, handled]
+    if any(message_of(part).startswith("<its message") for part in both):
+        return []  # the kernel would call the same method
     for value in [(error, handled)] * (handled is not None) + [error]:
-        with contextlib.suppress(Exception):
-            return dump_value(value, what="the exception")
+        if frames := guarded(lambda value=value: _dumped(value), lambda _: [], error):  # type: ignore[misc]
+            return frames
     return []
+
+
+def _dumped(value: object) -> Frames:
+    return dump_value(value, what="the exception")

@@ -24,9 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from distsession.engine.host_facts import installed_facts
+from distsession.engine.host_facts import OwnName, installed_facts
 from distsession.engine.host_session import HostSession, Order
 from distsession.engine.process import module_command
 from distsession.engine.reach import ReachListener, own_addresses, try_peers
@@ -44,6 +43,7 @@ from distsession.protocol.host_link import (
     tcp_place,
     tunnel_path,
 )
+from distsession.protocol.link_connections import LinkConnections
 
 __all__ = ["HostProcess", "host_name", "main", "place_among_hosts"]
 
@@ -56,6 +56,10 @@ LISTEN_S = 5.0
 """Seconds that the kernel has to connect, before all goes through ssh where that is possible."""
 LOOK_S = 0.2
 """Seconds between two looks at what does not come as a message."""
+
+NAME_TIMEOUT_S = 1.0
+"""Seconds that the look-up of this host's name may hold up what it tells of itself. It is less than
+what the kernel takes for silence."""
 
 NAMES = ("SLURMD_NODENAME",)
 """Variables by which a launcher names the host; otherwise it is asked for its own name."""
@@ -144,9 +148,9 @@ class HostProcess:
         self._keys, self._name = keys, name
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes]
-        self._events: zmq.Socket[bytes]
-        self._lost_at: float | None = None
+        self._connections: LinkConnections
         self._reach = ReachListener(name, keys.reach_key)
+        self._own_name = OwnName()
         self._facts: subprocess.Popen[bytes] | None = None
         self._facts_asked: dict[str, Any] = {}
         self._is_over = False
@@ -179,7 +183,7 @@ class HostProcess:
             if self._facts is not None:
                 self._facts.kill()
                 self._facts.wait()
-            self._socket.disable_monitor()
+            self._connections.close()
             self._context.destroy(linger=500)
 
     # --- finding the kernel -----------------------------------------------------------------------
@@ -241,7 +245,7 @@ class HostProcess:
     def _listen(self) -> bool:
         """Wait for the kernel to connect; False if it does not, and ssh is to carry all instead."""
         self._make_socket()
-        port = self._socket.bind_to_random_port("tcp://*")
+        port = self._connections.bind("tcp://*")
         place = {"name": self._name, "addresses": list(own_addresses().values()), "port": port}
         _say(f"{LISTENS}{json.dumps(place)}")
         output = select.poll()
@@ -250,6 +254,7 @@ class HostProcess:
         patience_s = LISTEN_S if has_tunnel else self._keys.patience_s
         deadline = time.monotonic() + patience_s
         while not self._socket.poll(round(1000 * LOOK_S), zmq.POLLOUT):
+            self._connections.look()
             is_late = time.monotonic() > deadline
             if is_late and has_tunnel:
                 self._close_socket()
@@ -276,21 +281,18 @@ class HostProcess:
         made.curve_serverkey = self._keys.kernel_public.encode()
         made.curve_publickey = self._keys.public.encode()
         made.curve_secretkey = self._keys.secret.encode()
-        self._events = made.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
+        self._connections = LinkConnections(self._context, made, expected=1)
         self._socket = made
 
     def _close_socket(self) -> None:
-        self._socket.disable_monitor()
+        self._connections.close()
         self._socket.close(linger=0)
 
     def _is_abandoned(self) -> bool:
         """Whether the connection is closed, and nobody has made it anew."""
-        while self._events.poll(0):
-            event = recv_monitor_message(self._events)["event"]
-            self._lost_at = time.monotonic() if event == zmq.EVENT_DISCONNECTED else None
-        return self._lost_at is not None and time.monotonic() - self._lost_at > RECONNECT_S
+        self._connections.look()
+        lost_at = self._connections.lost_at
+        return lost_at is not None and time.monotonic() - lost_at > RECONNECT_S
 
     def _hello(self, address: str) -> dict[str, Any]:
         return {
@@ -312,7 +314,9 @@ class HostProcess:
             poller.register(self._socket, zmq.POLLIN)
             poller.register(self._woken, zmq.POLLIN)
             if self._socket in dict(poller.poll(round(1000 * LOOK_S))):
-                kind, body = decode(self._socket.recv())
+                frame = self._socket.recv(copy=False)
+                self._connections.note(frame)
+                kind, body = decode(frame.bytes)
                 self._handle(kind, body)
             elif self._is_abandoned():
                 return
@@ -361,7 +365,7 @@ class HostProcess:
         try:
             session = HostSession(order, bytes.fromhex(self._keys.stream_key), self._ask)
         except OSError as error:
-            self._send("begun", {"problem": f"there is no folder for its sockets: {error}"})
+            self._send("begun", {"problem": f"it cannot begin: {error}"})
             return
         self._session = session
         found = {**self._own_facts(body), "folder": session.folder, "store": session.store_port}
@@ -398,6 +402,7 @@ class HostProcess:
         nonce = asked.get("nonce", "")
         return {
             **installed_facts(),
+            **self._own_name.facts(NAME_TIMEOUT_S),
             "name": self._name,
             "addresses": own_addresses(),
             "port": self._reach.port,

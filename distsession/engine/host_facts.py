@@ -12,13 +12,14 @@ import os
 import platform
 import socket
 import sys
+import threading
 from typing import Any
 
 import distsession
 from distsession.engine.process import die_with_parent
 from distsession.protocol.host_facts import PACKAGES
 
-__all__ = ["installed_facts", "main", "resolve"]
+__all__ = ["OwnName", "installed_facts", "main", "resolve"]
 
 
 def main() -> None:
@@ -30,11 +31,9 @@ def main() -> None:
 
 
 def installed_facts() -> dict[str, Any]:
-    """Facts of a host as fields of ``HostFacts``, without those that only torch knows."""
-    hostname = socket.gethostname()
+    """Facts of a host as fields of ``HostFacts``, without its network's and torch's."""
     return {
-        "hostname": hostname,
-        "resolves_to": resolve(hostname),
+        "hostname": socket.gethostname(),
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: _version(name) for name in PACKAGES},
@@ -49,6 +48,25 @@ def resolve(hostname: str) -> tuple[str, ...]:
             found = socket.getaddrinfo(hostname, None, family, socket.SOCK_STREAM)
             return tuple(sorted({str(entry[4][0]) for entry in found}))
     return ()
+
+
+class OwnName:
+    """Looks up the name of this host, in a thread: where no name server answers that takes long."""
+
+    def __init__(self) -> None:
+        self._found: tuple[str, ...] | None = None
+        self._thread = threading.Thread(
+            target=self._look_up, name="distsession-own-name", daemon=True
+        )
+        self._thread.start()
+
+    def _look_up(self) -> None:
+        self._found = resolve(socket.gethostname())
+
+    def facts(self, timeout_s: float) -> dict[str, Any]:
+        """What is known of it within this time, as fields of ``HostFacts``."""
+        self._thread.join(timeout_s)
+        return {"resolves_to": self._found or (), "is_name_unanswered": self._found is None}
 
 
 def _version(package: str) -> str | None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsession.devices import is_nccl
+from distsession.distributed.accelerator import nccl_names
 from distsession.engine.process import die_with_parent
 from distsession.engine.usage import GpuReader, gpu_uuid, visible_gpus
 from distsession.ranks import DeviceInfo, GpuSlice, HostInfo
@@ -189,8 +191,10 @@ def _backends() -> tuple[tuple[str, tuple[str, ...]], ...]:
     names = {
         name: tuple(devices)
         for name, devices in dist.Backend.backend_capability.items()
-        if name == "nccl" or built.get(name, lambda: True)()
+        if is_nccl(name) or built.get(name, lambda: True)()
     }
+    # torch registers a class of NCCL's when its name is first used.
+    names |= {name: names["nccl"] for name in nccl_names() if "nccl" in names}
     return tuple(sorted(names.items()))
 
 

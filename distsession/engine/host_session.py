@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,8 +20,10 @@ from functools import partial
 from typing import Any
 
 from distsession.engine import store_server
+from distsession.engine.log_file import read_tail
+from distsession.engine.oom import OomKills, oom_text
 from distsession.engine.process import agent_environment, module_command
-from distsession.protocol import folder_lock
+from distsession.protocol import folder_lock, places, unix_socket
 from distsession.protocol.attach import attach_path
 from distsession.protocol.forward import Forwarder, UnixForwarder, pump
 from distsession.protocol.host_link import ATTACH, MESSAGES, SOCKETS, STORE, TCP_STORE
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 5.0
 """Seconds that a connection to the kernel may take."""
-UNIX_PATH_MAX = 100
 END_TIMEOUT_S = 5.0
 """Seconds that the agent has to end its ranks and itself."""
 LOG_TAIL_BYTES = 2000
@@ -85,7 +85,9 @@ class HostSession:
         self._retired: list[Forwarder] = []
         """Those of the kernel before it, through which something may still come or go."""
         self._agent: subprocess.Popen[bytes] | None = None
-        self.folder, self._lock = _make_folder()
+        self._oom_kills = OomKills()
+        self.folder, self._lock = places.make_folder()
+        folder_lock.sweep(os.path.dirname(self.folder))  # of sessions that were killed
         try:
             path = store_server.socket_path(self.folder)
             self._forwarders.append(UnixForwarder(path, self._open_stream, STORE))
@@ -129,13 +131,8 @@ class HostSession:
         def carry() -> None:
             try:
                 with contextlib.closing(self._open_stream(ATTACH, token=token)) as stream:
-                    connection = socket.socket(socket.AF_UNIX)
-                    try:
-                        connection.connect(attach_path(self.folder, self._order.node))
-                    except OSError:  # there is no agent
-                        connection.close()
-                    else:
-                        pump(stream, connection)
+                    path = attach_path(self.folder, self._order.node)
+                    pump(stream, unix_socket.connect(path))
             except OSError as error:
                 log.warning("nobody can attach: %s", error)
 
@@ -144,14 +141,7 @@ class HostSession:
     def _connection(self) -> socket.socket:
         """A connection to the kernel."""
         if self._order.address.startswith("/"):  # a socket that ssh carries there
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(DIAL_TIMEOUT_S)
-            try:
-                connection.connect(self._order.address)
-            except OSError:
-                connection.close()
-                raise
-            return connection
+            return unix_socket.connect(self._order.address, timeout_s=DIAL_TIMEOUT_S)
         if self._order.address:
             address = self._order.address, self._order.port
             return socket.create_connection(address, DIAL_TIMEOUT_S)
@@ -166,6 +156,7 @@ class HostSession:
     def start_agent(self) -> int:
         """Start the agent, of which there is none; gives its pid."""
         arguments = [self.folder, str(self._order.node), str(os.getpid()), str(self._epoch)]
+        self._oom_kills.look_up(os.getpid())
         with open(self._log_path, "wb") as output:
             self._agent = subprocess.Popen(
                 [*module_command("distsession.engine.agent"), *arguments],
@@ -175,6 +166,7 @@ class HostSession:
                 env=agent_environment(_without_launcher(os.environ)),
                 start_new_session=True,
             )
+        self._oom_kills.watch(self._agent.pid)
         return self._agent.pid
 
     def ended(self) -> Mapping[str, Any] | None:
@@ -182,7 +174,9 @@ class HostSession:
         if self._agent is None or (code := self._agent.poll()) is None:
             return None
         pid, self._agent = self._agent.pid, None
-        return {"pid": pid, "code": code, "log": self._log_tail()}
+        is_killed, limit = self._oom_kills.check(pid)
+        oom = oom_text(limit) if is_killed and code == -signal.SIGKILL else ""
+        return {"pid": pid, "code": code, "oom": oom, "log": self._log_tail()}
 
     def end_agent(self, *, at_once: bool = False) -> None:
         """Tell the agent to end with its ranks; ``at_once`` leaves it no choice."""
@@ -203,9 +197,7 @@ class HostSession:
         return os.path.join(self.folder, "agent.log")
 
     def _log_tail(self) -> str:
-        with contextlib.suppress(OSError), open(self._log_path, "rb") as file:
-            return file.read()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
-        return ""
+        return read_tail(self._log_path, LOG_TAIL_BYTES).strip()
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -227,22 +219,6 @@ class HostSession:
 def _without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment without what ipyparallel's launcher has put there for engines of its own."""
     return {name: value for name, value in environ.items() if not name.startswith("IPP_")}
-
-
-def _make_folder() -> tuple[str, int]:
-    """A folder that only this user can open, and its lock; what was left beside it goes.
-
-    Raises:
-        OSError: There is no place for it.
-    """
-    base = tempfile.gettempdir()
-    if len(base) > UNIX_PATH_MAX - 46:  # no path of a socket may be longer than 107 bytes
-        base = "/tmp"
-    folder_lock.sweep(base)
-    folder = tempfile.mkdtemp(prefix=folder_lock.PREFIX, dir=base)
-    lock = folder_lock.make(folder)
-    os.mkdir(os.path.join(folder, "logs"), mode=0o700)
-    return folder, lock
 
 
 def _children(pid: int) -> list[int]:

@@ -16,12 +16,12 @@ from types import FrameType
 
 from distsession.engine import frames
 from distsession.engine.listeners import RequestListener, is_run
-from distsession.engine.preload import DDP_IMPORTS
+from distsession.engine.preload import LATER_IMPORTS
 from distsession.protocol.messages import Request
 
 __all__ = ["LONG_S", "ImportWatch"]
 
-LONG_S = 2.0
+LONG_S = 5.0
 """Seconds from which on an import is worth a word."""
 LOOK_S = 0.2
 """Seconds between two looks."""
@@ -72,7 +72,7 @@ class ImportWatch(RequestListener):
         return tuple(
             (name, seconds)
             for name, seconds in list(self._seconds.items())
-            if seconds >= LONG_S and name not in DDP_IMPORTS and _is_installed(name)
+            if seconds >= LONG_S and name not in LATER_IMPORTS and _is_installed(name)
         )
 
 

@@ -1,25 +1,19 @@
-"""The IPython kernel of a rank, and its registration with ipyparallel.
+"""The IPython shell of a rank.
 
-Everything that leans on ipyparallel's and ipykernel's inside is here. ``tests/integration/
+What leans on ipykernel's inside is here, and in ``px_engine.py``. ``tests/integration/
 test_ipyparallel.py`` fails when a release changes it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import builtins
 import contextlib
-import errno
-import inspect
-import json
 import logging
 import os
 import pdb
-import resource
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +21,8 @@ from typing import Any
 import comm
 import ipykernel.comm
 from ipykernel.compiler import XCachingCompiler
-from ipykernel.displayhook import ZMQDisplayHook
-from ipykernel.iostream import OutStream
+from ipykernel.kernelbase import Kernel
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
-from ipyparallel.engine import app as engine_app
-from ipyparallel.engine.kernel import IPythonParallelKernel
 from IPython.core import completerlib, oinspect  # noqa: F401  else each shell does so, on each rank
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionInfo
@@ -39,20 +30,21 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from distsession.engine import cell_source
-from distsession.engine.capture import Capture, redirected
+from distsession.engine.capture import Capture
 from distsession.engine.comms import Comms
-from distsession.protocol.messages import ClearOutput, ControllerInfo, Display
-from distsession.protocol.signing import no_signing_warning
+from distsession.protocol.messages import ClearOutput, Display
+from distsession.protocol.places import has_ipython_folder
 
-__all__ = ["ShellFront", "make_shell", "new_namespace", "prepare_shell", "register"]
+__all__ = [
+    "EngineShell",
+    "ShellFront",
+    "make_shell",
+    "new_namespace",
+    "prepare_shell",
+    "silent_debugger",
+]
 
 log = logging.getLogger(__name__)
-_ipyparallel_log = log.getChild("ipyparallel")
-_ipyparallel_log.setLevel(logging.CRITICAL + 1)  # what fails is told to the kernel, by an error
-_ipyparallel_log.addHandler(logging.NullHandler())  # its engine takes it that there is one
-
-DESCRIPTORS = 36
-"""How many a registration takes (ipyparallel 9.2). Without them zmq ends the whole process."""
 
 
 class _Publisher(ZMQDisplayPublisher):
@@ -151,6 +143,8 @@ class ShellFront:
 
 # --- the shell ------------------------------------------------------------------------------------
 
+IPYTHON_FOLDER = "ipython"
+"""Where shells have their folders within that of the session if the user has no place for them."""
 SHELL_ENVIRONMENT = ("HOME", "IPYTHONDIR", "XDG_CONFIG_HOME")
 """What decides where a shell has its folders, which it looks up when it is made."""
 
@@ -172,17 +166,20 @@ class _Prepared:
 _prepared: _Prepared | None = None
 
 
-def prepare_shell() -> None:
+def prepare_shell(folder: str) -> None:
     """Make the shell that ranks forked from this process will have.
 
     To make one takes a rank longer than to connect to all others. This process stays as it was:
     what it imports later finds no shell.
+
+    Args:
+        folder: Of the session.
     """
     global _prepared
     path, environ, names = list(sys.path), dict(os.environ), dict(vars(builtins))
     main = sys.modules["__main__"]
     try:
-        shell = _new_shell({})
+        shell = _new_shell({}, folder)
         added = {name: value for name, value in vars(builtins).items() if name not in names}
         _prepared = _Prepared(shell, _shell_environment(), added)
         comm.get_comm_manager()  # ipykernel's is made when it is first asked for
@@ -205,7 +202,9 @@ def new_namespace() -> dict[str, Any]:
     return {} if prepared is None else prepared.shell.user_ns
 
 
-def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Comms) -> ShellFront:
+def make_shell(
+    namespace: dict[str, Any], capture: Capture, rank: int, comms: Comms, folder: str
+) -> ShellFront:
     """Make the shell whose ``user_ns`` is the rank's namespace.
 
     Args:
@@ -213,26 +212,48 @@ def make_shell(namespace: dict[str, Any], capture: Capture, rank: int, comms: Co
         capture: Gets what is displayed.
         rank: Which.
         comms: Of its widgets.
+        folder: Of the session.
     """
     prepared = _usable()
     if prepared is not None and prepared.shell.user_ns is namespace:
         shell = prepared.shell
         _settle(prepared)
     else:
-        shell = _new_shell(namespace)
+        shell = _new_shell(namespace, folder)
     sys.argv = [""]  # argparse would take the agent's own arguments for the user's
     cell_source.keep_in_linecache()
     publisher = shell.display_pub
     assert isinstance(publisher, _Publisher)
     publisher.capture = capture
     publisher.rank = rank
+    _refuse_magics_of_notebook(shell)
     comms.install(_is_px)
     _install_old_comms(shell, comms)
     return ShellFront(shell)
 
 
-def _new_shell(namespace: dict[str, Any]) -> EngineShell:
+def _refuse_magics_of_notebook(shell: EngineShell) -> None:
+    """Let ranks say where ``%session`` and ``%distributed`` belong."""
+    for name in ("session", "distributed"):
+
+        def refuse(line: str, cell: str | None = None, name: str = name) -> None:
+            percent = "%" if cell is None else "%%"
+            raise UsageError(
+                f"{percent}{name} is for the notebook, and this code runs on the ranks: put it "
+                "into a cell of its own, without %%distributed."
+            )
+
+        for kind in ("line", "cell"):
+            if name not in shell.magics_manager.magics[kind]:
+                shell.register_magic_function(refuse, kind, name)
+
+
+def _new_shell(namespace: dict[str, Any], folder: str) -> EngineShell:
     config = Config()
+    own = None
+    if not has_ipython_folder():
+        own = os.path.join(folder, IPYTHON_FOLDER)
+        os.makedirs(own, mode=0o700, exist_ok=True)
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
     config.InteractiveShell.display_page = True  # obj? is shown like other output
@@ -241,6 +262,7 @@ def _new_shell(namespace: dict[str, Any]) -> EngineShell:
         user_ns=namespace,
         compiler_class=XCachingCompiler,
         config=config,
+        ipython_dir=own,
         display_pub_class=_Publisher,
     )
     # Libraries take sys.ps1 for a person who sits at a prompt: Lightning then refuses "ddp".
@@ -286,7 +308,7 @@ class _OldComm(ipykernel.comm.Comm):
 
     def __init__(self, *args: Any, **keys: Any):
         self._is_px = _is_px()
-        keys.setdefault("kernel", _Kernel.instance() if self._is_px else self.ours)
+        keys.setdefault("kernel", Kernel.instance() if self._is_px else self.ours)
         super().__init__(*args, **keys)
 
     def publish_msg(self, kind: str, *args: Any, **keys: Any) -> None:
@@ -314,117 +336,8 @@ def _install_old_comms(shell: EngineShell, comms: Comms) -> None:
     ipykernel.comm.Comm = _OldComm
 
 
-# --- ipyparallel ----------------------------------------------------------------------------------
-
-
-class _Kernel(IPythonParallelKernel):
-    """ipyparallel's kernel, with its output streams set only while it works."""
-
-    shell_class = EngineShell  # adopts the one that make_shell made
-    px_streams: tuple[Any, Any] | None = None
-    around: Callable[[], AbstractContextManager[None]]
-
-    def set_parent(self, ident: Any, parent: Any, channel: str = "shell") -> None:
-        super().set_parent(ident, parent, channel)
-        for stream in self.px_streams or ():
-            stream.set_parent(parent)
-
-    @contextlib.contextmanager
-    def _px(self) -> Iterator[None]:
-        process = os.getpid()
-        publisher = self.shell.display_pub
-        publisher.is_px = True
-        try:
-            if self.px_streams is None:
-                yield
-                return
-            with redirected(*self.px_streams):
-                try:
-                    with type(self).around():
-                        yield
-                finally:
-                    # The client forgets a request once it is idle, with whatever still comes.
-                    for stream in self.px_streams:
-                        stream.flush()
-        finally:
-            publisher.is_px = False
-            if os.getpid() != process:  # a fork that has come to the end of what it was to run
-                os._exit(0)
-
-    async def do_execute(self, *args: Any, **kwargs: Any) -> Any:
-        with self._px():
-            return await super().do_execute(*args, **kwargs)
-
-    def do_apply(self, *args: Any, **kwargs: Any) -> Any:
-        with self._px():
-            return super().do_apply(*args, **kwargs)
-
-
-class _Engine(engine_app.IPEngine):
-    """ipyparallel's engine without what it does to a process of its own."""
-
-    out_stream_factory = display_hook_factory = None
-    _joined: asyncio.Future[None] | None = None
-    """With ipyparallel 8, whether it has registered."""
-
-    def init_signal(self) -> None:
-        pass  # signals are the rank's own affair
-
-    def init_crash_handler(self) -> None:
-        pass  # exceptions of a rank are reported to the session
-
-    def exit(self, exit_status: int = 0) -> None:
-        problem = sys.exception()  # which ipyparallel handles by ending the process
-        raise problem or RuntimeError(f"ipyparallel's engine wanted to end with {exit_status}")
-
-    def abort(self) -> None:
-        """Registration took too long; the rank itself goes on without ipyparallel."""
-        problem = TimeoutError(f"the controller did not answer within {self.timeout:g} s")
-        if self._joined is None:
-            raise problem
-        if not self._joined.done():
-            self._joined.set_exception(problem)
-
-    def redirect_output(self, iopub_socket: Any) -> None:
-        kernel = self.kernel
-        assert isinstance(kernel, _Kernel)
-        # watchfd: descriptors 1 and 2 are our log files and stay so.
-        kernel.px_streams = tuple(
-            OutStream(self.session, iopub_socket, name, watchfd=False)
-            for name in ("stdout", "stderr")
-        )
-        for stream, name in zip(kernel.px_streams or (), ("stdout", "stderr"), strict=True):
-            stream.topic = f"engine.{self.id}.{name}".encode("ascii")
-        hook = sys.displayhook = ZMQDisplayHook(self.session, iopub_socket)
-        hook.topic = f"engine.{self.id}.execute_result".encode("ascii")
-
-    async def join(self) -> None:
-        """Register, and serve what ipyparallel's clients send."""
-        if inspect.iscoroutinefunction(engine_app.IPEngine.register):
-            await self.register()
-            return
-        # ipyparallel 8 goes on in a callback, and redirects output without a method for that.
-        self._joined = asyncio.get_running_loop().create_future()
-        self._abort_timeout = self.loop.add_timeout(self.loop.time() + self.timeout, self.abort)
-        self.register()
-        await self._joined
-        self.redirect_output(self.kernel.iopub_socket)
-
-    def complete_registration(self, *arguments: Any) -> Any:
-        if inspect.iscoroutinefunction(engine_app.IPEngine.complete_registration):
-            return super().complete_registration(*arguments)
-        assert self._joined is not None
-        try:
-            self._complete_registration(*arguments)
-        except BaseException as error:
-            self._joined.set_exception(error)
-        else:
-            self._joined.set_result(None)
-        return None
-
-
 @contextlib.contextmanager
-def _silent_debugger() -> Iterator[None]:
+def silent_debugger() -> Iterator[None]:
     """Let ipykernel's debugger, which nobody uses here, not warn of Python's frozen modules."""
     name = "PYDEVD_DISABLE_FILE_VALIDATION"
     before = os.environ.get(name)
@@ -436,46 +349,3 @@ def _silent_debugger() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _check_room() -> None:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + DESCRIPTORS > limit:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
-async def register(
-    info: ControllerInfo,
-    rank: int,
-    namespace: dict[str, Any],
-    report: Callable[[int], None],
-    around: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Become an engine of ipyparallel's controller; the engine's id is the rank where it is free.
-
-    Args:
-        info: Where the controller is, and its keys.
-        rank: The id to ask for. The controller silently gives another if that is taken.
-        namespace: The user namespace that ``%%px`` is to share.
-        report: Called with the id that the controller gave.
-        around: Makes what code of the user runs within.
-    """
-    _check_room()
-    engine_app.Kernel = _Kernel
-    _Kernel.around = staticmethod(around)
-    config = Config()
-    config.ProfileDir.location = info.profile_dir
-    config.IPEngine.enable_nanny = False
-    config.IPEngine.max_heartbeat_misses = 0  # a controller's end must not end the rank
-    config.IPEngine.timeout = 30.0
-    engine = _Engine(config=config, user_ns=namespace, id=rank, log=_ipyparallel_log)
-    engine.connection_info_env = json.dumps(info.connection)
-    own_path, own_cwd = list(sys.path), os.getcwd()
-    try:
-        with no_signing_warning(), _silent_debugger():
-            engine.initialize(argv=[])
-            await engine.join()
-    finally:
-        sys.path[:] = own_path
-        os.chdir(own_cwd)
-    report(engine.id)

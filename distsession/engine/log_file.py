@@ -32,6 +32,7 @@ __all__ = [
     "next_data",
     "read_parts",
     "read_piece",
+    "read_tail",
 ]
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -66,6 +67,19 @@ def log_path(folder: str, rank: int, generation: int, stream: str) -> str:
         stream: ``"out"``, ``"err"``, or ``"fault"`` for the Python stack of a crash.
     """
     return os.path.join(folder, "logs", f"rank{rank}-{generation}.{stream}")
+
+
+def read_tail(path: str, count: int) -> str:
+    """The end of a file, however long it is; empty where there is none.
+
+    Args:
+        path: Of the file.
+        count: So many bytes at most.
+    """
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - count))
+        return file.read(count).decode("utf-8", "replace")
+    return ""
 
 
 def newest_log(folder: str, rank: int, stream: str) -> str | None:
@@ -224,12 +238,18 @@ class LogFile:
     def _punch_hole(self, until: int) -> bool:
         """Punch a hole up to about there; whether that was possible."""
         until = until // BLOCK_BYTES * BLOCK_BYTES
-        if until <= self._begin or self._fallocate is None:
+        if until <= self._begin:
             return False
-        mode = _PUNCH_HOLE | _KEEP_SIZE
-        problem = self._fallocate(self._descriptor, mode, self._begin, until - self._begin)
-        self._begin = until
-        return not problem
+        begin, self._begin = self._begin, until
+        return punch_hole(self._descriptor, begin, until)
+
+
+def punch_hole(descriptor: int, begin: int, until: int) -> bool:
+    """Give the blocks of a part of a file back to the disk; False where that is not possible."""
+    fallocate = _fallocate()
+    if fallocate is None:
+        return False
+    return not fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, until - begin)
 
 
 @functools.cache

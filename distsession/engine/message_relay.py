@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 WELCOME_TIMEOUT_S = 10.0
 """Seconds that the kernel may take to answer a relay that has connected."""
-CONNECT_TIMEOUT_S = 10.0
-"""Seconds that a rank which is ready may take to connect, before what waits for it is dropped."""
 RETRY_MS = 1, 50
 """The shortest and the longest pause between two attempts to send what ranks have not taken."""
 LOOK_S = 0.02, 0.1
@@ -68,13 +66,13 @@ class _Waiting:
         kind: Which socket.
         name: Of the rank.
         messages: The oldest first.
-        since: Since when it is not connected, by ``time.monotonic()``; 0 if it is.
+        is_connected: Whether the rank is; else it gets them when it connects.
     """
 
     kind: bytes
     name: bytes
     messages: deque[Sequence[Any]] = field(default_factory=deque)
-    since: float = 0.0
+    is_connected: bool = True
 
 
 class MessageRelay:
@@ -256,7 +254,7 @@ class MessageRelay:
 
     def _can_hand_on(self) -> bool:
         """Whether messages wait for ranks that are there."""
-        return any(not waiting.since for waiting in self._waiting.values())
+        return any(waiting.is_connected for waiting in self._waiting.values())
 
     def _drop_all(self) -> None:
         """Ranks send nothing on their control sockets."""
@@ -375,13 +373,10 @@ class MessageRelay:
         """Send to a rank; False if it takes nothing now."""
         send_it = self._try_request if waiting.kind == link.REQUEST else self._try_control
         is_sent = send_it(waiting.name, message)
-        if is_sent is None:
-            waiting.since = waiting.since or time.monotonic()
-            return False
-        waiting.since = 0.0
+        waiting.is_connected = is_sent is not None
         if is_sent:
             self._note_taken(link.key_of(waiting.kind, waiting.name), 1)
-        return is_sent
+        return bool(is_sent)
 
     def _try_request(self, name: bytes, message: Sequence[Any]) -> bool | None:
         """The same; None if it is not connected."""
@@ -410,10 +405,5 @@ class MessageRelay:
         for key, waiting in list(self._waiting.items()):
             while waiting.messages and self._try(waiting, waiting.messages[0]):
                 waiting.messages.popleft()
-            is_late = waiting.since and time.monotonic() - waiting.since > CONNECT_TIMEOUT_S
-            if is_late and waiting.messages:
-                log.warning("%s is not connected", waiting.name)
-                self._note_taken(key, len(waiting.messages))
-                waiting.messages.clear()
             if not waiting.messages:
                 del self._waiting[key]

@@ -7,8 +7,9 @@ on a shared host somebody else's process may have been the one.
 
 from __future__ import annotations
 
-import contextlib
 import os
+
+from distsession.engine.cgroups import group_folders, read_lines, read_value
 
 __all__ = ["OomKills", "oom_text"]
 
@@ -43,6 +44,11 @@ class OomKills:
         """A process has been started."""
         self._folders[pid] = self._folder
 
+    def forget(self) -> None:
+        """The kills so far were of others than those that are watched."""
+        self._host = self._count_host()
+        self._counts = {folder: _count(folder) for folder in self._counts}
+
     def check(self, pid: int) -> tuple[bool, int]:
         """Whether a process that has ended on SIGKILL was killed so.
 
@@ -58,40 +64,18 @@ class OomKills:
         return now > before, _limit(folder) if now > before else 0
 
     def _count_host(self) -> int:
-        return _value(os.path.join(self._proc, "vmstat"), "oom_kill", 0)
+        return read_value(os.path.join(self._proc, "vmstat"), "oom_kill", 0)
 
     def _find_folder(self, pid: int) -> str:
         """Of the memory cgroup of a process; empty where there is none that counts."""
-        for line in _lines(os.path.join(self._proc, str(pid), "cgroup")):
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            for root, mount in self._mounts(is_unified=not controllers):
-                inside = path if root == "/" else path.removeprefix(root)
-                folder = os.path.normpath(f"{mount}/{inside}")
-                while len(folder) >= len(mount) and _count(folder) < 0:
-                    folder = os.path.dirname(folder)  # no memory controller at this level
-                if len(folder) >= len(mount):
-                    return folder
-        return ""
-
-    def _mounts(self, *, is_unified: bool) -> list[tuple[str, str]]:
-        """Root and place of what is mounted of the cgroups' file system."""
-        found = []
-        for line in _lines(os.path.join(self._proc, "self", "mountinfo")):
-            fields, _, rest = line.partition(" - ")
-            kind, _, options = rest.split(" ", 2)
-            is_memory = kind == "cgroup" and "memory" in options.replace(" ", ",").split(",")
-            if kind == "cgroup2" if is_unified else is_memory:
-                root, mount = fields.split(" ")[3:5]
-                found.append((root, mount))
-        return found
+        folders = group_folders(pid, "memory", self._proc)
+        return next((folder for folder in folders if _count(folder) >= 0), "")
 
 
 def _count(folder: str) -> int:
     """How many processes of a cgroup were killed; -1 where nobody counts."""
     for name in ("memory.events", "memory.oom_control"):
-        count = _value(os.path.join(folder, name), "oom_kill", -1)
+        count = read_value(os.path.join(folder, name), "oom_kill", -1)
         if count >= 0:
             return count
     return -1
@@ -102,25 +86,11 @@ def _limit(folder: str) -> int:
     lowest = _NO_LIMIT
     while len(folder) > 1:
         for name in ("memory.max", "memory.limit_in_bytes"):
-            for line in _lines(os.path.join(folder, name))[:1]:
+            for line in read_lines(os.path.join(folder, name))[:1]:
                 if line.isdigit():
                     lowest = min(lowest, int(line))
         folder = os.path.dirname(folder)
     return lowest if lowest < _NO_LIMIT else 0
-
-
-def _value(path: str, name: str, default: int) -> int:
-    for line in _lines(path):
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
-    return default
-
-
-def _lines(path: str) -> list[str]:
-    with contextlib.suppress(OSError), open(path) as file:
-        return file.read().splitlines()
-    return []
 
 
 def oom_text(limit: int) -> str:

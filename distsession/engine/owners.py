@@ -12,13 +12,15 @@ import logging
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
+from distsession.engine.process import started_at
+from distsession.options import duration_text
+from distsession.protocol import unix_socket, whole_messages
 from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.attach import (
     Attached,
@@ -35,6 +37,7 @@ from distsession.protocol.attach import (
     LogsRequest,
     attach_path,
 )
+from distsession.protocol.host_clock import host_clock
 from distsession.protocol.kept_record import OWNER_FILE, Owner, write_record
 
 __all__ = ["Owners"]
@@ -44,8 +47,11 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 1.0
 """Seconds that one who has connected may take to say what it wants."""
 
-REPLY_TIMEOUT_S = 1
-"""Seconds that one who has asked for logs may take to read what the system does not take."""
+BACKLOG = 16
+REPLY_TIMEOUT_S = 1.0
+"""Seconds that one who has asked may take to read what the system does not take."""
+ANSWER_TIMEOUT_S = 5.0
+"""The same for one who is to be the owner, and whom the one before has made room for."""
 SEND_BYTES = 208 << 10
 """Room that is asked for, and may be had everywhere; the system makes twice as much of it."""
 
@@ -62,10 +68,9 @@ class Owners:
         self._folder, self._node = start.folder, start.node
         self._keep_s, self._keep_idle_s = start.keep, start.keep_idle
         self._version = start.version
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(attach_path(self._folder, self._node))
-        self._listener.listen(16)
+        self._listener = unix_socket.listen(attach_path(self._folder, self._node), backlog=BACKLOG)
         self.epoch, self._pid, self._since = start.epoch, pid, time.time()
+        self._began = started_at(pid)
         self._gone_at: float | None = None
         self._lease_began = 0.0
         self._idle_since: float | None = None
@@ -83,10 +88,19 @@ class Owners:
 
     def leave(self) -> None:
         """The owner is gone."""
-        self._gone_at, self._lease_began = time.time(), _clock()
+        self._gone_at, self._lease_began = time.time(), host_clock()
         self.left_at_ns = time.monotonic_ns()
         self._idle_since = None
         self._write()
+
+    def let_go(self, link: Connection, reason: str) -> None:
+        """Tell an owner that it is none any more, or it would take this agent for gone.
+
+        Args:
+            link: To it; it is closed.
+            reason: Why.
+        """
+        _tell(link, Fenced(reason))
 
     def problem(self, is_idle: Callable[[], bool]) -> str:
         """Why the session is over; empty while it is not.
@@ -96,9 +110,9 @@ class Owners:
         """
         if self._gone_at is None:
             return ""
-        now = _clock()
+        now = host_clock()
         if now > self._lease_began + self._keep_s:
-            return f"nobody has attached for {self._keep_s:g} s"
+            return f"nobody had attached for {duration_text(self._keep_s)}"
         if not self._keep_idle_s:
             return ""
         if not is_idle():
@@ -106,7 +120,8 @@ class Owners:
         elif self._idle_since is None:
             self._idle_since = now
         elif now > self._idle_since + self._keep_idle_s:
-            return f"nobody has attached, and the ranks have been idle for {self._keep_idle_s:g} s"
+            idle = duration_text(self._keep_idle_s)
+            return f"nobody had attached, and the ranks had been idle for {idle}"
         return ""
 
     def _write(self) -> None:
@@ -118,9 +133,11 @@ class Owners:
         owner = Owner(
             epoch=self.epoch,
             pid=self._pid,
+            began=self._began,
             since=self._since,
             gone_at=gone_at,
             lease_ends_at=ends_at,
+            lease_ends_clock=None if gone_at is None else self._lease_began + self._keep_s,
         )
         try:
             write_record(self._folder, OWNER_FILE, asdict(owner))
@@ -148,27 +165,34 @@ class Owners:
             The link to another owner, which is None if it is gone already, and its pid; or that the
             session is to end; or None where all stays as it was.
         """
-        connection = Connection(self._listener.accept()[0].detach())
         try:
-            wanted = connection.recv() if connection.poll(REQUEST_TIMEOUT_S) else None
+            connection = Connection(unix_socket.accept(self._listener).detach())
+        except OSError as error:
+            log.warning("no connection is taken: %s", error)
+            return None
+        try:
+            wanted = whole_messages.receive(connection, REQUEST_TIMEOUT_S)
             match wanted:
                 case EndSession():
                     _tell(link, Fenced(wanted.reason, is_over=True))
                     with contextlib.suppress(OSError):  # who asked for it may not wait
-                        connection.send(Ended())
+                        whole_messages.send(connection, Ended(), REPLY_TIMEOUT_S)
                     return wanted
                 case AttachRequest():
                     if refusal := self._refusal(wanted, link is not None):
-                        connection.send(AttachRefused(refusal))
+                        whole_messages.send(connection, AttachRefused(refusal), REPLY_TIMEOUT_S)
                     else:
                         return self._change(wanted, connection, link, attached)
                 case BoardRequest():
-                    connection.send(read_board(wanted.whole))
+                    whole_messages.send(connection, read_board(wanted.whole), REPLY_TIMEOUT_S)
                 case LogsRequest():
-                    _limit_sending(connection)
-                    connection.send(LogsReply(read_logs(wanted.reads)))
+                    _make_room(connection)
+                    reply = LogsReply(read_logs(wanted.reads))
+                    whole_messages.send(connection, reply, REPLY_TIMEOUT_S)
                 case _:
                     log.warning("somebody has connected who does not say what for: %r", wanted)
+        except TimeoutError as error:
+            log.warning("somebody who connected is given up: %s", error)
         except (EOFError, OSError) as error:
             log.warning("somebody who connected is gone: %s", error)
         except Exception:
@@ -203,12 +227,13 @@ class Owners:
         epoch = wanted.epoch or self.epoch + 1
         answer = attached(epoch)
         at = time.strftime("%H:%M:%S")
-        _tell(link, Fenced(f"process {wanted.pid} has taken it at {at}"))
+        _tell(link, Fenced(f"{wanted.who} has taken it at {at}", taken=f"by {wanted.who} at {at}"))
         self.epoch = epoch
         self._pid, self._since, self._gone_at = wanted.pid, time.time(), None
+        self._began = started_at(wanted.pid)
         self._write()
         try:
-            connection.send(answer)
+            whole_messages.send(connection, answer, ANSWER_TIMEOUT_S)
         except OSError as error:  # it has not waited, and the one before has been told of it
             log.warning("who has attached is gone: %s", error)
             connection.close()
@@ -216,17 +241,10 @@ class Owners:
         return connection, wanted.pid
 
 
-def _clock() -> float:
-    """Seconds by a clock that nobody sets, and that goes on while the machine sleeps."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _limit_sending(connection: Connection) -> None:
-    """Who reads slowly, or over a slow network, must not hold the agent up."""
+def _make_room(connection: Connection) -> None:
+    """For one who reads slowly, or over a slow network."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-        limit = struct.pack("ll", REPLY_TIMEOUT_S, 0)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _tell(link: Connection | None, message: Any) -> None:

@@ -10,11 +10,15 @@ import importlib
 import traceback
 from collections.abc import Sequence
 
-__all__ = ["DDP_IMPORTS", "import_modules"]
+__all__ = ["LATER_IMPORTS", "import_modules"]
 
-DDP_IMPORTS = ("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx")
-"""What ``DistributedDataParallel`` imports when it is first constructed (torch 2.13), over a
-second. Imported while nothing else is to be done, so that ranks forked later have it."""
+LATER_IMPORTS = (
+    *("sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx"),
+    "distsession.engine.px_engine",
+)
+"""What ranks import at a first use: ``DistributedDataParallel`` when it is constructed, for over a
+second with torch 2.13, and a registration with ipyparallel. The agent imports these modules while
+it has nothing else to do, so that ranks forked later have them."""
 
 MAX_ERROR_CHARS = 2000
 """Of what a module's error says."""

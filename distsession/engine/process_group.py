@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed as dist
 # a program imports it before there is one, that is none: the default group of the time of the call.
 import torch.distributed.nn.functional
 
+from distsession.distributed.accelerator import backends_of
 from distsession.distributed.environ import rank_environment
 from distsession.distributed.seeding import seed_everything
 from distsession.engine import host_info, store, store_server
@@ -333,6 +335,7 @@ def leave() -> None:
 
 def rank_info(place: Place, generation: int) -> RankInfo:
     """The facts of this rank."""
+    classes = _backend_classes(place)
     return RankInfo(
         rank=place.rank,
         local_rank=place.local_rank,
@@ -348,4 +351,16 @@ def rank_info(place: Place, generation: int) -> RankInfo:
         torch_version=str(torch.__version__),
         python_version=".".join(map(str, sys.version_info[:3])),
         torch_changes=torch_changes.sentences(),
+        backend_class=", ".join(classes),
+        nccl=".".join(map(str, host_info.nccl_version())) if "NCCL" in "".join(classes) else "",
     )
+
+
+def _backend_classes(place: Place) -> list[str]:
+    """The classes of torch that give the operations of the session's group to a device."""
+    # Code may have made the default group anew, with another backend.
+    if not dist.is_initialized() or backends_of() != torch_private.Recipe(place.backend).backends:
+        return []
+    world: Any = dist.group.WORLD
+    found = torch_private.backend_classes(getattr(world, "inner", world))
+    return sorted(kind.__name__ for kind in found)

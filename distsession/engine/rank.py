@@ -32,13 +32,16 @@ from distsession.engine import (
     device_ipc,
     failure,
     frames,
+    guarded,
     process_group,
+    process_limit,
     store,
     tensors,
 )
 from distsession.engine.capture import Capture
 from distsession.engine.collectives import abort, in_flight, torch_changes, torch_private
 from distsession.engine.collectives.group import Groups
+from distsession.engine.collectives.hooked import HookedGroups
 from distsession.engine.collectives.recorder import Recorder
 from distsession.engine.collectives.torch_changes import Part
 from distsession.engine.comms import Comms
@@ -48,10 +51,17 @@ from distsession.engine.deaths import LastLine, catch_faults
 from distsession.engine.debugger import Debugger
 from distsession.engine.event_loop import RankLoop
 from distsession.engine.execute import NOTHING, awaiting
+from distsession.engine.forced_end import ForcedEnd
 from distsession.engine.forks import Forks, launch_error, make_private, spawn_hint
 from distsession.engine.imports import LONG_S, ImportWatch
-from distsession.engine.ipython import ShellFront, make_shell, new_namespace, register
+from distsession.engine.ipython import (
+    ShellFront,
+    make_shell,
+    new_namespace,
+    silent_debugger,
+)
 from distsession.engine.kernel_link import KernelLink, Received
+from distsession.engine.left_threads import LeftThreads
 from distsession.engine.listeners import is_run, told
 from distsession.engine.log_file import log_path
 from distsession.engine.mappings import Mappings
@@ -204,6 +214,8 @@ class Rank:
         self._recorder.reset()
         last_line.share(self._recorder.region)
         self._groups: Groups | None = None
+        self._hooked: HookedGroups | None = None
+        """Records what groups of torch's own do, where there are none of ours."""
         self._has_gloo = "gloo" in start.backend
         self._folder = start.folder
         self._native_mark = os.path.join(start.folder, NATIVE_MARK)
@@ -219,6 +231,8 @@ class Rank:
                 strict=start.check == "strict",
                 session=self._place.session,
             )
+        if self._groups is None:
+            self._follow_groups()
         if start.check == "detail" and (self._groups is None or not is_gloo):
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         self._store = store.session_store(self._place.store_path)
@@ -230,8 +244,10 @@ class Rank:
             self._store.record_wait = self._groups.record_store_wait
         self._user_groups = UserGroups(self._place, self._recorder, self._groups)
         self._imports = ImportWatch()
+        self._left_threads = LeftThreads(OWN_THREADS)
         self._cpp_warnings = torch_private.CppWarnings()
-        self._trace = Trace(rank, None if self._groups is None else self._recorder)
+        is_recorded = self._groups is not None or self._hooked is not None
+        self._trace = Trace(rank, self._recorder if is_recorded else None)
         self._group_lock = threading.Lock()
         self._still: tuple[int, float] = 0, 0.0
         """The call at which the main thread was when a limit was over, and since when."""
@@ -255,6 +271,7 @@ class Rank:
         sys.stdout, sys.stderr = self._capture.streams
         sys.__stdout__, sys.__stderr__ = self._capture.streams  # type: ignore[misc,assignment]
         self._interrupter = Interrupter()
+        guarded.install(self._interrupter.limited, _Terminated)
         self._control = Control(
             self._link.control,
             self._interrupter,
@@ -316,7 +333,8 @@ class Rank:
             try:
                 self._join()
             except Exception as error:
-                self._send(RankFailed(self._rank, self._generation, failure.describe(error)))
+                told, limit = failure.describe(error), process_limit.refusal(str(error))
+                self._send(RankFailed(self._rank, self._generation, told, limit))
                 time.sleep(0.2)  # let the message out; the session ends us anyway
                 return
             self._get_ready()
@@ -367,6 +385,13 @@ class Rank:
         torch_changes.turn_off(Part.GROUPS, "way to make a process group")
         torch_private.leave_groups_to_torch()
         self._groups = None
+        self._follow_groups()
+
+    def _follow_groups(self) -> None:
+        """Record what torch's own groups do, if this torch has hooks for that."""
+        if torch_changes.has_hooks() and self._hooked is None:
+            self._hooked = HookedGroups(self._recorder)
+            self._hooked.begin_generation(self._generation)
 
     def _on_terminate(self, _number: int, frame: FrameType | None) -> None:
         self._last_line.note_terminated(frame)
@@ -378,6 +403,8 @@ class Rank:
         if isinstance(unraisable.exc_value, _Terminated) and not self._forks.is_child:
             signal.signal(signal.SIGTERM, self._on_terminate)
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        elif isinstance(unraisable.exc_value, ForcedEnd):
+            pass  # it comes again
         elif not self._interrupter.is_swallowed(unraisable.exc_value):
             sys.__unraisablehook__(unraisable)
 
@@ -410,7 +437,9 @@ class Rank:
 
     def _make_namespace(self) -> None:
         place = self._place
-        self._front = make_shell(self._namespace, self._capture, self._rank, self._comms)
+        self._front = make_shell(
+            self._namespace, self._capture, self._rank, self._comms, self._folder
+        )
         self._namespace.update(
             rank_names(place.rank, place.local_rank, place.world_size, place.device)
         )
@@ -438,7 +467,9 @@ class Rank:
             self._debugger,
             self._trace,
             self._user_groups,
+            *((self._hooked,) if self._hooked is not None else ()),
             self._cpp_warnings,
+            self._left_threads,
         )
         self._on_begin = told(listeners, "begin_request")
         self._on_code_end = told(reversed(listeners), "end_code")
@@ -538,6 +569,7 @@ class Rank:
         for begin in self._on_begin:
             begin(request)
         began = time.perf_counter()
+        was_cut_off = self._recorder.region.is_cut_off  # an earlier request, which has failed
         self._thread_error = None
         answer: serialize.Frames | Segment = []
         shown = error = reason = None
@@ -547,9 +579,10 @@ class Rank:
                     raise KeyboardInterrupt
                 with self._handlers.user_code() if is_run(request) else NO_CODE:
                     value, shown = self._dispatcher.perform(request, payload)
-                if self._recorder.region.is_cut_off and self._recorder.abort is not None:
+                recorder = self._recorder
+                if recorder.region.is_cut_off and not was_cut_off and recorder.abort is not None:
                     # However it came out of the wait: it was computed from what had not come.
-                    raise self._recorder.abort_error()
+                    raise recorder.abort_error()
                 self._forks.end_child()
                 del payload
                 duration = time.perf_counter() - began
@@ -566,6 +599,7 @@ class Rank:
         if error is None and self._thread_error is not None and is_run(request):
             error, shown, answer = self._thread_error, None, []
             reason = cause.find(error, self._recorder.abort)
+        self._interrupter.leave()  # where an interrupt has come in the midst of just that
         for end in self._on_code_end:
             end(request, error)
         info = own = None
@@ -596,6 +630,9 @@ class Rank:
 
     def _explain(self, raised: BaseException) -> BaseException:
         """What ended the user's code; where C++ waited, as in a backward, why gloo broke off."""
+        return guarded.guarded(lambda: self._explained(raised), lambda _: raised)
+
+    def _explained(self, raised: BaseException) -> BaseException:
         if explained := launch_error(raised):
             return explained
         for part in cause.chain(raised):
@@ -696,6 +733,8 @@ class Rank:
             self._generation = request.generation
             self._recorder.reset()
             self._user_groups.begin_generation(request.generation)
+            if self._hooked is not None:
+                self._hooked.begin_generation(request.generation)
         if is_kept and self._groups is not None:
             self._keep(self._groups)
         else:
@@ -723,8 +762,8 @@ class Rank:
         with self._group_lock:
             if message.generation >= self._generation:
                 self._aborted = self._recorder.abort = message
-                self._recorder.aborted.set()
-                if self._rank in message.stuck and len(self._recorder.in_flight):
+                self._recorder.aborted.open()
+                if self._rank in message.stuck and self._recorder.in_flight.is_on_device:
                     self._cut_off(message)  # at once: the others come free at other moments
                 self._store.end_waits()
 
@@ -759,13 +798,14 @@ class Rank:
             self._recorder.note_completed()
             self._cpp_warnings.mute()
             # Before it is freed, or it might have gone on with what was not computed, to its end.
-            is_cut_off = len(self._recorder.in_flight) > 0 or self._recorder.unseen.is_replaying
+            recorder = self._recorder
+            is_cut_off = recorder.in_flight.is_on_device or recorder.unseen.is_replaying
             if is_cut_off:
                 self._cut_off(message)
-            if self._groups is None:
-                abort.abort_communicators()
-            else:
+            if self._groups is not None:
                 self._groups.abort()
+            elif not process_group.is_gloo(self._place.backend):  # gloo's would wait for its works
+                abort.abort_communicators()
             self._store.end_waits()
             if not self._is_at_rest():  # with many ranks the sockets are many, and looked at each
                 if self._has_gloo and self._recorder.connections.give_up():
@@ -799,6 +839,10 @@ class Rank:
         """From the control thread: whether no thread that runs user code has anything to do."""
         if self._recorder.region.request or self._interrupter.is_running:
             return False
+        return self._has_one_thread()
+
+    def _has_one_thread(self) -> bool:
+        """From the control thread: whether only the main thread runs user code."""
         own = {t.ident for t in threading.enumerate() if t.name in OWN_THREADS}
         return sys._current_frames().keys() <= own | {threading.main_thread().ident}
 
@@ -885,7 +929,8 @@ class Rank:
         recorder = self._recorder
         recorder.note_completed()
         if not recorder.region.request:
-            return StackReply(self._rank, number, (), "")
+            has_threads = self._left_threads.are_at_work()
+            return StackReply(self._rank, number, (), "", has_threads=has_threads)
         unseen = recorder.unseen
         is_device_wait = self._is_device_wait()
         stack = failure.stack(_innermost(), awaiting())
@@ -894,7 +939,15 @@ class Rank:
         place = failure.innermost(stack) if stack else self._last_line.place
         instruction = in_flight.instruction(_innermost())
         return StackReply(
-            self._rank, number, stack, place, is_device_wait, unseen.texts(), instruction
+            self._rank,
+            number,
+            stack,
+            place,
+            is_device_wait,
+            unseen.texts(),
+            instruction,
+            has_one_thread=self._has_one_thread(),
+            interrupted=self._interrupter.fate(),
         )
 
     def _is_device_wait(self) -> bool:
@@ -975,6 +1028,9 @@ class Rank:
             os.makedirs(profile, mode=0o700, exist_ok=True)
             info = replace(info, profile_dir=profile)
         try:
+            with silent_debugger():  # ipyparallel is imported, which few sessions use
+                from distsession.engine.px_engine import register
+
             await register(info, self._rank, self._namespace, report, around=self._client_code)
         except _Terminated:
             raise

@@ -15,6 +15,7 @@ from typing import Any
 
 from distsession.protocol.forward import listen
 from distsession.protocol.host_link import reach_proof
+from distsession.protocol.waiting_room import WaitingRoom
 
 __all__ = ["ReachListener", "own_addresses", "try_address", "try_peers"]
 
@@ -23,6 +24,8 @@ TRY_TIMEOUT_S = 5.0
 """Seconds until an address that does not answer counts as closed."""
 ANSWERS_AT_ONCE, ANSWER_TIMEOUT_S = 16, 3.0
 """So many strangers at once hold up the others, and for so many seconds at most."""
+ANSWERS_MAX = 1024
+"""So many wait for that at most; a session has no more hosts."""
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
@@ -73,6 +76,7 @@ class ReachListener:
         self._name, self._key = name, reach_key
         self._socket = listen()
         self._pool = ThreadPoolExecutor(ANSWERS_AT_ONCE, thread_name_prefix="distsession-reach")
+        self._room = threading.Semaphore(ANSWERS_MAX)
         self._is_closed = False
         threading.Thread(target=self._serve, name="distsession-reach", daemon=True).start()
 
@@ -81,18 +85,25 @@ class ReachListener:
         return int(self._socket.getsockname()[1])
 
     def _serve(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # it is closed, or somebody was gone before
-                continue
+        WaitingRoom(self._socket, self._let_in).run(lambda: self._is_closed)
+
+    def _let_in(self, connection: socket.socket) -> None:
+        if not self._room.acquire(blocking=False):  # more than this at once are no hosts
+            connection.close()
+            return
+        try:
             self._pool.submit(self._answer, connection)
+        except RuntimeError:  # closed since the connection was made
+            connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(ANSWER_TIMEOUT_S)
-            challenge = _receive(connection, CHALLENGE_BYTES)
-            connection.sendall(reach_proof(self._key, self._name, challenge))
+        try:
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(ANSWER_TIMEOUT_S)
+                challenge = _receive(connection, CHALLENGE_BYTES)
+                connection.sendall(reach_proof(self._key, self._name, challenge))
+        finally:
+            self._room.release()
 
     def close(self) -> None:
         self._is_closed = True

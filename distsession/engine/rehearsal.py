@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Pipe
 from distsession.engine import deaths, store_server
 from distsession.engine.pages import Pages, copied_pages, mapped_pages
 from distsession.engine.process import die_with_parent, exit_after, forget_kept_back_finalizers
+from distsession.protocol import unix_socket
 from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.board import file_size, make_file
 from distsession.protocol.wire import memory_path, socket_path
@@ -147,7 +148,4 @@ def _begin(start: StartRanks, agent: int) -> None:
 
 
 def _listen(path: str, kind: socket.SocketKind) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, kind)
-    listener.bind(path)
-    listener.listen(1)
-    return listener
+    return unix_socket.listen(path, kind=kind, backlog=1)

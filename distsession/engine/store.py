@@ -24,6 +24,7 @@ from distsession.engine.process import die_with_parent
 from distsession.engine.store_server import EMPTY, UNLIKE, WORD, Op, pack, unpack
 from distsession.engine.torch_errors import STORE_CLOSED, in_torchs_place, key_text
 from distsession.errors import CollectiveError
+from distsession.protocol import unix_socket
 
 __all__ = ["Store", "StoreEndedError", "StorePart", "connect_tcp", "serve_tcp", "session_store"]
 
@@ -34,6 +35,9 @@ UNREPORTED_WAIT_S = 0.05
 CONNECT_TIMEOUT_S = 5.0
 """How long a store that takes the place of one that has ended may need to come up."""
 CONNECT_RETRY_S = 0.01
+MOST_IDLE = 1
+"""Connections that are kept for the next request. A wait for several keys, and each thread, has one
+of its own, which nobody needs afterwards."""
 
 ENDED = (
     "the session's rendezvous store has ended, and what was in it is lost. It is replaced by "
@@ -51,10 +55,8 @@ class _Connection:
     """One connection to the server; used for one request at a time."""
 
     def __init__(self, path: str):
-        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket = unix_socket.connect(path, timeout_s=CONNECT_TIMEOUT_S)
         try:
-            self.socket.settimeout(CONNECT_TIMEOUT_S)
-            self.socket.connect(path)
             self.server = self.receive(time.monotonic() + CONNECT_TIMEOUT_S)[1][0]
         except BaseException:
             self.socket.close()
@@ -226,6 +228,9 @@ class Store(dist.Store):
             connection.socket.close()
             raise
         self._idle.append(connection)
+        while len(self._idle) > MOST_IDLE:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._idle.pop(0).socket.close()
 
     def _request(self, code: int, parts: Sequence[bytes]) -> list[bytes]:
         with self._using() as connection:
@@ -267,6 +272,9 @@ class Store(dist.Store):
                 if not connection.is_readable(min(soon, deadline)) and soon < deadline:
                     if error := self.abort_error():
                         raise error
+                    for key in keys if len(keys) > 1 and not shown else ():
+                        left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+                        self._await_answer(Op.WAIT, [key], left, is_limited, ())  # names it alone
                     with self.record_wait(shown or keys, is_limited):
                         return connection.receive(deadline)[1]
                 return connection.receive(deadline)[1]

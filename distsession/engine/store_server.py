@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from distsession.engine.process import die_with_parent
+from distsession.protocol import unix_socket
 
 __all__ = ["Op", "bind", "pack", "serve", "socket_path", "unpack"]
 
 WORD = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")  # struct ucred of <sys/socket.h>: pid, uid, gid
 OTHERS_S = 0.05
 """Seconds that those who have brought unlike values wait for the rest, to hear of them too."""
 CHUNK_BYTES = 1 << 16
@@ -66,12 +66,10 @@ def socket_path(folder: str) -> str:
 
 def bind(path: str) -> socket.socket:
     """Listen at a path, also where the socket of a store that has ended still lies."""
-    listener = socket.socket(socket.AF_UNIX)
     fresh = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(fresh)
-    listener.bind(fresh)
-    listener.listen(BACKLOG)
+    listener = unix_socket.listen(fresh, backlog=BACKLOG)
     os.rename(fresh, path)  # nobody ever finds a path at which nobody listens
     return listener
 
@@ -149,12 +147,8 @@ class _Server:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        options = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(options)[1] not in (0, os.geteuid()):
-            connection.close()
+            connection = unix_socket.accept(self._listener)
+        except OSError:  # it is gone, or a stranger
             return
         connection.setblocking(False)
         client = _Client(connection)

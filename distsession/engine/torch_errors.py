@@ -36,6 +36,7 @@ __all__ = [
     "plain_text",
     "stand_in",
     "time_limit_s",
+    "without_log_header",
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -98,6 +99,16 @@ STORE_CLOSED = (
 TWICE = "trying to initialize the default process group twice!"
 _SOURCE = re.compile(r"\[(?:[^\]]*\.cc:\d+|gloo)\] ")
 """The path and line of its source, which each of gloo's errors begins with."""
+
+
+_LOG_HEADER = re.compile(r"(\[rank\d+\]:)?\[[A-Z]\d{4} [\d:.]+ \S+:\d+\] ")
+"""What a check in C++ that fails writes first, as a line of a log: rank, time and source."""
+
+
+def without_log_header(text: str) -> str:
+    """What an error says, without what only belongs into a log."""
+    header = _LOG_HEADER.match(text)
+    return text[header.end() :] if header else text
 
 
 def in_torchs_place(error: E, text: str, kind: type[BaseException] = RuntimeError) -> E:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import logging
 import sys
 from collections.abc import Sequence
@@ -92,7 +93,9 @@ class Transfers:
         match node:
             case ast.Name(id=variable):
                 if variable not in self._namespace:
-                    raise NameError(f"name {variable!r} is not defined")
+                    close = difflib.get_close_matches(variable, list(self._namespace), n=1)
+                    meant = f". Did you mean: {close[0]!r}?" if close else ""
+                    raise NameError(f"name {variable!r} is not defined{meant}")
                 return self._namespace[variable]
             case ast.Attribute(value=inner, attr=attribute):
                 return getattr(self._value(inner, name), attribute)

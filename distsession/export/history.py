@@ -139,6 +139,12 @@ class History:
         with self._lock:
             return tuple(entry for entry in self._entries if entry.succeeded)
 
+    @property
+    def all_entries(self) -> tuple[Entry, ...]:
+        """The same with what failed."""
+        with self._lock:
+            return tuple(self._entries)
+
     def cell(self, ranks: Sequence[int], source: str, label: str) -> Entry:
         """A cell begins."""
         return self._add(Cell(tuple(ranks), label, source=source))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import os
 import re
+import symtable
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distsession.engine.script import run_script, set_place
-from distsession.errors import DistsessionError, ExportError
+from distsession.errors import DistsessionError, ExportError, ExportWarning
 from distsession.export import templates
 from distsession.export.calls import call_to_python
 from distsession.export.history import Call, Cell, Entry, History
@@ -28,6 +31,8 @@ from distsession.ranks import RankInfo, ranks_text
 __all__ = ["check_script", "parse_cells", "write_script"]
 
 Selection = Iterable[int | str]
+_OF_MODULES = {"__name__", "__file__", "__doc__", "__builtins__", "__spec__", "__annotations__"}
+"""Names that each module has."""
 
 
 class Exported(Protocol):
@@ -94,6 +99,7 @@ def script_text(session: Exported, name: str, cells: Selection | None = None) ->
             "forgotten. Name those that the script needs with cells=[...]."
         )
     chosen = entries if cells is None else _choose(entries, list(cells))
+    others = [each for each in history.all_entries if not any(each is other for other in chosen)]
     if not chosen:
         raise ExportError("nothing has run on the ranks that could be written.")
     imports: set[str] = set()
@@ -130,7 +136,60 @@ def script_text(session: Exported, name: str, cells: Selection | None = None) ->
         left_out=list(dict.fromkeys(left)),
         accelerator=accelerator,
     )
-    return "\n\n\n".join([head, *sections, templates.TAIL])
+    text = "\n\n\n".join([head, *sections, templates.TAIL])
+    if missing := _missing(text, others):
+        lines = "\n".join(f"  {line}" for line in missing)
+        warnings.warn(
+            f"the script uses names that none of its cells defines:\n{lines}",
+            ExportWarning,
+            stacklevel=4,
+        )
+    return text
+
+
+def _missing(text: str, others: Sequence[Entry]) -> list[str]:
+    """Of each name that a script uses and does not define, who would have defined it."""
+    used, stored, has_all = _names_in(text)
+    if has_all:  # a module's names, which nobody knows here
+        return []
+    lines = []
+    for name in sorted(used - stored - set(dir(builtins)) - _OF_MODULES):
+        where = [entry for entry in others if name in _stored_by(entry)]
+        if not where:
+            lines.append(f"{name}: nothing that is known of has defined it.")
+            continue
+        last = where[-1]
+        why = "was not chosen" if last.succeeded else "failed, or was stopped"
+        lines.append(
+            f"{name}: {last.name} has defined it, which {why}: run it again, or export it."
+        )
+    return lines
+
+
+def _stored_by(entry: Entry) -> set[str]:
+    if not isinstance(entry, Cell):
+        return set()
+    try:
+        return _names_in(to_python(entry.source).code)[1]
+    except SyntaxError:
+        return set()
+
+
+def _names_in(text: str) -> tuple[set[str], set[str], bool]:
+    """The global names that code reads, those that it sets, and whether there may be more."""
+    todo, used, stored, has_all = [symtable.symtable(text, "script", "exec")], set(), set(), False
+    for table in todo:  # which grows meanwhile
+        todo += table.get_children()
+        for symbol in table.get_symbols():
+            if table.get_type() != "module" and not symbol.is_global():
+                continue
+            if symbol.is_referenced():
+                used.add(symbol.get_name())
+            if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace():
+                stored.add(symbol.get_name())
+    for node in ast.walk(ast.parse(text)):
+        has_all = has_all or (isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
+    return used, stored, has_all
 
 
 def _batch_text(session: Exported, name: str) -> str:

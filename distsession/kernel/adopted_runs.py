@@ -19,6 +19,7 @@ from distsession.kernel.requests import Requests
 from distsession.kernel.runs import LastRun, RunBegan, RunKind
 from distsession.kernel.session_record import Entries, Known
 from distsession.protocol.cells import name_of_value, number_in
+from distsession.protocol.host_clock import host_clock
 from distsession.protocol.messages import CallRequest, CellRequest
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
@@ -115,6 +116,7 @@ class AdoptedRuns:
 
     def _take_run(self, run: AdoptedRun, dead: Mapping[int, EngineDiedError]) -> None:
         began, pending = run.began, run.pending
+        pending.title, pending.since = began.title, host_clock() - began.age_s
         died = [rank for rank in began.ranks if rank in dead and rank not in pending.ranks]
         pending.ranks = tuple(sorted({*pending.ranks, *died}))
         for rank in died:
@@ -214,7 +216,7 @@ class AdoptedRuns:
 
     def _finish(self, run: AdoptedRun, output: Output) -> RankResults[Any]:
         began = run.began
-        age = max(0.0, time.time() - began.at)
+        age = began.age_s
         if began.cell is not None:
             output.cell = began.cell
         output.go_on(age)
@@ -236,6 +238,7 @@ class AdoptedRuns:
 
     def _let_go(self, pending: PendingRequest) -> None:
         """Have a request come to its end where nobody sees it."""
+        pending.abandon()
         try:
             pending.wait(lambda _: None)
         finally:
@@ -268,11 +271,12 @@ class AdoptedRuns:
         ages = [region.seconds for region in regions if region.request == request.id]
         cell = next(iter(number_in(label)), None) if kind is not RunKind.CALL else None
         entry = self._history.lost(pending.ranks, label)
-        at = time.time() - max(ages, default=0.0)
+        age = max(ages, default=0.0)
         kernel = self._requests.outputs.kernel - 1
         return RunBegan(
-            request.id, pending.ranks, kind, label, cell, entry.number, at, kernel, fetch
-        )
+            request.id, pending.ranks, kind, label, cell, entry.number, time.time() - age, kernel,
+            fetch, host_clock() - age,
+        )  # fmt: skip
 
 
 def _lost_text(run: RunBegan, dead: Sequence[int]) -> str:

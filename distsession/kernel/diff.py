@@ -80,11 +80,13 @@ class Comparison:
             return f"{self.expression} is equal on {ranks_text(first)}: {self.kind}{parts}"
         base = f"rank {first[0]}"
         agree = [f"{ranks_text(group)} agree" for group in self.groups if len(group) > 1]
-        apart = [ranks_text(group) for group in others]
+        apart = [ranks_text(group) for group in others if len(group) > 1]
+        if alone := sorted(group[0] for group in others if len(group) == 1):
+            apart.append(ranks_text(alone))
         paths = len({difference.path for difference in self.differences})
         where = f" in {paths} of {self.parts} parts" if self.parts > 1 else ""
         together = f"; {', '.join(agree)}" if agree else ""
-        be = "differ" if len(apart) > 1 or len(others[0]) > 1 else "differs"
+        be = "differs" if len(others) == 1 and len(others[0]) == 1 else "differ"
         return f"{self.expression}: {', '.join(apart)} {be} from {base}{where}{together}"
 
     def __repr__(self) -> str:

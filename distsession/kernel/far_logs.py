@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +11,7 @@ from multiprocessing.connection import Connection
 from distsession.cluster.kept_session import KeptSession
 from distsession.engine.log_file import PARTS_BYTES
 from distsession.engine.process_state import STOPPED, process_state
+from distsession.protocol import unix_socket
 from distsession.protocol.agent_messages import LogPiece
 from distsession.protocol.attach import LogPart, LogRead, LogsReply, LogsRequest, keeper_path
 
@@ -146,10 +145,7 @@ class FarLogs:
     # --- inside -----------------------------------------------------------------------------------
 
     def _connect(self) -> Connection:
-        with contextlib.ExitStack() as stack:
-            link = stack.enter_context(socket.socket(socket.AF_UNIX))
-            link.connect(keeper_path(self._kept.folder))
-            return Connection(link.detach())
+        return Connection(unix_socket.connect(keeper_path(self._kept.folder)).detach())
 
     def _wait(self, connection: Connection) -> str:
         """Wait for an answer; gives why none comes, or nothing."""

@@ -99,7 +99,7 @@ class KeptRanks:
             with self._lock, contextlib.suppress(NotThereError):
                 return {} if self._kept.is_keeper_gone else far_pids(self._open_board())
             return {}
-        agents = set(self._kept.agents)
+        agents = {*self._kept.agents} - {*self._kept.gone_agents.values()}
         found = {}
         for info in self.infos:
             facts = process_facts(info.pid)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distsession.cluster.deaths import agent_text
-from distsession.cluster.kept import KeptSession, time_text
+from distsession.cluster.kept import KeptSession, end_text, time_text
 from distsession.display import html
 from distsession.display.html import Html
 from distsession.display.render import fold, state_and_since, table_text
 from distsession.kernel.kept_state import KeptState
 from distsession.options import duration_text
+from distsession.protocol.kept_record import EndedSession
 from distsession.ranks import ranks_text
 
 __all__ = ["doing_text", "kept_html", "kept_text", "owner_text"]
@@ -21,16 +22,22 @@ _HEAD = ("name", "ranks", "backend", "started", "owner", "doing", "memory", "GPU
 _GPU = _HEAD.index("GPU memory")
 
 
-def kept_text(states: Sequence[KeptState]) -> str:
-    """A line for each session."""
+def kept_text(states: Sequence[KeptState], ended: Sequence[EndedSession] = ()) -> str:
+    """A line for each session.
+
+    Args:
+        states: Of those that live.
+        ended: Those that are told of, too, since they have ended by themselves.
+    """
     head, rows = _table(states)
-    return table_text(head, rows) if rows else NONE
+    return "\n".join([table_text(head, rows) if rows else NONE, *map(end_text, ended)])
 
 
-def kept_html(states: Sequence[KeptState]) -> Html:
+def kept_html(states: Sequence[KeptState], ended: Sequence[EndedSession] = ()) -> Html:
     """The same as :func:`kept_text`, for a notebook."""
     head, rows = _table(states)
-    return html.table(head, rows) if rows else html.element("p", NONE)
+    shown = html.table(head, rows) if rows else html.element("p", NONE)
+    return html.join([shown, *(html.element("p", end_text(end)) for end in ended)])
 
 
 def _table(states: Sequence[KeptState]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

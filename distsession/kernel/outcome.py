@@ -1,16 +1,14 @@
-"""From the answers of the ranks to a result or an error."""
+"""From the failures of ranks to one error, and to what is said beside it."""
 
 from __future__ import annotations
 
-import linecache
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
-from distsession.cluster.deaths import restart_text
+from distsession.cluster.deaths import alike_text, joint_remedy
 from distsession.cluster.pending import PendingRequest
 from distsession.display import render
 from distsession.display.colors import PLAIN, Colors
@@ -20,11 +18,20 @@ from distsession.errors import (
     CollectiveHangError,
     CollectiveMismatchError,
     EngineDiedError,
-    RemoteError,
     RunError,
     in_lines,
 )
-from distsession.protocol import serialize
+from distsession.kernel.cells import with_cells
+from distsession.kernel.failures import (
+    APART_S,
+    COLLECTIVE_ERRORS,
+    Failure,
+    FailureKind,
+    Failures,
+    error_chain,
+    failure_kinds,
+    operation_key,
+)
 from distsession.protocol.cause import (
     late_remedy,
     late_text,
@@ -33,122 +40,35 @@ from distsession.protocol.cause import (
     mismatch_text,
     sentence,
 )
-from distsession.protocol.cells import is_notebook_file
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation
 from distsession.protocol.messages import (
     Aborted,
     ErrorInfo,
-    FrameInfo,
     Mismatch,
-    NotebookCell,
-    Operation,
-    Reason,
     TimedOut,
 )
 from distsession.ranks import RankInfo, host_names, ranks_text
 from distsession.results import RankResults
 
 __all__ = [
-    "Failure",
-    "Failures",
     "caught_text",
-    "collect",
     "handled_text",
     "hang_error",
-    "notebook_cells",
-    "own_causes",
     "reconnected_text",
     "run_error",
-    "with_handled",
-    "with_mismatch",
 ]
 
 error_colors: Callable[[], Colors] | None = None
 """Gives the colours that errors are to be shown in; the package's face sets it."""
-cell_of_file: Callable[[str], str] | None = None
-"""What the notebook calls the cell whose code has this name for a file; the same sets it."""
 
 _NEWLINE = "\n"
 _LETTERS = f"{string.ascii_letters}{string.digits}_"
-_COLLECTIVE = ("CollectiveError", "CollectiveHangError", "CollectiveMismatchError")
 
-APART_S = 0.5
-"""Seconds by which one failure must precede another to be taken for the earlier one: two that come
-of the same may reach the kernel in either order."""
 AN_OPERATION, OTHERS = "an operation", "others"
 MOST_DIFFERENT = 16
 """For how many ranks it is told how their errors differ."""
 MOST_WAITS = 3
 """In how many different operations ranks are said to have suffered; others are only counted."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How one rank failed.
-
-    Attributes:
-        error: Its exception, where that could be rebuilt.
-        info: What it reported of it.
-        reason: Why an operation broke off, if one did.
-        at: When that was heard of.
-        own: What its code had raised by itself, and was handling, when that operation broke off;
-            and that exception.
-        during: Where ``error`` is what its code was handling: why an operation broke off then.
-        is_told: It suffered from what the error of another rank says.
-    """
-
-    error: BaseException
-    info: ErrorInfo
-    reason: Reason | None = None
-    at: float = 0.0
-    own: tuple[ErrorInfo, BaseException] | None = None
-    during: Reason | None = None
-    is_told: bool = False
-
-
-Failures = dict[int, Failure]
-"""By rank."""
-
-
-def collect(
-    pending: PendingRequest, duration: float, *, load: bool = True, remedies: bool = True
-) -> tuple[RankResults[Any], Failures]:
-    """Sort the answers to a request into values and failures.
-
-    Args:
-        pending: Whose ranks have all answered or died.
-        duration: Seconds since the call.
-        load: Rebuild the values; otherwise they stay in ``pending``.
-        remedies: Say what to do about a death.
-    """
-    values: dict[int, Any] = {}
-    failed: Failures = {}
-    for rank, (reply, payload) in pending.replies.items():
-        at = pending.times[rank]
-        if reply.error is not None:
-            told = _with_cells(reply.error)
-            own = None if reply.own is None else _with_cells(reply.own)
-            error, handled = _rebuild(told, own, payload)
-            both = None if own is None or handled is None else (own, handled)
-            failed[rank] = Failure(error, told, reply.reason, at, both)
-        elif not payload or not load:
-            values[rank] = None
-        else:
-            try:
-                values[rank] = serialize.load(payload)
-            except Exception as error:
-                refused = RemoteError(
-                    "SerializationError",
-                    f"the result cannot be rebuilt in the notebook: {type(error).__name__}: "
-                    f"{error}",
-                )
-                info = ErrorInfo("SerializationError", refused.evalue)
-                failed[rank] = Failure(refused, info, at=at)
-    for rank, death in pending.deaths.items():
-        info = ErrorInfo("EngineDiedError", death.text(with_remedy=remedies))
-        failed[rank] = Failure(death, info, at=pending.times[rank])
-    durations = {rank: reply.duration for rank, (reply, _) in pending.replies.items()}
-    return RankResults(values, duration=duration, durations=durations), failed
 
 
 def run_error(
@@ -177,8 +97,9 @@ def run_error(
         info.rank: f"{info.host}, {info.device.device}" for info in infos if info.rank in failed
     }
     for rank, failure in failed.items():
-        failure.error.add_note(_note(rank, where.get(rank, ""), failure.info))
-    kinds = _kinds(failed, waited)
+        with suppress(Exception):  # what it has for notes is no list
+            failure.error.add_note(_note(rank, where.get(rank, ""), failure.info))
+    kinds = failure_kinds(failed, waited)
     grade = kinds[0].grade
     causes = [kind for kind in kinds if kind.grade == grade]
     suffered = sorted(rank for kind in kinds[len(causes) :] for rank in kind.ranks)
@@ -223,17 +144,13 @@ def _with_one_remedy(failed: Failures, world: int) -> Failures:
         return failed
     first_at = min((failed[rank].at for rank in told), default=0.0)
     first = next((rank for rank in told if failed[rank].at - first_at <= APART_S), None)
-    remedies = dict.fromkeys(deaths[rank].remedy for rank in told)
-    if all(deaths[rank].remedy == restart_text([rank]) for rank in told):
-        remedies = {restart_text(told, world): None}
+    remedies = joint_remedy({rank: deaths[rank].remedy for rank in told}, world)
     alike: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(deaths):
         alike.setdefault((deaths[rank].how, deaths[rank].details), []).append(rank)
     result = dict(failed)
-    for (how, details), ranks in alike.items():
-        what = str(deaths[ranks[0]].args[0])
-        if len(ranks) > 1:
-            what = sentence(f"{ranks_text(ranks)}: each {how}")
+    for (_, details), ranks in alike.items():
+        what = alike_text(ranks, deaths)
         remedy = f" {' '.join(remedies)}" if first in ranks else ""
         info = ErrorInfo("EngineDiedError", f"{what}{remedy}{details}")
         result |= {rank: replace(failed[rank], info=info) for rank in ranks}
@@ -245,190 +162,11 @@ def _says_remedy(failure: Failure) -> bool:
     return bool(remedy) and remedy in failure.info.evalue
 
 
-def with_mismatch(failed: Failures, mismatch: Mismatch) -> Failures:
-    """What failed, with what ranks of different nodes have called that did not match.
-
-    All of it may have come to an end, or broken off in a way that does not say why: with the death
-    of a rank, or with a connection that was closed. Or some have raised it, and others were freed
-    before it was known what they had called.
-    """
-    if any(isinstance(failure.reason, Mismatch) for failure in failed.values()):
-        called = {call.rank for call in mismatch.calls}
-        return {
-            rank: replace(failure, reason=mismatch)
-            if rank in called and _was_freed_from(failure, mismatch)
-            else failure
-            for rank, failure in failed.items()
-        }
-    text, remedy = sentence(mismatch_text(mismatch)), mismatch_remedy(mismatch)
-    error = CollectiveMismatchError(text, remedy=remedy)
-    info = ErrorInfo("CollectiveMismatchError", str(error))
-    took_part = [call.rank for call in mismatch.calls]
-    living = [r for r in took_part if not isinstance(_error_of(failed, r), EngineDiedError)]
-    told = {
-        rank: replace(failed[rank], reason=mismatch)
-        for rank in living
-        if rank in failed and _is_told(failed[rank])
-    }
-    if not told:
-        told = {rank: Failure(error, info, mismatch) for rank in living if rank not in failed}
-    return {**failed, **told}
-
-
-def _error_of(failed: Failures, rank: int) -> BaseException | None:
-    return failed[rank].error if rank in failed else None
-
-
-def _was_freed_from(failure: Failure, mismatch: Mismatch) -> bool:
-    operation = failure.reason.operation if isinstance(failure.reason, Aborted) else None
-    where = mismatch.group, mismatch.sequence
-    return operation is not None and (operation.group, operation.sequence) == where
-
-
-def _is_told(failure: Failure) -> bool:
-    """Whether it is raised for another's sake."""
-    return isinstance(failure.reason, Aborted) or failure.info.ename in _COLLECTIVE
-
-
-# --- whose fault it is ----------------------------------------------------------------------------
-
-
-def with_handled(failed: Failures, waited: Mapping[int, str], ranks: int) -> Failures:
-    """What failed, with errors of their own in the place of what ranks met in handling these.
-
-    A rank that fails, and cleans up with a collective, calls what the others do not: a mismatch, or
-    a wait for ranks that do not come. It is the rank's own error that explains this. What all ranks
-    were handling explains nothing, nor what most were handling that wait for others in vain.
-
-    Args:
-        failed: What failed.
-        waited: What ranks were seen to wait in when the process group was given up.
-        ranks: How many run this.
-    """
-    has_cause = bool(own_causes(failed, waited))
-    mismatches = [f.reason for f in failed.values() if isinstance(f.reason, Mismatch)]
-    for rank, failure in failed.items():
-        for mismatch in mismatches if failure.own is not None else ():
-            # Others have seen it, and this one was freed before it did.
-            if _was_freed_from(failure, mismatch) and rank in {c.rank for c in mismatch.calls}:
-                failed = {**failed, rank: replace(failure, reason=mismatch)}
-    to_blame: dict[int, Failure] = {}
-    for rank, failure in failed.items():
-        if failure.own is None or not render.error_place(failure.own[0]):
-            continue
-        match failure.reason:
-            case Mismatch(calls=calls):
-                most, there = len(calls) - 1, {call.rank for call in calls}
-            case TimedOut():
-                most, there = ranks // 2, set(failed)
-            case Aborted() if not has_cause:
-                most, there = ranks // 2, set(failed)
-            case _:
-                continue
-        alike = [
-            other
-            for other in there & failed.keys()
-            if (own := failed[other].own) and own[0].frames == failure.own[0].frames
-        ]
-        if len(alike) <= max(1, most):
-            to_blame[rank] = failure
-    found = dict(failed)
-    for rank, failure in to_blame.items():
-        assert failure.own is not None
-        info, error = failure.own
-        found[rank] = Failure(error, info, at=failure.at, during=failure.reason)
-    keys = {_key(failure.reason) for failure in to_blame.values()} - {None}
-    return {
-        rank: replace(failure, is_told=_key(failure.reason) in keys)
-        for rank, failure in found.items()
-    }
-
-
-def _key(reason: Reason | None) -> object:
-    """Which operation it is that ranks called differently, or did not come to in time."""
-    match reason:
-        case (
-            Mismatch(group=group, sequence=sequence)
-            | TimedOut(operation=Operation(group=group, sequence=sequence))
-        ):
-            return type(reason), group, sequence
-    return None
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Ranks that failed alike; ``grade`` is 0 for what may be the cause of what has others."""
-
-    ranks: tuple[int, ...]
-    grade: int
-
-
-def own_causes(failed: Failures, waited: Mapping[int, str]) -> list[int]:
-    """The ranks that failed by themselves, rather than for another's sake."""
-    return sorted(rank for rank in failed if _grade(rank, failed[rank], waited) == 0)
-
-
-def _grade(rank: int, failure: Failure, waited: Mapping[int, str]) -> int:
-    """0: it failed by itself. 1: it may have. 2: it only suffered."""
-    if failure.during is not None or failure.is_told:
-        return 2 if failure.is_told else 0
-    if isinstance(failure.reason, Aborted):
-        return 2 if failure.own is None else 1
-    is_told = failure.info.ename == "CollectiveError"  # it is raised for another's sake
-    return int(failure.reason is None and (rank in waited or is_told))
-
-
-def _kinds(failed: Failures, waited: Mapping[int, str]) -> list[_Kind]:
-    """Those that failed alike together; the cause first, and last those that only suffered.
-
-    Of several causes the earliest comes first; of those at about the same time a death, and then
-    that of the lowest rank.
-    """
-    alike: dict[object, list[int]] = {}
-    for rank in sorted(failed):
-        failure = failed[rank]
-        grade = _grade(rank, failure, waited)
-        what = _key(failure.reason) or _alike(failure)
-        alike.setdefault((grade, what), []).append(rank)
-    kinds = [
-        _Kind(tuple(ranks), _grade(ranks[0], failed[ranks[0]], waited)) for ranks in alike.values()
-    ]
-    began = {kind: min(failed[rank].at for rank in kind.ranks) for kind in kinds}
-    times = sorted(began.values())
-    later = [at for before, at in pairwise(times) if at - before > APART_S]
-
-    def order(kind: _Kind) -> tuple[int, bool, int, bool, int]:
-        is_death = isinstance(failed[kind.ranks[0]].error, EngineDiedError)
-        lateness = sum(at <= began[kind] for at in later)
-        reason = failed[kind.ranks[0]].reason
-        # gloo may end a process that is sent more than it expects.
-        is_begun = isinstance(reason, Mismatch) and reason.is_begun
-        return kind.grade, not is_begun, lateness, not is_death, kind.ranks[0]
-
-    return sorted(kinds, key=order)
-
-
-def _alike(failure: Failure) -> object:
-    """Equal for ranks that failed at the same place, whatever numbers their messages have."""
-    info = failure.info
-    if not info.frames or isinstance(failure.error, EngineDiedError):
-        return info
-    return tuple((part.ename, part.frames, len(part.notes)) for part in _chain(info))
-
-
-def _chain(info: ErrorInfo) -> Iterator[ErrorInfo]:
-    """An error and those before it."""
-    part: ErrorInfo | None = info
-    while part is not None:
-        yield part
-        part = part.cause
-
-
 # --- in words -------------------------------------------------------------------------------------
 
 
 def _line(
-    kind: _Kind, failed: Failures, where: Mapping[int, str], places: Mapping[int, str]
+    kind: FailureKind, failed: Failures, where: Mapping[int, str], places: Mapping[int, str]
 ) -> str:
     """Who, what, where and why, in one line."""
     failure = failed[kind.ranks[0]]
@@ -439,7 +177,7 @@ def _line(
             return f"CollectiveHangError: {late_text(_late(kind, failed), kind.ranks, places)}"
         case _ if isinstance(failure.error, EngineDiedError):
             return f"EngineDiedError: {failure.info.evalue.partition(_NEWLINE)[0]}"
-        case Aborted() if failure.info.ename in _COLLECTIVE:  # its text says who
+        case Aborted() if failure.info.ename in COLLECTIVE_ERRORS:  # its text says who
             return f"{failure.info.ename}: {failure.info.evalue}"
     line = render.error_line(kind.ranks, failure.info, where)
     is_same = all(failed[rank].info.evalue == failure.info.evalue for rank in kind.ranks)
@@ -447,7 +185,7 @@ def _line(
 
 
 def _block(
-    kind: _Kind,
+    kind: FailureKind,
     failed: Failures,
     where: Mapping[int, str],
     places: Mapping[int, str],
@@ -474,7 +212,7 @@ def _block(
     # What each rank's own exception says is in the line, so where it stands is enough.
     stands = {
         rank: render.remote_traceback(
-            info, message=info.ename not in _COLLECTIVE, colors=colors
+            info, message=info.ename not in COLLECTIVE_ERRORS, colors=colors
         ).strip()
         for rank, info in infos.items()
     }
@@ -507,7 +245,7 @@ def _folded_traceback(infos: Mapping[int, ErrorInfo], colors: Colors) -> str:
 
 def _texts(info: ErrorInfo) -> list[str]:
     """What an error and those before it say."""
-    return [text for part in _chain(info) for text in (part.evalue, *part.notes)]
+    return [text for part in error_chain(info) for text in (part.evalue, *part.notes)]
 
 
 def _with_texts(info: ErrorInfo, texts: Iterator[str]) -> ErrorInfo:
@@ -518,13 +256,13 @@ def _with_texts(info: ErrorInfo, texts: Iterator[str]) -> ErrorInfo:
     return replace(info, evalue=evalue, notes=notes, cause=cause)
 
 
-def _mismatch(kind: _Kind, failed: Failures) -> Mismatch:
+def _mismatch(kind: FailureKind, failed: Failures) -> Mismatch:
     """What the ranks have seen of it, put together."""
     reasons = [failed[rank].reason for rank in kind.ranks]
     return merged(reason for reason in reasons if isinstance(reason, Mismatch))
 
 
-def _late(kind: _Kind, failed: Failures) -> TimedOut:
+def _late(kind: FailureKind, failed: Failures) -> TimedOut:
     """The same of what these ranks waited for too long in."""
     late = [r for rank in kind.ranks if isinstance(r := failed[rank].reason, TimedOut)]
     return replace(late[0], threads=tuple(call for each in late for call in each.threads))
@@ -536,8 +274,8 @@ def _during_text(failed: Failures, verdict: Verdict | None, places: Mapping[int,
     texts = []
     mismatches = [reason for reason in handling.values() if isinstance(reason, Mismatch)]
     everywhere = [f.reason for f in failed.values() if isinstance(f.reason, Mismatch)]
-    for key in dict.fromkeys(map(_key, mismatches)):
-        parts = [each for each in (*mismatches, *everywhere) if _key(each) == key]
+    for key in dict.fromkeys(map(operation_key, mismatches)):
+        parts = [each for each in (*mismatches, *everywhere) if operation_key(each) == key]
         texts.append(mismatch_text(merged(parts)))
     texts += [
         late_text(reason, (rank,), places)
@@ -595,7 +333,7 @@ def handled_text(pending: PendingRequest) -> str:
     """Which errors of their own ranks were handling when they were freed from an operation."""
     handled: dict[ErrorInfo, list[int]] = {}
     for rank, (reply, _) in sorted(pending.replies.items()):
-        own = None if reply.own is None else _with_cells(reply.own)
+        own = None if reply.own is None else with_cells(reply.own)
         # What was interrupted itself, and cleans up, was handling the stop.
         if own is not None and own.ename != "KeyboardInterrupt" and render.error_place(own):
             handled.setdefault(own, []).append(rank)
@@ -614,11 +352,11 @@ def caught_text(
         verdict: Why ranks had to be freed, if they had.
         waited: What they waited in.
     """
-    told = {_key(failure.during or failure.reason) for failure in failed.values()}
+    told = {operation_key(failure.during or failure.reason) for failure in failed.values()}
     caught: dict[object, dict[int, Mismatch]] = {}
     for rank, (reply, _) in sorted(pending.replies.items()):
         if reply.error is None and isinstance(reply.reason, Mismatch):
-            caught.setdefault(_key(reply.reason), {})[rank] = reply.reason
+            caught.setdefault(operation_key(reply.reason), {})[rank] = reply.reason
     texts = [
         f"CollectiveMismatchError: {mismatch_text(merged(by_rank.values()))}; the code of "
         f"{ranks_text(sorted(by_rank))} caught it"
@@ -655,60 +393,11 @@ def hang_error(
 ) -> CollectiveError:
     """The error of a run whose ranks could never have come free by themselves."""
     kind = CollectiveMismatchError if verdict.kind is Kind.ORDER else CollectiveHangError
-    causes = [each for each in _kinds(failed, waited) if each.grade == 0]
+    causes = [each for each in failure_kinds(failed, waited) if each.grade == 0]
     also = [sentence(_line(each, failed, {}, {})) for each in causes]
     waits = verdict.lines or (verdict.sentence,)
     lines = [*waits, *also, f"The waiting ranks were freed.{then}"]
     return in_lines(kind, "\n".join(lines))
-
-
-def cell_of(filename: str) -> str:
-    """``In[3]`` for code of the notebook's third cell; empty where that is not known."""
-    known = cell_of_file is not None and is_notebook_file(filename)
-    return cell_of_file(filename) if known and cell_of_file is not None else ""
-
-
-def notebook_cells(files: Iterable[str]) -> tuple[NotebookCell, ...]:
-    """The cells that have these names for a file, for the ranks."""
-    return tuple(
-        NotebookCell(file, cell_of(file), "".join(linecache.getlines(file)))
-        for file in sorted(files)
-    )
-
-
-def _with_cells(error: ErrorInfo) -> ErrorInfo:
-    """The same error, with the notebook's names for its cells."""
-    frames = tuple(_with_cell(frame) for frame in error.frames)
-    cause = None if error.cause is None else _with_cells(error.cause)
-    return replace(error, frames=frames, cause=cause)
-
-
-def _with_cell(frame: FrameInfo) -> FrameInfo:
-    cell = cell_of(frame.filename)
-    if not cell:
-        return frame
-    context = frame.context or render.local_lines(frame)
-    return replace(frame, filename=cell, context=tuple(context))
-
-
-def _rebuild(
-    error: ErrorInfo, own: ErrorInfo | None, payload: serialize.Frames
-) -> tuple[BaseException, BaseException | None]:
-    """The user's own exceptions where they can be rebuilt here, else some that stand for them."""
-    rebuilt: Any = None
-    with suppress(Exception):  # its class is not known here, or its __init__ or __str__ fails
-        rebuilt = serialize.load(payload) if payload else None
-    both = rebuilt if isinstance(rebuilt, tuple) else (rebuilt, None)
-    handled = None if own is None else _or_stand_in(both[1], own)
-    return _or_stand_in(both[0], error), handled
-
-
-def _or_stand_in(rebuilt: Any, error: ErrorInfo) -> BaseException:
-    with suppress(Exception):
-        if isinstance(rebuilt, BaseException):
-            str(rebuilt)
-            return rebuilt
-    return RemoteError(error.ename, error.evalue, render.remote_traceback(error))
 
 
 def _note(rank: int, where: str, error: ErrorInfo) -> str:

@@ -8,17 +8,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 from distsession.cluster.base import Launcher
 from distsession.cluster.deaths import SilentHost, replace_text
+from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.display import render
 from distsession.engine.process_state import ENDED
-from distsession.errors import EngineDiedError
+from distsession.errors import EngineDiedError, SessionStateError
 from distsession.kernel.output import NO_NOTICE, Notice
+from distsession.kernel.stopped import END_IT, going_on_text, running_text
 from distsession.protocol import diagnosis
 from distsession.protocol.board import Region
 from distsession.protocol.board_report import running_report
@@ -37,7 +39,7 @@ from distsession.protocol.rank_state import NO_PART, AbortReason, Ending, Outcom
 from distsession.protocol.unseen import Unseen, texts
 from distsession.ranks import ranks_text
 
-__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery", "is_doomed", "waiting_in"]
+__all__ = ["DIAGNOSE_TIMEOUT_S", "Recovery", "has_finished", "is_doomed", "waiting_in"]
 
 STACK_TIMEOUT_S = 0.15
 """Seconds that the control thread of a rank has to say where its main thread is, in a run that
@@ -119,7 +121,7 @@ class Recovery:
             running = [
                 rank
                 for rank, report in found.items()
-                if report.state == RankState.RUNNING or report.is_replaying
+                if report.state == RankState.RUNNING or report.is_replaying or has_finished(report)
             ]
             wanted = running if ranks is None else [r for r in ranks if r in running]
             if not waiting:
@@ -132,8 +134,11 @@ class Recovery:
                 if report.unseen or any(op.is_enqueued for op in report.operations):
                     # Its control thread has just looked what of that is complete.
                     found[rank] = self._report(rank, pendings, sole, dead)
+                reply = stacks.get(rank)
                 if found[rank].state == RankState.RUNNING:
-                    found[rank] = _with_stack(found[rank], stacks.get(rank))
+                    found[rank] = _with_stack(found[rank], reply)
+                elif has_finished(found[rank]) and reply is not None:
+                    found[rank] = replace(found[rank], has_threads=reply.has_threads)
             found |= {
                 rank: _behind_device(report, found)
                 for rank, report in found.items()
@@ -192,8 +197,23 @@ class Recovery:
 
     # --- stop -------------------------------------------------------------------------------------
 
-    def stop(self, pending: PendingRequest, why: str = "") -> None:
-        """Interrupt a run, whose caller is then told why, or where its ranks were."""
+    def check_owned(self, pending: PendingRequest) -> None:
+        """What another process has taken over goes on there; nobody has died.
+
+        Raises:
+            SessionStateError: It has.
+        """
+        if pending.deaths and (taken := self.launcher.taken_over):
+            raise SessionStateError(f"{taken}.".replace("..", "."))
+
+    def stop(self, pending: PendingRequest, why: str = "", *, force: bool = False) -> None:
+        """Interrupt a run, whose caller is then told why, or where its ranks were.
+
+        Args:
+            pending: The run.
+            why: What its caller is told.
+            force: End it, also if its code catches every interrupt.
+        """
         launcher = self.launcher
         if launcher.cancel_reconnect(pending):
             return
@@ -220,7 +240,8 @@ class Recovery:
             if not begun:
                 pending.stop(self._not_under_way_text(pending), begun=False)
                 return
-            reports = self.reports(missing, ask=True, waiting=False)
+            # Also those that have ended their part, and have threads that may not have.
+            reports = self.reports(pending.ranks, ask=True, waiting=False)
             verdict = diagnosis.diagnose(reports)
             is_wait = verdict.kind is not Kind.NOTHING
             lines = verdict.lines if is_wait else (self._places(reports, pending),)
@@ -230,8 +251,60 @@ class Recovery:
             where = "\n".join(lines)
             pending.stop(why or sentence(f"{stopped}: {where}" if where else stopped))
             text = why or sentence(f"stopped: {' '.join(lines)}" if where else "stopped")
-            launcher.abort(AbortReason.STOP, text, interrupt=pending.request, refuse=later)
+            launcher.abort(
+                AbortReason.STOP, text, interrupt=pending.request, refuse=later, force=force
+            )
             self.verdict = verdict
+
+    def stop_all(self, *, force: bool = False) -> list[PendingRequest]:
+        """Interrupt whatever runs on the ranks; gives what that is."""
+        running = [each for each in self.launcher.channel.pending() if each.missing]
+        for pending in running:
+            self.stop(pending, force=force)
+        return running
+
+    @staticmethod
+    def await_return(stopped: Sequence[PendingRequest], timeout: float) -> list[int]:
+        """Wait for the ranks of runs that were stopped; gives those that have not come back."""
+        deadline = time.monotonic() + timeout
+        while missing := {rank for pending in stopped for rank in pending.missing}:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(RETURN_POLL_S / 10)
+        return sorted(missing)
+
+    def running(self) -> str:
+        """What runs, and what has come of stops of it; empty if nothing runs.
+
+        To connect the group anew is no run.
+        """
+        launcher = self.launcher
+        pendings = [
+            each
+            for each in launcher.channel.pending()
+            if not launcher.is_reconnecting_by(each) and each.missing
+        ]
+        begun = [each for each in pendings if self._has_begun(each, each.missing)]
+        return running_text(begun or pendings, self.reports_of_stopped(pendings))
+
+    def stopped(self) -> str:
+        """What was stopped and goes on, as sentences; empty if there is nothing."""
+        pendings = [each for each in self.launcher.channel.pending() if each.stops and each.missing]
+        reports = self.reports_of_stopped(pendings)
+        return " ".join(sentence(going_on_text(each, reports)) for each in pendings)
+
+    def interrupted_text(self) -> str:
+        """What has come of an interrupt just now."""
+        self.await_return(self.launcher.channel.pending(), RETURN_TIMEOUT_S)
+        if stopped := self.stopped():
+            return f"{stopped} {END_IT}"
+        self.reconnect()  # which whoever waited for it does, too
+        return "interrupted; what ran has ended."
+
+    def reports_of_stopped(self, pendings: Iterable[PendingRequest]) -> dict[int, RankReport]:
+        """What the ranks do that have not answered those of these that were stopped."""
+        missing = {rank for each in pendings if each.stops for rank in each.missing}
+        return self.reports(missing, ask=True) if missing else {}
 
     def _places(self, reports: Mapping[int, RankReport], pending: PendingRequest) -> str:
         """Where ranks are that wait for nobody; those that have failed come first."""
@@ -308,9 +381,9 @@ class Recovery:
                 if not late:
                     return ""
                 now = time.monotonic()
-                if now - began > RETURN_NOTICE_AFTER_S:
+                if now - began > RETURN_NOTICE_AFTER_S or (now > began and self._stopped_on(late)):
                     noticed = True
-                    notify(Notice(self._busy_text(late)))
+                    notify(Notice(self._busy_text(late, waits=True)))
                 if given_up.is_set():
                     return self._stop_late(late)
                 if deadline is not None and now > deadline:
@@ -329,12 +402,29 @@ class Recovery:
     def _stop_late(self, late: Sequence[int]) -> str:
         """Somebody who waits in :meth:`wait_for_ranks` stops: interrupt that again."""
         board = self.launcher.board
+        stopped = self._stopped_on(late)
+        with suppress(KeyboardInterrupt):  # pressed again: do not wait
+            with interrupts_held():
+                for pending in stopped:
+                    self.stop(pending)
+            self.await_return(stopped, RETURN_TIMEOUT_S)
         if board is not None:
-            for request in {board.regions[rank].request for rank in late} - {0}:
+            known = {pending.request for pending in stopped}
+            for request in {board.regions[rank].request for rank in late} - {0, *known}:
                 self.launcher.abort(
                     AbortReason.STOP, "an earlier run was stopped", interrupt=request
                 )
+        late = [rank for rank in late if self.launcher.channel.is_busy(rank)]
         return f"this was stopped before it began. {self._busy_text(late)}".rstrip()
+
+    def _stopped_on(self, ranks: Iterable[int]) -> list[PendingRequest]:
+        """What was stopped and goes on there."""
+        wanted = set(ranks)
+        return [
+            pending
+            for pending in self.launcher.channel.pending()
+            if pending.stops and wanted.intersection(pending.missing)
+        ]
 
     def cancel_waits(self) -> bool:
         """From any thread: end every :meth:`wait_for_ranks`; whether there was one."""
@@ -343,24 +433,41 @@ class Recovery:
             event.set()
         return bool(held)
 
-    def _busy_text(self, late: Sequence[int]) -> str:
+    def _busy_text(self, late: Sequence[int], *, waits: bool = False) -> str:
+        """Why ranks cannot begin anything, and what to do: press Stop, while somebody waits."""
         reports = self.reports(late, ask=True)
+        parts, told = [], set[int]()
+        for pending in self._stopped_on(late):
+            ranks = [rank for rank in pending.missing if rank in late]
+            if any(reports[rank].interrupted for rank in ranks):
+                told.update(ranks)
+                what = going_on_text(pending, reports)
+                parts.append(
+                    f"{'This waits: ' if waits else ''}{what}. "
+                    + ("Stop interrupts it again." if waits else END_IT)
+                )
         together: dict[str, list[int]] = {}
         for rank in late:
-            together.setdefault(_stuck_text(reports[rank]), []).append(rank)
-        parts = []
+            if rank not in told:
+                together.setdefault(_stuck_text(reports[rank]), []).append(rank)
         for why, ranks in together.items():
             who = ranks_text(ranks)
             have, it = ("has", "it") if len(ranks) == 1 else ("have", "them")
+            after = "after a Stop, " if waits else ""
             parts.append(
                 f"{who[:1].upper()}{who[1:]} {have} not come back from a run that was stopped "
-                f"({why}): session.restart({ranks}) replaces {it}."
+                f"({why}): {after}session.restart({ranks}) replaces {it}."
             )
         return " ".join(parts)
 
     def explain_stuck(self, pending: PendingRequest) -> str:
         """What to do about ranks that did not come back from a run that was stopped."""
         reports = self.reports(pending.missing, ask=True)
+        if any(report.interrupted for report in reports.values()):
+            return (
+                f"{_capital(going_on_text(pending, reports))}. %session interrupt "
+                f"(session.interrupt()) interrupts it again. {END_IT}"
+            )
         busy, stuck = list[int](), dict[str, list[int]]()
         for rank in sorted(pending.missing):
             if reports[rank].request not in (0, pending.request):
@@ -535,6 +642,11 @@ def _stuck_text(report: RankReport) -> str:
     return f"does not react, in {outermost.name} ({file} line {outermost.lineno})"
 
 
+def has_finished(report: RankReport) -> bool:
+    """Whether a rank has ended its part of a run, and without an error."""
+    return report.outcome is not None and report.outcome.ending is Ending.FINISHED
+
+
 def _at_operation(report: RankReport) -> RankReport | None:
     """A report with its place, where the main thread waits in an operation that is all there is."""
     operations = report.operations
@@ -559,6 +671,8 @@ def _with_stack(report: RankReport, reply: StackReply | None) -> RankReport:
         is_device_wait=reply.is_device_wait,
         unseen=reply.unseen,
         instruction=reply.instruction,
+        has_one_thread=reply.has_one_thread,
+        interrupted=reply.interrupted,
     )
 
 
@@ -586,7 +700,12 @@ def waiting_in(report: RankReport, operation: Operation) -> RankReport:
 
 def is_doomed(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
     """Whether a device was given it, and a member will never begin it."""
-    return operation.is_enqueued and any(
+    return operation.is_enqueued and is_in_vain(operation, reports)
+
+
+def is_in_vain(operation: Operation, reports: Mapping[int, RankReport]) -> bool:
+    """Whether a member will never begin it."""
+    return any(
         _misses(report, operation)
         and (report.state == RankState.DEAD or report.outcome is not None)
         for member in operation.members

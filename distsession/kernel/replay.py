@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distsession.cluster.pending import OutputMessage
+from distsession.display.colors import without_escapes
 from distsession.display.render import Bundle
 from distsession.errors import SessionStateError
 from distsession.kernel.log_text import MissingText, read_log
@@ -462,7 +463,7 @@ def replayed_text(runs: Sequence[RunRecord], missing: Sequence[str]) -> str:
         ]
     if missing:
         lines.append(f"Not kept: {'; '.join(dict.fromkeys(missing))}.")
-    errors = [run.error for run in runs if run.error]
+    errors = [without_escapes(run.error) for run in runs if run.error]
     return "\n\n".join(["\n".join(lines), *(f"It failed with\n\n{error}" for error in errors)])
 
 

@@ -12,9 +12,10 @@ from distsession.cluster.base import Channel, Launcher, Payload
 from distsession.cluster.interrupts import InterruptHold, interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.errors import DistsessionError, RunError, RunInterrupt, RunTimeoutError
+from distsession.kernel.failures import collect
 from distsession.kernel.imports import ImportHints
 from distsession.kernel.journal import Journal
-from distsession.kernel.outcome import collect, run_error
+from distsession.kernel.outcome import run_error
 from distsession.kernel.output import Output
 from distsession.kernel.progress import TransferProgress
 from distsession.kernel.recovery import Recovery
@@ -22,6 +23,7 @@ from distsession.kernel.replay import OutputHistory, RunRecord
 from distsession.kernel.run import Run
 from distsession.kernel.runs import LastRun, RunBegan, RunEnded, RunFailed, RunKind, RunsKnown
 from distsession.protocol.cells import CellNames, number_in
+from distsession.protocol.host_clock import host_clock
 from distsession.protocol.messages import CallRequest, CellRequest, Request
 from distsession.results import RankResults
 
@@ -60,8 +62,7 @@ class Requests:
         self.import_hints = ImportHints()
         self.goes_on = True
         """Something may run after a failure; otherwise nobody is told what to do then."""
-        self.journal: Journal | None = None
-        """Where it is told what a later kernel has to know, if the session is kept."""
+        self._journal: Journal | None = None
         self.before_submit: Callable[[], None] = lambda: None
         """Called before something is sent."""
         self.leave: Callable[[Output], str] = lambda output: ""
@@ -70,6 +71,18 @@ class Requests:
         self._ended: dict[int, bool] = {}
         """Whether runs succeeded whose ranks may not know yet that everything of them is here."""
         self._most_ended = MOST_ENDED
+
+    @property
+    def journal(self) -> Journal | None:
+        """Where it is told what a later kernel has to know, if the session is kept.
+
+        Not once another process owns it: what ends here then goes on there.
+        """
+        return None if self._journal is not None and self.launcher.taken else self._journal
+
+    @journal.setter
+    def journal(self, journal: Journal | None) -> None:
+        self._journal = journal
 
     @property
     def launcher(self) -> Launcher:
@@ -218,6 +231,7 @@ class Requests:
                     cell=cell,
                     entry=entry,
                     at=time.time(),
+                    clock=host_clock(),
                     kernel=self.outputs.kernel,
                     fetch=isinstance(request, CallRequest) or request.fetch,
                 )
@@ -229,6 +243,8 @@ class Requests:
         except BaseException:
             self.drop_run(number)
             raise
+        if (run := self._under_way.get(pending.request)) is not None:
+            pending.title = run.title
         if kind is not RunKind.EXPRESSION:
             self.last_run = LastRun(pending.request, tuple(ranks))
         return pending
@@ -343,9 +359,14 @@ class Requests:
             self.channel.forget(self.channel.submit(living, make, []))
 
     def fetch_frames(self, rank: int, make: Callable[[int], Request]) -> Any:
-        """The payload of a rank's answer as it is, without being rebuilt here."""
+        """The payload of a rank's answer as it is, without being rebuilt here.
+
+        The rank needs no process group for it, and others may be dead.
+        """
+        self.before_submit()
+        self.recovery.check_reach([rank])
         with InterruptHold() as interrupts:
-            pending = self.submit([rank], make, [], interrupts=interrupts)
+            pending = self.channel.submit([rank], make, [], None, interrupts)
             try:
                 interrupts.release()
                 pending.wait(lambda _: None)
@@ -353,5 +374,6 @@ class Requests:
             finally:
                 self.channel.forget(pending)
         if failed:
+            self.recovery.check_owned(pending)
             raise run_error(failed, results, self.launcher.infos)
         return pending.replies[rank][1]

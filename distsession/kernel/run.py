@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,17 +20,14 @@ from distsession.errors import (
     SessionStateError,
     in_lines,
 )
+from distsession.kernel.failures import collect, own_causes, with_handled, with_mismatch
 from distsession.kernel.imports import ImportHints
 from distsession.kernel.outcome import (
     caught_text,
-    collect,
     handled_text,
     hang_error,
-    own_causes,
     reconnected_text,
     run_error,
-    with_handled,
-    with_mismatch,
 )
 from distsession.kernel.output import Output
 from distsession.kernel.progress import ProgressNotice, TransferProgress
@@ -40,6 +38,7 @@ from distsession.kernel.recovery import (
 )
 from distsession.kernel.replay import RunRecord
 from distsession.kernel.stdin import NO_PLACE, InputRequests
+from distsession.kernel.stopped import ahead_notice
 from distsession.kernel.watchdog import Watchdog
 from distsession.protocol import serialize
 from distsession.protocol.messages import RankReport
@@ -118,6 +117,10 @@ class Run:
         self._hints = hints
         self._leave = leave
         self._has_left = False
+        self._may_wait, self._has_waited = True, False
+        """For runs of an earlier kernel; none comes that is not there at the begin."""
+        self._goes_on_stopped = False
+        """It was stopped, and its ranks go on: its end is waited for in another thread."""
         self._watchdog = Watchdog(recovery, pending, output.notify)
         self._input_requests = self._make_input_requests()
         self._stopped_at = 0.0
@@ -132,6 +135,7 @@ class Run:
         is_late = succeeded = False
         try:
             is_late = self._wait()
+            self._recovery.check_owned(self._pending)
             with self._importing():
                 results, failed = collect(
                     pending, time.perf_counter() - self._began, remedies=self._goes_on
@@ -163,18 +167,17 @@ class Run:
                 # It may have been pressed twice within microseconds.
                 if pending.missing and not (pending.stopped or self._has_left):
                     self._recovery.stop(pending)
+                    self._goes_on_stopped = bool(pending.stopped and self._is_stuck())
             raise
         finally:
-            try:
-                output.close()
-            finally:
-                with interrupts_held():
-                    self._settle(succeeded)
-                    self._channel.forget(pending)
-                    self._recovery.check_damage(has_failed=not succeeded)
+            if self._goes_on_stopped:
+                self._follow_behind()
+            else:
+                self._end(succeeded)
             then = ""
             if not succeeded or self._recovery.launcher.must_reconnect:
-                then = "" if pending.missing or self._has_left else self._reconnected_text()
+                is_gone = self._has_left or self._recovery.launcher.taken
+                then = "" if pending.missing or is_gone else self._reconnected_text()
         if succeeded and not pending.stopped:
             return results
         if pending.stopped:
@@ -192,6 +195,33 @@ class Run:
             infos, places = self._recovery.launcher.infos, self._watchdog.places
             raise run_error(failed, results, infos, waited, then, places, verdict)
         raise RunInterrupt(SET_ALREADY)
+
+    def _end(self, succeeded: bool) -> None:
+        try:
+            self._output.close()
+        finally:
+            with interrupts_held():
+                self._settle(succeeded)
+                self._channel.forget(self._pending)
+                self._recovery.check_damage(has_failed=not succeeded)
+
+    def _is_stuck(self) -> bool:
+        """Whether ranks have not come back that were interrupted."""
+        return bool(self._pending.missing and self._pending.was_begun)
+
+    def _follow_behind(self) -> None:
+        """Wait for the end in a thread: until then it runs, and its output goes to its cell."""
+        context = contextvars.copy_context()
+
+        def follow() -> None:
+            try:
+                context.run(self._pending.wait, self._write)
+            finally:
+                context.run(self._end, False)
+                if self._goes_on:
+                    context.run(self._reconnect)
+
+        threading.Thread(target=follow, name="distsession-stopped", daemon=True).start()
 
     def _remark(self) -> None:
         """Say what would have made this faster, where somebody can do something about it."""
@@ -228,6 +258,7 @@ class Run:
                 self._write, self._timeout, self._check, questions.add, self._receive_first
             )
         except _NotBack:
+            self._goes_on_stopped = self._is_stuck()
             stuck = self._recovery.explain_stuck(pending)
             raise in_lines(RunInterrupt, _lines(pending.stopped, stuck)) from None
         except KeyboardInterrupt:
@@ -259,11 +290,27 @@ class Run:
             if is_late and pending.missing:
                 raise _NotBack
         self._input_requests.check()
+        self._tell_ahead()
         self._watchdog.check()
         self._output.tick(self._reports)
         if self._progress is not None:
             self._show_transfer(self._progress)
         return self._watchdog.due
+
+    def _tell_ahead(self) -> None:
+        """Say what of an earlier kernel this waits for, as nobody else shows it here."""
+        pending = self._pending
+        if pending.since or not self._may_wait:
+            return
+        missing = set(pending.missing)
+        ahead = [
+            each
+            for each in self._channel.pending()
+            if each.since and each.request < pending.request and missing.intersection(each.missing)
+        ]
+        if ahead or self._has_waited:
+            self._output.notify(ahead_notice(ahead, self._recovery.reports_of_stopped(ahead)))
+        self._may_wait = self._has_waited = bool(ahead)
 
     def _reports(self, ask: bool) -> Mapping[int, RankReport]:
         found = self._recovery.reports(self._pending.missing, ask=ask)
@@ -295,6 +342,7 @@ class Run:
             if pending.was_begun:
                 with suppress(RunTimeoutError):
                     pending.wait(self._write, RETURN_TIMEOUT_S)
+        self._goes_on_stopped = self._is_stuck()
         if not pending.was_begun:
             return pending.stopped
         if stuck := self._recovery.explain_stuck(pending) if pending.missing else "":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass
 
 from distsession.kernel.journal import Record
+from distsession.protocol.host_clock import host_clock
 
 __all__ = ["LastRun", "RunBegan", "RunEnded", "RunFailed", "RunKind", "RunsKnown"]
 
@@ -46,6 +48,7 @@ class RunBegan(Record):
         cell: The number of the notebook's cell; None where there is none.
         entry: The number of its entry in the history.
         at: When, by ``time.time()``.
+        clock: When, by ``host_clock()``; 0 where another version has written it.
         kernel: Which of the session's kernels, from 1.
         fetch: Its values are wanted, not only what it shows.
     """
@@ -59,6 +62,12 @@ class RunBegan(Record):
     at: float
     kernel: int = 1
     fetch: bool = True
+    clock: float = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began, whatever has been done to the time of day."""
+        return max(0.0, host_clock() - self.clock if self.clock else time.time() - self.at)
 
     @property
     def title(self) -> str:

@@ -179,17 +179,19 @@ class Snapshots:
                 "GPU memory",
                 f"{_size(use.gpu_memory)} of {_size(use.gpu_total)}",
                 use.gpu_memory / max(1, use.gpu_total),
+                use.gpu_memory,
             )
             if use.gpu_percent < 0:
                 return (memory,), ()
-            return (Gauge("GPU", f"{use.gpu_percent} %", use.gpu_percent / 100), memory), history
+            share = use.gpu_percent / 100
+            return (Gauge("GPU", f"{use.gpu_percent} %", share, share), memory), history
         total = info.device.memory_bytes if info.device.device == "cpu" else 0
-        resident = Gauge("memory", _size(use.rss), use.rss / total if total else None)
+        resident = Gauge("memory", _size(use.rss), use.rss / total if total else None, use.rss)
         percent = self._percent.get(info.rank)
         if percent is None:
             return (resident,), ()
         threads = max(1, info.device.threads)
-        busy = Gauge("CPU", f"{percent} %", percent / 100 / threads)
+        busy = Gauge("CPU", f"{percent} %", percent / 100 / threads, percent)
         return (busy, resident), tuple(round(percent / threads) for percent in history)
 
 

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from distsession.errors import (
     RunInterrupt,
     SessionStateError,
 )
-from distsession.kernel.outcome import notebook_cells
+from distsession.kernel.cells import notebook_cells
 from distsession.kernel.requests import Requests
 from distsession.kernel.run import SET_ALREADY
 from distsession.protocol import serialize
@@ -37,7 +38,7 @@ from distsession.protocol.shared_memory import Segment, map_private, map_shared
 from distsession.ranks import ranks_text
 from distsession.results import RankResults
 
-__all__ = ["copy", "gather", "prepare", "pull", "push", "scatter"]
+__all__ = ["Taken", "end_loan", "gather", "give", "prepare", "pull", "push", "scatter", "take"]
 
 log = logging.getLogger(__name__)
 
@@ -112,57 +113,83 @@ def _discard(requests: Requests, ranks: Sequence[int]) -> None:
         requests.post(ranks, lambda number: CommitRequest(number, False))
 
 
-def copy(
-    requests: Requests, source: int, ranks: Sequence[int], names: Sequence[str], *, lend: bool
-) -> None:
-    """Give ranks these variables of another one, all in one payload.
+@dataclass(frozen=True)
+class Taken:
+    """Variables of one rank, on their way to others.
 
     What they share (an optimizer the parameters of its model) stays shared. The values pass through
     the kernel as they are, without being rebuilt there.
 
+    Attributes:
+        source: The rank that has them.
+        names: Of the variables.
+        payload: All of them.
+        is_lent: What is large on a device is still there: it goes straight from one device to the
+            other. The source may run nothing before that is done.
+    """
+
+    source: int
+    names: tuple[str, ...]
+    payload: serialize.Frames
+    is_lent: bool
+
+
+def take(requests: Requests, source: int, names: Sequence[str], *, lend: bool) -> Taken:
+    """Pickle variables of a rank for others, which need not be there yet.
+
     Args:
         requests: Of the session.
-        source: Whose variables.
-        ranks: Who gets them.
+        source: The rank that has them.
         names: Which.
-        lend: What is large on a device goes straight from one device to the other, where it can.
-            All ranks are on the host of the source.
+        lend: What is large on a device is lent. All ranks are on the host of the source.
+
+    Raises:
+        RunError: A name is not there, or cannot be pickled.
     """
-    if lend and _copy_lent(requests, source, ranks, names):
-        return
     wanted = tuple(names)
     payload = requests.fetch_frames(
-        source, lambda number: PullRequest(number, wanted, for_ranks=True)
+        source, lambda number: PullRequest(number, wanted, lend=lend, for_ranks=True)
     )
-    _push_frames(requests, ranks, payload)
+    return Taken(source, wanted, payload, lend)
 
 
-def _copy_lent(requests: Requests, source: int, ranks: Sequence[int], names: Sequence[str]) -> bool:
+def give(requests: Requests, taken: Taken, ranks: Sequence[int]) -> None:
+    """Set on ranks what was taken from another one."""
+    if taken.is_lent:
+        if _give_lent(requests, taken, ranks):
+            return
+        taken = take(requests, taken.source, taken.names, lend=False)
+    _push_frames(requests, ranks, taken.payload)
+
+
+def _give_lent(requests: Requests, taken: Taken, ranks: Sequence[int]) -> bool:
     """The same, with memory of the source's device lent to the others; whether it came about.
 
     No name is set before the source has said, when all have their copies, that it lent the same
     all the while: what is read of a process that has ended, or computes on, may be anything.
     """
-    wanted = tuple(names)
-    payload = requests.fetch_frames(
-        source, lambda number: PullRequest(number, wanted, lend=True, for_ranks=True)
-    )
     with requests.pushing:
         try:
-            problems = requests.call(ranks, PushRequest, payload, verb="sending")
-            is_same = requests.call([source], ReturnRequest, [])[source]
+            problems = requests.call(ranks, PushRequest, taken.payload, verb="sending")
+            is_same = requests.call([taken.source], ReturnRequest, [])[taken.source]
         except BaseException:
             _discard(requests, ranks)
-            with suppress(DistsessionError):
-                requests.post([source], ReturnRequest)
+            end_loan(requests, taken)
             raise
         if is_same and not any(problems.values()):
             requests.call(ranks, lambda number: CommitRequest(number, True), [], steady=True)
             return True
         _discard(requests, ranks)
-    why = next(filter(None, problems.values()), f"rank {source} has run something meanwhile")
-    log.info("%s goes through this host's memory: %s", ", ".join(names), why)
+    why = next(filter(None, problems.values()), f"rank {taken.source} has run something meanwhile")
+    log.info("%s goes through this host's memory: %s", ", ".join(taken.names), why)
     return False
+
+
+def end_loan(requests: Requests, taken: Taken) -> None:
+    """Nobody will read what a rank has lent."""
+    if taken.is_lent:
+        with suppress(DistsessionError):
+            requests.post([taken.source], ReturnRequest)
 
 
 # --- pull -----------------------------------------------------------------------------------------

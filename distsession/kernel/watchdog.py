@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from distsession.cluster.deaths import SilentHost
 from distsession.cluster.pending import PendingRequest
 from distsession.kernel.output import NO_NOTICE, Notice
-from distsession.kernel.recovery import Recovery, is_doomed, waiting_in
+from distsession.kernel.recovery import Recovery, has_finished, is_doomed, is_in_vain, waiting_in
 from distsession.protocol.diagnosis import Kind, Verdict, describe_operation, is_from_any
-from distsession.protocol.messages import FrameInfo, RankReport, TimedOut
+from distsession.protocol.messages import STORE_WAIT, FrameInfo, RankReport, TimedOut
 from distsession.protocol.rank_state import AbortReason, Ending, RankState
 from distsession.ranks import ranks_text
 
@@ -63,6 +63,8 @@ class Watchdog:
         self._silent = ""
         self._was_broken = recovery.launcher.is_broken
         self._asked_at = 0.0
+        self._with_threads: set[int] = set()
+        """Ranks that have ended their part, but not all threads that it has started."""
         self._idle_since: dict[int, tuple[int, float]] = {}
         self._still_since: dict[int, tuple[int, float]] = {}
         self.due: float | None = None
@@ -103,6 +105,8 @@ class Watchdog:
             return  # the ranks that took part raise it
         sole = self._pending if self._pending.is_sole else None
         reports = recovery.reports(ask=False, sole=sole)
+        for rank in self._with_threads:
+            reports[rank] = replace(reports[rank], has_threads=has_finished(reports[rank]))
         now = time.monotonic()
         self._note_progress(reports, now)
         verdict = recovery.diagnose(reports, sole)
@@ -112,8 +116,10 @@ class Watchdog:
             # Those whose device was given something only just now suffer from the same.
             behind = [r for r, report in reports.items() if _has_enqueued(report)]
             asked = recovery.reports({*suspects, *behind}, ask=True, sole=sole)
+            self._with_threads = {r for r, report in asked.items() if report.has_threads}
             reports = {
-                r: _blocked(report) if r in suspects else report for r, report in asked.items()
+                r: _blocked(report, asked) if r in suspects else report
+                for r, report in asked.items()
             }
             reports = self._with_doomed(reports, now)
             verdict = recovery.diagnose(reports, sole)
@@ -170,8 +176,22 @@ class Watchdog:
                 again = recovery.reports(ask=False, sole=sole)
                 if recovery.diagnose(again, sole).kind is not verdict.kind:
                     return
+            if self._may_still_come(verdict, reports, sole):
+                return
             self._adopt(verdict, reports)
             recovery.abort(verdict)
+
+    def _may_still_come(
+        self, verdict: Verdict, reports: dict[int, RankReport], sole: PendingRequest | None
+    ) -> bool:
+        """Whether ranks that have ended their part have threads which may do what is missed."""
+        ended = [rank for rank in verdict.missing if has_finished(reports[rank])]
+        if verdict.failed or not ended:
+            return False
+        asked = self._recovery.reports(ended, ask=True, sole=sole)
+        self._with_threads = {rank for rank in ended if asked[rank].has_threads}
+        found = reports | {rank: asked[rank] for rank in self._with_threads}
+        return self._recovery.diagnose(found, sole).kind is not verdict.kind
 
     def _adopt(self, verdict: Verdict, reports: dict[int, RankReport]) -> None:
         self.verdict = verdict
@@ -253,8 +273,15 @@ class Watchdog:
             for report in reports.values()
         )
         asleep = ASLEEP_AFTER_FAILURE_S if has_failed else ASLEEP_S
-        # A finished rank sees only when it is asked that its device is done with a graph, too.
-        suspects = [r for r, report in reports.items() if report.outcome and report.is_replaying]
+        # A finished rank sees only when it is asked that its device is done with a graph, too,
+        # or that its threads have ended.
+        suspects = [
+            r
+            for r, report in reports.items()
+            if report.outcome and (report.is_replaying or report.has_threads)
+        ]
+        if _wait_for_keys(reports):
+            suspects += [r for r, report in reports.items() if report.state == RankState.RUNNING]
         for rank, report in reports.items():
             waits = report.operations and not report.operations[-1].is_waiting
             if (
@@ -319,6 +346,21 @@ class Watchdog:
         self._notify(Notice(verdict.untimed or verdict.sentence, verdict.sentence))
 
 
+def _wait_for_keys(reports: Mapping[int, RankReport]) -> bool:
+    """Whether a rank waits for a key of the store, and no other runs code that could set it.
+
+    Whether a thread of theirs can, they have to be asked.
+    """
+    last = [
+        report.operations[-1]
+        for report in reports.values()
+        if report.operations and report.operations[-1].is_waiting
+    ]
+    is_old = any(op.name == STORE_WAIT and op.seconds >= ASLEEP_S for op in last)
+    running = [report for report in reports.values() if report.state != RankState.IDLE]
+    return is_old and len(last) == len(running)
+
+
 def _has_enqueued(report: RankReport) -> bool:
     return any(operation.is_enqueued for operation in report.operations)
 
@@ -327,12 +369,23 @@ def _line(frame: FrameInfo) -> str:
     return next((text for number, text in frame.context if number == frame.lineno), "")
 
 
-def _blocked(report: RankReport) -> RankReport:
-    """The same, with the operation last and marked that its main thread waits for, if it does."""
+def _blocked(report: RankReport, reports: Mapping[int, RankReport]) -> RankReport:
+    """The same, with the operation last and marked that its main thread waits for, if it does.
+
+    Code that awaits waits only for what can never end: its event loop may have other things to do.
+
+    Args:
+        report: Of a rank that uses no processor time.
+        reports: Of all ranks.
+    """
     if report.state != RankState.RUNNING or not report.operations or not report.stack:
         return report
     filename = report.stack[-1].filename
-    waits = [op for op in report.operations if op.in_thread and _WAITS.search(filename)]
+    waits = [op for op in report.operations if op.in_thread]
+    if "await " in _line(report.stack[-1]):
+        waits = [op for op in waits if is_in_vain(op, reports)]
+    elif not _WAITS.search(filename):
+        waits = []
     # A future of C++ has no frame of torch's: the line of the user's that waits for it is the last.
     is_torchs = "torch" in filename or ".wait(" in _line(report.stack[-1])
     if not waits and is_torchs and not report.operations[-1].is_enqueued:

@@ -15,18 +15,19 @@ from typing import Any
 
 from distsession.cluster.base import Channel
 from distsession.cluster.pending import OutputMessage
-from distsession.display.render import Bundle, fold_bundles, note_of, rank_label, state_and_since
-from distsession.display.widgets import Bars, model_of
+from distsession.display.render import Bundle, fold_bundles, note_of, state_and_since
+from distsession.display.widgets import WIDGET_VIEW, Bars, model_of
 from distsession.kernel.output import Notice, Output
 from distsession.notebook import stdin
+from distsession.notebook.apart import InRankOrder, display_apart
 from distsession.notebook.front_end import has_ipywidgets, shows_widgets
 from distsession.notebook.kernel_end import kernel_ends
 from distsession.notebook.lines import MAX_LIVE_BARS, Line
 from distsession.notebook.output import HEAD_LINES, TAIL_LINES, RankText, Section, Transcript
 from distsession.notebook.output_html import (
+    LIVE_FOR_S,
     LiveRow,
     can_embed,
-    label_html,
     live_html,
     live_text,
     section_html,
@@ -34,6 +35,7 @@ from distsession.notebook.output_html import (
 )
 from distsession.notebook.running_cell import cell_number
 from distsession.notebook.terminal import TerminalOutput
+from distsession.notebook.wording import worded
 from distsession.protocol.messages import ClearOutput, CommMessage, Display, RankReport, Text
 from distsession.protocol.rank_state import RankState
 from distsession.ranks import ranks_text
@@ -103,7 +105,7 @@ class CapturedOutput(TerminalOutput):
     def write(self, message: OutputMessage) -> None:
         if isinstance(message, Display) and set(message.data) != {"text/plain"}:
             self._flush()
-            _display_separately([message.rank], message.data, message.metadata)
+            display_apart([message.rank], (message.data, message.metadata))
         else:
             super().write(message)
 
@@ -116,7 +118,7 @@ class CapturedOutput(TerminalOutput):
         super().show(plain)
         rich = {rank: each for rank, each in shown.items() if rank not in plain}
         for ranks, bundle in fold_bundles(rich):
-            _display_separately(ranks, *bundle)
+            display_apart(ranks, bundle)
 
 
 class BackgroundOutput(TerminalOutput):
@@ -154,6 +156,8 @@ class CellOutput(Output):
         self._began = time.monotonic()
         self._live: Any = None
         self._live_shown: tuple[list[LiveRow], str] = ([], "")
+        self._live_until = 0.0
+        """When it is sent again though it has not changed."""
         self._next_live = self._began + LIVE_AFTER_S
         self._next_sections = 0.0
         self._next_place = self._began + PLACE_AFTER_S
@@ -163,6 +167,7 @@ class CellOutput(Output):
         self._channel: Channel | None = None
         self._has_widgets = True
         self._widget_rows: dict[int, Any] = {}
+        self._apart: dict[int, InRankOrder] = {}
         self._cleared: set[int] = set()
         self._bars: Bars | None = None
         self._shows_more = False
@@ -212,12 +217,12 @@ class CellOutput(Output):
 
     def fail(self, text: str) -> None:
         """Say it on the standard error, below the output."""
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{worded(text)}\n")
 
     def remark(self, text: str) -> None:
         """Say it below the output."""
         self._finish()
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(f"{worded(text)}\n")
         sys.stdout.flush()
 
     def ends_soon(self, wait: float) -> bool:
@@ -231,7 +236,7 @@ class CellOutput(Output):
 
     def notify(self, notice: Notice) -> None:
         """Show a line about the run that replaces the one before."""
-        self._notice = notice.text
+        self._notice = worded(notice.text)
         self._refresh_live()
 
     def show(self, shown: dict[int, Bundle]) -> None:
@@ -250,7 +255,7 @@ class CellOutput(Output):
                 separate[rank] = data, metadata
         self._show_section(section)
         for ranks, bundle in fold_bundles(separate):
-            _display_separately(ranks, *bundle)
+            display_apart(ranks, bundle)
 
     def close(self) -> None:
         """The run is over."""
@@ -280,9 +285,7 @@ class CellOutput(Output):
             pass
         elif not can_embed((message.data, message.metadata)):
             self._show_displays()
-            _display_separately(
-                [message.rank], message.data, message.metadata, _rank_display_id(message)
-            )
+            self._display_apart(message)
         elif set(message.data) == {"text/plain"} and not message.display_id:
             text = f"{message.data['text/plain']}\n"
             self._transcript.write(message.rank, "stdout", text)
@@ -290,6 +293,16 @@ class CellOutput(Output):
             self._transcript.display(message)
             if message.display_id:
                 _embedded.keep(self._place(message), (self, self._transcript))
+
+    def _display_apart(self, message: Display) -> None:
+        bundle = message.data, message.metadata
+        if message.display_id or WIDGET_VIEW in message.data:  # which keeps its place
+            display_apart([message.rank], bundle, _rank_display_id(message))
+            return
+        at = self._transcript.position(message.rank)
+        if at not in self._apart or self._apart[at].is_full:
+            self._apart[at] = InRankOrder()
+        self._apart[at].add(message.rank, bundle)
 
     def _update(self, message: Display) -> None:
         """Show what something displayed is now: in this output, in an earlier one, or by itself."""
@@ -361,7 +374,7 @@ class CellOutput(Output):
         for rank, text in () if self._bars is None else self._bars.take_all():
             self._transcript.add_bar(rank, text)
         for rows in self._widget_rows.values():
-            rows.update_text()
+            rows.finish()
         self._widget_rows.clear()
         _close_ended_comms()
 
@@ -405,10 +418,13 @@ class CellOutput(Output):
             for widgets in self._widget_rows.values():
                 widgets.update_text()
         rows = [] if time.monotonic() - self._began < LIVE_AFTER_S else self._live_rows()
-        if (rows, self._notice) == self._live_shown:
+        now = time.monotonic()
+        is_same = (rows, self._notice) == self._live_shown
+        if is_same and (now < self._live_until or not (rows or self._notice)):
             return
-        self._live_shown = (rows, self._notice)
-        self._update_live(live_html(rows, self._notice), live_text(rows, self._notice))
+        self._live_shown, self._live_until = (rows, self._notice), now + LIVE_FOR_S / 4
+        at = time.strftime("%H:%M:%S")
+        self._update_live(live_html(rows, self._notice, at), live_text(rows, self._notice))
 
     def _update_live(self, as_html: str, as_text: str) -> None:
         from IPython.display import display
@@ -474,16 +490,3 @@ def _update(message: Display) -> None:
     update_display(
         message.data, raw=True, display_id=_rank_display_id(message), metadata=message.metadata
     )
-
-
-def _display_separately(
-    ranks: Sequence[int], data: dict[str, Any], metadata: dict[str, Any], display_id: str = ""
-) -> None:
-    """Show by itself what cannot stand beside others, such as a widget, or is to be updated."""
-    from IPython.display import display
-
-    note = note_of((data, metadata))
-    label = {"text/plain": rank_label(ranks, note), "text/html": label_html(ranks, note)}
-    display(label, raw=True)
-    options = {"display_id": display_id} if display_id else {}
-    display(data, raw=True, metadata=metadata, **options)

@@ -18,8 +18,8 @@ from ipywidgets.widgets import widget as _widget
 
 from distsession.cluster.base import Channel
 from distsession.display.figures import edge
-from distsession.display.html import CODE_FONT, LABEL, element
-from distsession.display.widgets import WIDGET_TARGET, Models
+from distsession.display.html import CODE_FONT, LABEL, element, join
+from distsession.display.widgets import WIDGET_TARGET, WIDGET_VIEW, Models
 from distsession.notebook import widget_versions
 from distsession.notebook.widget_versions import instances
 from distsession.protocol.messages import CommInput, CommMessage
@@ -394,15 +394,36 @@ class WidgetRows:
         if self._handle is not None:
             self._handle.update(self._bundle(), raw=True)
 
+    def finish(self) -> None:
+        """The run is over. Bars that are at their end stay as text, without widgets.
+
+        A notebook that is opened again without this kernel has nothing but an error to show for
+        widgets.
+        """
+        if self._handle is None:
+            return
+        bundle = self._bundle()
+        if all(each in self._bars and not relay.models.running_bars(each) for each in self._texts):
+            bundle.pop(WIDGET_VIEW)
+        self._handle.update(bundle, raw=True)
+
     def _fill(self) -> None:
         self._box.children = [row for _, _, row, _ in self._rows]
 
     def _bundle(self) -> dict[str, Any]:
         lines = [
-            f"[rank {rank}] {relay.models.text(model_id) or self._texts.get(model_id, '')}"
+            (rank, relay.models.text(model_id) or self._texts.get(model_id, ""))
             for rank, model_id, _, _ in self._rows
         ]
-        return {**widget_versions.view(self._box), "text/plain": "\n".join(lines)}
+        style = f"white-space:pre;{CODE_FONT}"
+        rows = [
+            element("div", _label(rank), " ", element("span", t, style=style)) for rank, t in lines
+        ]
+        return {
+            **widget_versions.view(self._box),
+            "text/html": join(rows),
+            "text/plain": "\n".join(f"[rank {rank}] {text}" for rank, text in lines),
+        }
 
 
 def _label(rank: int, more: str = "") -> str:

@@ -16,6 +16,7 @@ from IPython.core.completerlib import module_completion
 from IPython.utils.tokenutil import token_at_cursor
 
 from distsession.cluster.kept import kept_sessions
+from distsession.devices import NCCL_NAMES
 from distsession.display import render
 from distsession.errors import DistsessionError
 from distsession.notebook.autopx import is_plain
@@ -35,7 +36,7 @@ COMPLETION_TIMEOUT_S = 0.3
 MAX_COMPLETION_RANKS = 4
 """How many ranks are asked for completions."""
 
-BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
+BACKENDS = ("gloo", *NCCL_NAMES, "mpi", "ucc", "cpu:gloo,cuda:nccl")
 """Names that are offered; which of them there are, the ranks' torch knows."""
 MAX_RANK_WORDS = 16
 

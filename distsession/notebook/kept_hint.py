@@ -65,7 +65,5 @@ def _place(report: RankReport, names: dict[int, str]) -> str:
 
 
 def _end(kept: KeptSession) -> str:
-    owner = kept.owner
-    if owner is None or owner.lease_ends_at is None:
-        return ""
-    return f", and it ends at {time_text(owner.lease_ends_at)}"
+    ends_at = kept.lease_ends_at
+    return "" if ends_at is None else f", and it ends at {time_text(ends_at)}"

@@ -8,20 +8,22 @@ import functools
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from IPython.core.magic import no_var_expand
 
+from distsession import errors
 from distsession import options as session_options
 from distsession import session as session_module
 from distsession import view as view_module
 from distsession.cluster.kept import KeptSession, find_kept
 from distsession.display.html import element
-from distsession.errors import OptionsError, SessionStateError
+from distsession.errors import ExportWarning, OptionsError, SessionStateError
 from distsession.export.script import parse_cells
-from distsession.kernel import outcome
+from distsession.kernel import cells, outcome
 from distsession.notebook import nbdistributed_magics
 from distsession.notebook.automagic import SessionChecker
 from distsession.notebook.autopx import AUTO_FLAG, AutoPx
@@ -34,8 +36,6 @@ from distsession.notebook.panel import make_panel
 from distsession.notebook.parsers import (
     cell_parser,
     distributed_help,
-    flags,
-    near,
     parse,
     session_help,
     session_parser,
@@ -43,7 +43,9 @@ from distsession.notebook.parsers import (
 from distsession.notebook.post_mortem import PostMortem
 from distsession.notebook.running_cell import cell_number, cell_of_file, running_cell, running_line
 from distsession.notebook.timeline import TimelineOutput
+from distsession.notebook.wording import worded
 from distsession.options import SessionOptions
+from distsession.parsing import flags, near
 from distsession.protocol.cells import parse_cell
 from distsession.ranks import parse_ranks, ranks_text
 from distsession.results import RankResults
@@ -114,15 +116,17 @@ class Magics:
     @no_var_expand
     def session(self, line: str) -> Any:
         """Start, look at and end the session: ``%session start 4 --backend gloo``."""
-        if line.strip() in ("help", "--help", "-h"):
-            sys.stdout.write(session_help())
-            return None
+        if line.strip() in ("--help", "-h"):
+            line = "help"
         arguments = parse(session_parser(), line)
         if arguments is None:
             return None
         verb = arguments.verb or "status"
         result: Any = getattr(self, f"_{verb}")(arguments)
         return result
+
+    def _help(self, arguments: argparse.Namespace) -> None:
+        sys.stdout.write(session_help(arguments.command))
 
     def _start(self, arguments: argparse.Namespace) -> Session:
         given = {k: v for k, v in vars(arguments).items() if k != "verb" and v is not None}
@@ -134,11 +138,13 @@ class Magics:
                     old, f"{old.status()}. It was running already; %session restart renews it."
                 )
             raise SessionStateError(
-                f"{old.status()}. Close it first with %session close, or start a second one "
-                "beside it with Session(...)."
+                f"{old.status()}. It has {_differences(old, wanted)}. Close it first with %session "
+                "close, which ends its ranks, and start again; or start a second one beside it "
+                "with Session(...)."
             )
         self._started = Session(**given)
         self._end_looking()
+        _say(_started_text(self._started))
         return self._with_line(self._started, self._started.status())
 
     def _attach(self, arguments: argparse.Namespace) -> Session | SessionViewer:
@@ -218,8 +224,10 @@ class Magics:
         names = [name.strip() for name in arguments.restore.split(",") if name.strip()]
         moves = (part.partition("=") for part in arguments.hosts.split(",") if part.strip())
         hosts = {name.strip(): other.strip() or name.strip() for name, _, other in moves}
+        before = {info.rank: info.pid for info in session.infos}
         session.restart(ranks, hosts=hosts, restore=names)
-        return _text_table(session.status())
+        fresh = [info.rank for info in session.infos if info.pid != before.get(info.rank)]
+        return _text_table(f"{session.status()}. {_fresh_text(fresh, session.world_size, names)}")
 
     def _preload(self, arguments: argparse.Namespace) -> Table:
         modules = [name for part in arguments.modules for name in part.split(",") if name]
@@ -265,9 +273,11 @@ class Magics:
         session.reconnect()
         return _text_table(session.status())
 
-    def _interrupt(self, _: argparse.Namespace) -> Table:
-        hit = self._owned().interrupt()
-        return _text_table("interrupted." if hit else "nothing was running.")
+    def _interrupt(self, arguments: argparse.Namespace) -> Table:
+        session = self._owned()
+        if not session.interrupt(force=arguments.force):
+            return _text_table("nothing was running.")
+        return _text_table(session.recovery.interrupted_text())
 
     def _close(self, _: argparse.Namespace) -> Table:
         if (viewer := self._end_looking()) is not None:
@@ -290,17 +300,20 @@ class Magics:
 
     def _export(self, arguments: argparse.Namespace) -> Table:
         names = [name.strip() for name in arguments.check.split(",") if name.strip()]
-        script = self._owned().export(
-            arguments.path,
-            None if arguments.cells is None else parse_cells(arguments.cells),
-            slurm=arguments.slurm,
-            check=names,
-            tolerance=arguments.tolerance,
-            hash_seeds=arguments.hash_seeds,
-        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ExportWarning)
+            script = self._owned().export(
+                arguments.path,
+                None if arguments.cells is None else parse_cells(arguments.cells),
+                slurm=arguments.slurm,
+                check=names,
+                tolerance=arguments.tolerance,
+                hash_seeds=arguments.hash_seeds,
+            )
+        told = "".join(f"\nBut {each.message}" for each in caught)
         batch = f" and {script.with_suffix('.sbatch')}" if arguments.slurm else ""
         checked = f" It gives the same {', '.join(names)}." if names else ""
-        return _text_table(f"wrote {script}{batch}.{checked}")
+        return _text_table(f"wrote {script}{batch}.{checked}{told}")
 
     # --- %distributed -----------------------------------------------------------------------------
 
@@ -462,7 +475,47 @@ def _has_all(options: SessionOptions, wanted: SessionOptions) -> bool:
     )
 
 
+def _differences(session: Session, wanted: SessionOptions) -> str:
+    """In what the options of a session are not those that are asked for now."""
+    found = []
+    for option in fields(SessionOptions):
+        has, asked = getattr(session.options, option.name), getattr(wanted, option.name)
+        if option.name == "preload":
+            has, asked = ", ".join(has) or None, ", ".join(asked) or None
+        if option.name == "ranks":
+            has = session.world_size
+        if has != asked:
+            found.append(f"{option.name} {_option_text(has)}, not {_option_text(asked)}")
+    return "; ".join(found)
+
+
+def _option_text(value: object) -> str:
+    return "by default" if value is None else str(value)
+
+
+def _started_text(session: Session) -> str:
+    """Where the ranks are that have been started, and on which devices."""
+    backend = session.infos[0].backend_text
+    places: dict[tuple[str, str], list[int]] = {}
+    for info in session.infos:
+        places.setdefault((info.host, str(info.device.device)), []).append(info.rank)
+    told = ", ".join(
+        f"{ranks_text(ranks)} on {host}, {device}" for (host, device), ranks in places.items()
+    )
+    return f"started {told}; backend {backend}"
+
+
+def _fresh_text(fresh: Sequence[int], world: int, restored: Sequence[str]) -> str:
+    """What has become of the variables of ranks that were replaced."""
+    who = "All ranks" if len(fresh) == world else ranks_text(fresh).capitalize()
+    are, their = ("is", "its") if len(fresh) == 1 and world > 1 else ("are", "their")
+    but = f", but for {', '.join(restored)}, which were restored" if restored else ""
+    kept = "" if len(fresh) == world else " The other ranks keep theirs."
+    return f"{who} {are} fresh: {their} variables are gone{but}.{kept}"
+
+
 def _text_table(text: str) -> Table:
+    text = worded(text)
     return Table(text, element("pre", text))
 
 
@@ -498,8 +551,9 @@ def register(shell: Any) -> None:
     session_module.output_factory = make_output
     session_module.panel_factory = make_panel
     view_module.running_cell = running_cell
+    errors.wording = worded
     outcome.error_colors = shell_colors
-    outcome.cell_of_file = cell_of_file
+    cells.cell_of_file = cell_of_file
     magics = Magics(shell)
     present = shell.magics_manager.magics
     for name, kinds in _NAMES:

@@ -1,7 +1,8 @@
 """What to type instead, at the end of a NameError: what is on one side may be on the other.
 
 The notebook does not see the ranks' variables, and the ranks do not see the notebook's. A name that
-is missing on one side is looked up on the other, in a moment or not at all.
+is missing on one side is looked up on the other, in a moment or not at all. Of a magic that IPython
+does not know it is said which one of ours is like it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from IPython.core.error import UsageError
+
 from distsession.errors import DistsessionError, RunError
+from distsession.notebook.parsers import session_parser
+from distsession.parsing import near
 from distsession.ranks import ranks_text
 from distsession.session import current_session
 
@@ -23,10 +28,13 @@ HINT_TIMEOUT_S = 0.3
 SESSION = "session"
 
 _MISSING = re.compile(r"name '(\w+)' is not defined")
+_NO_MAGIC = re.compile(r"(?:Cell|Line) magic (?:function )?`(%%?)(\w+)` not found")
 
 
 class NameHints:
     """Puts a hint below NameErrors of the notebook and of ranks, as the shell shows them.
+
+    And below the error of a magic that is mistyped.
 
     Args:
         shell: Of the notebook.
@@ -49,6 +57,8 @@ class NameHints:
     def _show_with_hint(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> Any:
         error = (exc_tuple or sys.exc_info())[1]
         with suppress(Exception):  # whatever the hint cannot do, the error itself is shown
+            if isinstance(error, UsageError) and (hint := _hint_of_magic(str(error))):
+                error.args = (f"{str(error).rstrip('.')}{hint}",)
             text = self._hint(error)
             if error is not None and text and text not in getattr(error, "__notes__", ()):
                 error.add_note(text)
@@ -74,6 +84,18 @@ class NameHints:
         if name == SESSION:
             return f"{head}: a cell that uses it begins without %%distributed, or with %%local."
         return f"{head}. Begin the cell with: %%distributed --push {name}"
+
+
+def _hint_of_magic(text: str) -> str:
+    """What may have been meant by a magic that there is not."""
+    if (found := _NO_MAGIC.match(text)) is None:
+        return ""
+    percent, name = found.groups()
+    if name in session_parser().commands:
+        return f": did you mean %session {name}?"
+    names = ("session", "distributed", "px") if percent == "%" else ("distributed", "px")
+    hint = near(f"{percent}{name}", [f"{percent}{each}" for each in names])
+    return hint if hint != "." else ""
 
 
 def session_hint() -> str:

@@ -6,14 +6,14 @@ Pure functions.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distsession.display import html
+from distsession.display import columns, html
+from distsession.display.colors import OTHER_ESCAPES, SGR, without_escapes
 from distsession.display.figures import IMAGES, edge, figures_html
 from distsession.display.html import Cell, Html, element
-from distsession.display.render import Bundle, fold, fold_bundles, note_of, rank_label
+from distsession.display.render import Bundle, fold, fold_bundles, fold_many, note_of, rank_label
 from distsession.notebook.lines import parse_bar
 from distsession.notebook.output import OutputLine, RankText, Section
 from distsession.ranks import format_ranks, ranks_text
@@ -27,16 +27,27 @@ __all__ = [
     "live_text",
     "section_html",
     "section_text",
-    "without_escapes",
 ]
 
 UNFOLDED_LINES = 30
 """Lines of a block that are shown unfolded."""
+FIRST_LINES = 10
+"""Those of them that are from its beginning."""
 MAX_OPEN_BLOCKS = 8
 """Blocks of more than a few lines that are shown unfolded."""
+LIVE_FOR_S = 4
+"""Seconds after which what is live has to have been replaced."""
+OUTDATED = "So it was at {}; nothing has come from the kernel since then."
+_LIVE = "distsession-live"
+_LIVE_STYLE = f"""
+@keyframes {_LIVE}{{from,to{{opacity:1}}}}
+@keyframes {_LIVE}-note{{from,to{{max-height:0}}}}
+.{_LIVE}{{opacity:.5;animation:{_LIVE} {LIVE_FOR_S}s}}
+.{_LIVE}-note{{overflow:hidden;animation:{_LIVE}-note {LIVE_FOR_S}s}}
+"""
+"""Each time it is replaced, the animations begin anew."""
 MAX_BARS = 4
 """Progress bars of one line that are shown one by one."""
-MAX_LIVE_ROWS = 16
 
 _ANSI = dict(
     zip(
@@ -45,9 +56,6 @@ _ANSI = dict(
         strict=True,
     )
 )
-_SGR = re.compile(r"\x1b\[([\d;]*)m")
-_OTHER_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-_ANY_ESCAPE = re.compile(f"{_SGR.pattern}|{_OTHER_ESCAPES.pattern}")
 _EMBEDDED = {"text/plain", "text/html", "image/svg+xml", *IMAGES}
 
 
@@ -72,14 +80,27 @@ class LiveRow:
 def live_text(rows: Sequence[LiveRow], notice: str) -> str:
     """A line for each rank, and the notice."""
     lines = [
-        f"{rank_label(ranks)} {state}{': ' if shown else ''}{_without_escapes('  '.join(shown))}"
+        f"{rank_label(ranks)} {state}{': ' if shown else ''}{without_escapes('  '.join(shown))}"
         for ranks, (state, _, shown) in _fold_rows(rows)
     ]
     return "\n".join([*lines, *([notice] if notice else [])])
 
 
-def live_html(rows: Sequence[LiveRow], notice: str) -> Html:
-    """The same as :func:`live_text`, as a table that is replaced as time goes on."""
+def live_html(rows: Sequence[LiveRow], notice: str, at: str = "") -> Html:
+    """The same as :func:`live_text`, as a table that is replaced as time goes on.
+
+    Should its kernel end, nobody replaces it: some seconds later it says so, as it does in a
+    notebook that is opened again.
+
+    Args:
+        rows: Of the ranks.
+        notice: A line below them.
+        at: The time of day; empty where nothing is to replace it.
+    """
+    if at and (rows or notice):
+        note = element("div", OUTDATED.format(at), class_=f"{_LIVE}-note", style=html.UI_FONT)
+        body = element("div", live_html(rows, notice), class_=_LIVE)
+        return html.join((element("style", Html(_LIVE_STYLE)), note, body))
     parts = []
     if rows:
         table = html.table(
@@ -94,10 +115,6 @@ def live_html(rows: Sequence[LiveRow], notice: str) -> Html:
     if notice:
         parts.append(element("pre", notice, style=f"{html.PRE};opacity:.8"))
     return html.join(parts)
-
-
-def _without_escapes(text: str) -> str:
-    return _ANY_ESCAPE.sub("", text)
 
 
 def _live_cells(
@@ -123,10 +140,8 @@ _Shown = tuple[str, str, tuple[str, ...]]
 
 def _fold_rows(rows: Sequence[LiveRow]) -> list[tuple[tuple[int, ...], _Shown]]:
     """Each rank by itself, or, where that is too long, those together that do the same."""
-    if len(rows) <= MAX_LIVE_ROWS:
-        return [((row.rank,), (row.state, row.since, row.lines)) for row in rows]
     since = {row.rank: row.since for row in rows}
-    alike = fold({row.rank: (row.state, row.lines) for row in rows})
+    alike = fold_many({row.rank: (row.state, row.lines) for row in rows})
     return [(ranks, (state, since[ranks[0]], lines)) for ranks, (state, lines) in alike]
 
 
@@ -150,14 +165,19 @@ def _live_line(line: str) -> Html:
 
 def section_text(section: Section, log: Callable[[int], str]) -> str:
     """What the ranks wrote and displayed, those that put out the same together."""
-    parts = []
-    for block in _blocks(section):
+    parts: list[str] = []
+    blocks = list(_blocks(section))
+    labels = [rank_label(block.ranks) for block in blocks]
+    lines = columns.labelled(labels, [without_escapes(text) for text in _single_lines(blocks)])
+    if lines:
+        parts, blocks = lines, []
+    for block in blocks:
         if rows := block.only_bars():
             parts += [
-                f"{rank_label(row.ranks, row.note)} {_without_escapes(row.text)}" for row in rows
+                f"{rank_label(row.ranks, row.note)} {without_escapes(row.text)}" for row in rows
             ]
             continue
-        lines = [_without_escapes(text) for _, text in block.lines(log, len(section.texts))]
+        lines = [without_escapes(text) for _, text in block.lines(log, len(section.texts))]
         gap = "\n" if len(lines) > 1 or block.note else " "
         parts.append(rank_label(block.ranks, block.note) + gap + "\n".join(lines))
     for ranks, bundle in fold_bundles(_bundles(section)):
@@ -171,10 +191,25 @@ def section_html(section: Section, log: Callable[[int], str]) -> Html:
     """The same as :func:`section_text`, for a notebook."""
     blocks = list(_blocks(section))
     long = sum(block.count > 3 for block in blocks)
-    parts = [
-        _block_html(block, log, len(blocks), folded=long > MAX_OPEN_BLOCKS) for block in blocks
-    ]
+    texts = columns.aligned(_single_lines(blocks))
+    parts = (
+        [
+            _labelled_html(block.ranks, _lines_html([(block.stream, text)]))
+            for block, text in zip(blocks, texts, strict=True)
+        ]
+        if texts
+        else [
+            _block_html(block, log, len(blocks), folded=long > MAX_OPEN_BLOCKS) for block in blocks
+        ]
+    )
     return html.join((*parts, figures_html(_bundles(section), ansi_html)))
+
+
+def _single_lines(blocks: Sequence[_Block]) -> list[str]:
+    """The lines of blocks that have one each; nothing where any has another number of them."""
+    if any(block.count != 1 or block.note or block.only_bars() for block in blocks):
+        return []
+    return [block.text for block in blocks]
 
 
 def _bundles(section: Section) -> dict[int, Bundle]:
@@ -204,6 +239,20 @@ class _Block:
     @property
     def count(self) -> int:
         return self.written[0].count
+
+    @property
+    def text(self) -> str:
+        """Its first line."""
+        return self._first.text
+
+    @property
+    def stream(self) -> str:
+        """To which that was written."""
+        return self._first.stream
+
+    @property
+    def _first(self) -> OutputLine:
+        return [*self.written[0].head, *self.written[0].tail][0]
 
     def parts(self, blocks: int) -> tuple[int, int]:
         """How many lines of its beginning and of its end are shown, if there are so many blocks."""
@@ -285,7 +334,7 @@ def _block_html(block: _Block, log: Callable[[int], str], blocks: int, *, folded
     note = _lines_html([("note", block.note)]) if block.note else ""
     body = _value_html(lines) if block.is_value else _log_html(lines, block, blocks)
     if folded and block.count > 3:
-        last = _without_escapes(lines[-1][1])[:100]
+        last = without_escapes(lines[-1][1])[:100]
         body = _details(f"{block.count:,} lines, the last: {last}", body)
     return _labelled_html(block.ranks, html.join((note, body)))
 
@@ -308,18 +357,20 @@ def label_html(ranks: Sequence[int], note: str = "") -> Html:
 
 
 def _log_html(lines: Sequence[tuple[str, str]], block: _Block, blocks: int) -> Html:
-    """What was written: the end of it, and what comes before behind a click."""
+    """What was written: the first lines and the last, and those between behind a click."""
     if len(lines) <= UNFOLDED_LINES:
         return _lines_html(lines)
-    before, shown = lines[:-UNFOLDED_LINES], lines[-UNFOLDED_LINES:]
+    last = FIRST_LINES - UNFOLDED_LINES
+    first, between, shown = lines[:FIRST_LINES], lines[FIRST_LINES:last], lines[last:]
     left_out = block.count - sum(block.parts(blocks))
-    if left_out and before[-1] is not lines[-1]:
-        total = left_out + len(before) - any(kind == "note" for kind, _ in before)
-        summary = f"{total:,} lines before these, {left_out:,} of them only in the log"
+    total = left_out + len(between) - any(kind == "note" for kind, _ in between)
+    summary = f"{total:,} lines between"
+    if left_out:
+        summary += f", {left_out:,} of them only in the log"
         summary += f" ({block.again})" if block.again else ""
-    else:
-        summary = f"{len(before):,} lines before these"
-    return html.join((_details(summary, _lines_html(before)), _lines_html(shown)))
+    return html.join(
+        (_lines_html(first), _details(summary, _lines_html(between)), _lines_html(shown))
+    )
 
 
 def _value_html(lines: Sequence[tuple[str, str]]) -> Html:
@@ -348,20 +399,15 @@ def _lines_html(lines: Sequence[tuple[str, str]]) -> Html:
     return element("pre", Html("\n".join(parts)), style=html.PRE)
 
 
-def without_escapes(text: str) -> str:
-    """Text without its escape sequences."""
-    return _ANY_ESCAPE.sub("", text)
-
-
 def ansi_html(text: str) -> Html:
     """Text with its escape sequences for bold and colours as HTML; others are dropped."""
     parts: list[str] = []
     styles: dict[str, str] = {}
     at = 0
-    for found in (*_SGR.finditer(text), None):
+    for found in (*SGR.finditer(text), None):
         end = len(text) if found is None else found.start()
         if end > at:
-            piece = _OTHER_ESCAPES.sub("", text[at:end])
+            piece = OTHER_ESCAPES.sub("", text[at:end])
             style = ";".join(f"{name}:{value}" for name, value in styles.items())
             parts.append(element("span", piece, style=style) if style else piece)
         if found is not None:

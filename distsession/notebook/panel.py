@@ -12,15 +12,16 @@ import logging
 import secrets
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distsession.display import panel
-from distsession.display.html import Html, element, join
-from distsession.display.panel import Snapshot
+from distsession.display.html import Html, details, element, join
+from distsession.display.panel import RankRow, Snapshot
 from distsession.errors import SessionStateError
 from distsession.kernel.snapshot import Snapshots
 from distsession.notebook.panel_answer import Answer
+from distsession.notebook.panel_filter import RankFilter
 from distsession.notebook.panel_log import LogView
 from distsession.ranks import ranks_text
 from distsession.session import Session, Table
@@ -124,24 +125,30 @@ class PanelWidgets:
         }
         self._refusal = ipywidgets.HTML()
         # The box scrolls, not its content, which is replaced at each change.
-        rows = ipywidgets.Box([self._rows], layout={"max_height": "26em", "overflow": "auto"})
+        rows = ipywidgets.Box([self._rows])
         rows.add_class(panel.ROWS_CLASS)
+        buttons = ipywidgets.HBox(
+            [*self._buttons.values(), self._rank], layout={"flex_flow": "row wrap"}
+        )
+        buttons.add_class(panel.BUTTONS_CLASS)
+        is_large = len(session.ranks) > panel.MAX_SINGLE_ROWS
+        self._filter = RankFilter(len(session.ranks), self._show_rows) if is_large else None
         self._widget = ipywidgets.VBox(
             [
                 self._status,
-                rows,
-                ipywidgets.HBox(
-                    [*self._buttons.values(), self._rank], layout={"flex_flow": "row wrap"}
-                ),
+                buttons,
                 self._refusal,
                 *([] if _has_subshells() else [ipywidgets.HTML(element("p", LATE_CLICKS_HINT))]),
                 self._answer.widget,
                 self._log.widget,
+                *([] if self._filter is None else [self._filter.widget]),
+                rows,
                 self._config,
                 self._layout,
             ],
             _view_count=0,  # the front end then counts
         )
+        self._widget.add_class(panel.PANEL_CLASS)
         self._widget.observe(self._handle_view_count, "_view_count")
         self._actions: dict[str, Callable[[], Html | None]] = {
             "Stop": self._stop,
@@ -154,9 +161,18 @@ class PanelWidgets:
         for name, button in self._buttons.items():
             button.on_click(lambda _, name=name: self._handle_button(name))
         own = (*self._buttons.values(), self._rank, self._widget)
-        for widget in (*own, *self._answer.controls, *self._log.controls):
+        for widget in (
+            *own,
+            *self._answer.controls,
+            *self._log.controls,
+            *self._filter_controls,
+        ):
             _handle_on_subshell(widget)
         self._update(snapshot)
+
+    @property
+    def _filter_controls(self) -> tuple[Any, ...]:
+        return () if self._filter is None else self._filter.controls
 
     def show_static(self, bundle: dict[str, Any]) -> None:
         """Put out what is to be seen where the widgets are not; while they are, they hide it.
@@ -166,7 +182,8 @@ class PanelWidgets:
         """
         from IPython.display import display
 
-        table = element("div", Html(bundle["text/html"]), class_=self._static_class)
+        folded = details(f"{self._shown.status} (as it was then)", Html(bundle["text/html"]))
+        table = element("div", folded, class_=self._static_class)
         display({**bundle, "text/html": table}, raw=True)
 
     def bundle(self) -> dict[str, Any]:
@@ -222,13 +239,12 @@ class PanelWidgets:
                 # wrong here must not become an error beside the user's own.
                 log.debug("the panel could not look", exc_info=True)
                 if not self._session.infos:  # after the end of their agent, all start anew
-                    _set_value(self._status, panel.status_html(self._session.status()))
-                    _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
+                    self._show_ended()
 
     def _update(self, snapshot: Snapshot) -> None:
         self._shown = snapshot
         _set_value(self._status, panel.status_html(snapshot.status))
-        _set_value(self._rows, panel.rows_html(snapshot.rows))
+        self._show_rows()
         _set_value(self._config, panel.config_html(snapshot))
         self._update_buttons(self._session.refusal)
         self._answer.check(tuple((row.rank, row.pid, row.kind, row.since) for row in snapshot.rows))
@@ -237,6 +253,16 @@ class PanelWidgets:
             self._rank.value = min(dead - self._dead)
         self._dead = dead
         self._log.refresh()
+
+    def _show_rows(self) -> None:
+        rows: Sequence[RankRow] = self._shown.rows
+        if self._filter is not None:
+            rows = self._filter.apply(rows)
+        _set_value(self._rows, panel.rows_html(rows))
+
+    def _show_ended(self) -> None:
+        _set_value(self._status, panel.status_html(self._session.status()))
+        _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
 
     def _update_buttons(self, refusal: str) -> None:
         """Switch those off by which nothing can be asked here, and say why."""
@@ -250,13 +276,12 @@ class PanelWidgets:
     def _show_closed(self) -> None:
         """Show that the session is closed."""
         _widgets.pop(self._session, None)
-        for control in (*self._buttons.values(), self._rank):
+        for control in (*self._buttons.values(), self._rank, *self._filter_controls):
             control.disabled = True
         self._log.disable()
         self._answer.check("closed")
         _set_value(self._refusal, "")
-        _set_value(self._status, panel.status_html(self._session.status()))
-        _set_value(self._rows, panel.rows_html(panel.ended_rows(self._shown.rows)))
+        self._show_ended()
 
     # --- buttons ----------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distsession.display import html
+from distsession.display.colors import without_escapes
 from distsession.display.html import Html, element, join
 from distsession.kernel.log_text import LogPage, LogReader, LogSource
-from distsession.notebook.output_html import ansi_html, without_escapes
+from distsession.notebook.output_html import ansi_html
 
 __all__ = ["LogView", "log_html"]
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from distsession import options as session_options
 from distsession.errors import OptionsError
 from distsession.notebook.timeline import add_arguments
+from distsession.parsing import Parser
 
 __all__ = [
-    "Parser",
+    "MagicParser",
     "cell_parser",
     "distributed_help",
-    "flags",
-    "near",
     "parse",
     "session_help",
     "session_parser",
@@ -38,8 +35,8 @@ RANKS_FLAGS = ("--rank", "--ranks", "--target", "--targets", "-t")
 """By which ranks are chosen elsewhere, as in ``%%px``."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse for magics: an error is shown as a line, and never ends the kernel."""
+class MagicParser(Parser):
+    """A parser for magics: an error is shown as a line, and never ends the kernel."""
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith(("?", ".")) else "."
@@ -48,56 +45,18 @@ class Parser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise _HelpShown
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As ever; of a flag that is not known it is said which one is like it."""
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            parser = self._chosen(found)
-            hint = near(unknown[0], flags(parser))
-            if unknown[0].partition("=")[0] in RANKS_FLAGS and parser.takes_ranks:
-                hint = f": ranks are given without a flag, as in {parser.prog} 0-1."
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return found
-
-    @property
-    def takes_ranks(self) -> bool:
-        return any(action.dest == "ranks" for action in self._actions)
-
-    def _chosen(self, found: argparse.Namespace) -> Parser:
-        """The parser of the command that a line has named."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                chosen = action.choices.get(getattr(found, action.dest, None) or "")
-                return self if chosen is None else chosen
-        return self
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        choices = [str(choice) for choice in action.choices or ()]
-        if choices and value not in choices:
-            raise argparse.ArgumentError(
-                action,
-                f"there is no {value!r}{near(str(value), choices)} It takes {', '.join(choices)}",
-            )
+    def hint(self, unknown: str) -> str:
+        takes_ranks = any(action.dest == "ranks" for action in self._actions)
+        if unknown.partition("=")[0] in RANKS_FLAGS and takes_ranks:
+            return f": ranks are given without a flag, as in {self.prog} 0-1."
+        return super().hint(unknown)
 
 
 class _HelpShown(Exception):
     """``--help`` was asked for and has been printed."""
 
 
-def near(text: str, known: Sequence[str]) -> str:
-    """Asks whether something like it was meant; ends the sentence where nothing is."""
-    found = difflib.get_close_matches(text.partition("=")[0], known, n=2)
-    return f": did you mean {' or '.join(found)}?" if found else "."
-
-
-def flags(parser: argparse.ArgumentParser) -> list[str]:
-    """The long flags of a parser."""
-    return [
-        text for action in parser._actions for text in action.option_strings if text[:2] == "--"
-    ]
-
-
-def parse(parser: Parser, line: str) -> argparse.Namespace | None:
+def parse(parser: MagicParser, line: str) -> argparse.Namespace | None:
     """The line's arguments; None where the user asked for help. A comment may end it."""
     try:
         words, of_launcher = session_options.split_launcher_options(
@@ -130,23 +89,12 @@ def _without_comment(line: str) -> str:
 # --- help -----------------------------------------------------------------------------------------
 
 
-def session_help() -> str:
-    """All commands of ``%session`` with all their options."""
+def session_help(command: str | None = None) -> str:
+    """All commands of ``%session``, or all that one of them takes."""
     parser = session_parser()
-    commands = (
-        command
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-        for command in action.choices.values()
-    )
-    return "\n".join([parser.format_help(), *_helps(commands)])
-
-
-def _helps(commands: Iterator[argparse.ArgumentParser]) -> Iterator[str]:
-    """Those of commands that take something."""
-    for command in commands:
-        if any(not isinstance(action, argparse._HelpAction) for action in command._actions):
-            yield command.format_help()
+    if command is not None:
+        return parser.commands[command].format_help()
+    return f"{parser.format_help()}\n%session help COMMAND says what a command takes.\n"
 
 
 def distributed_help() -> str:
@@ -160,11 +108,20 @@ def distributed_help() -> str:
 # --- the parsers ----------------------------------------------------------------------------------
 
 
-def session_parser() -> Parser:
+def session_parser() -> MagicParser:
     """Of ``%session``."""
-    parser = Parser(prog="%session", description="Start, look at and end the session.")
-    commands = parser.add_subparsers(dest="verb", parser_class=Parser, metavar="COMMAND")
-    commands.add_parser("help", help="all commands with all their options")
+    parser = MagicParser(prog="%session", description="Start, look at and end the session.")
+    parser.also = {"stop": "close", "ls": "list"}
+    parser.instead = {
+        "panel": "a cell that ends in %session, or in a session, shows the panel.",
+        "exec": "a cell that begins with %%distributed runs on the ranks.",
+        "run": "a cell that begins with %%distributed runs on the ranks.",
+        "logs": "%session output shows what ranks have written, and the panel their logs.",
+        "kill": "%session close ends all ranks, %session restart 1 replaces one.",
+    }
+    commands = parser.add_subparsers(dest="verb", parser_class=MagicParser, metavar="COMMAND")
+    helping = commands.add_parser("help", help="these commands, or all that one of them takes")
+    helping.add_argument("command", nargs="?", choices=commands.choices, metavar="COMMAND")
     start = commands.add_parser("start", help="start ranks")
     session_options.add_arguments(start)
     attach = commands.add_parser(
@@ -212,7 +169,12 @@ def session_parser() -> Parser:
     )
     debug = commands.add_parser("debug", help="open the debugger where a rank has failed")
     debug.add_argument("rank", nargs="?", type=int, help="the one that failed first by default")
-    commands.add_parser("interrupt", help="raise KeyboardInterrupt in what runs on the ranks")
+    interrupt = commands.add_parser(
+        "interrupt", help="raise KeyboardInterrupt in what runs on the ranks"
+    )
+    interrupt.add_argument(
+        "--force", action="store_true", help="end it, also if its code catches that"
+    )
     commands.add_parser("close", help="end all ranks")
     auto = commands.add_parser("auto", help="send plain cells to the ranks, too")
     auto.add_argument("state", choices=("on", "off"), nargs="?", help="without it: how it is")
@@ -234,9 +196,9 @@ def session_parser() -> Parser:
     return parser
 
 
-def cell_parser() -> Parser:
+def cell_parser() -> MagicParser:
     """Of the first line of ``%%distributed``."""
-    parser = Parser(prog="%%distributed", description="Run the cell on the ranks.")
+    parser = MagicParser(prog="%%distributed", description="Run the cell on the ranks.")
     parser.add_argument("ranks", nargs="?", help="such as 0 or 1-3; all by default")
     parser.add_argument(
         "--on", metavar="HOST", help="on the ranks of a host instead, or of some: gpu1,gpu2"

@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distsession.cluster.pending import OutputMessage
+from distsession.display import columns
 from distsession.display.render import Bundle, fold_bundles, note_of, rank_label
 from distsession.display.widgets import Bars, Models
+from distsession.kernel.notice_line import NoticeLine
 from distsession.kernel.output import NO_NOTICE, Notice, Output
 from distsession.notebook import stdin
 from distsession.notebook.lines import Line, Lines
@@ -46,7 +48,7 @@ class TerminalOutput(Output):
         self._batch_stream = "stdout"
         self._flushed_at = time.monotonic()
         self._live = _LiveLine()
-        self._notice = _Notice()
+        self._notice = NoticeLine()
         self.is_file = not sys.stderr.isatty()
 
     def write(self, message: OutputMessage) -> None:
@@ -79,9 +81,15 @@ class TerminalOutput(Output):
     def show(self, shown: dict[int, Bundle]) -> None:
         """Show the last value of a cell, ranks that show the same folded into one."""
         self._finish_lines()
-        for ranks, bundle in fold_bundles(shown):
-            text = _plain_text(list(ranks), bundle[0], note_of(bundle))
-            self._write_batched("stdout", f"{text}\n")
+        folded = fold_bundles(shown)
+        lines = None
+        if not any(note_of(bundle) for _, bundle in folded):
+            texts = [str(data.get("text/plain", "")) for _, (data, _) in folded]
+            lines = columns.labelled([rank_label(ranks) for ranks, _ in folded], texts)
+        if lines is None:
+            lines = [_plain_text(list(r), bundle[0], note_of(bundle)) for r, bundle in folded]
+        for line in lines:
+            self._write_batched("stdout", f"{line}\n")
         self._flush()
 
     def notify(self, notice: Notice) -> None:
@@ -92,11 +100,13 @@ class TerminalOutput(Output):
     def remark(self, text: str) -> None:
         """Say it on the standard error, below the output."""
         self._finish_lines()
+        self._notice.clear()
         sys.stderr.write(f"distsession: {text}\n")
         sys.stderr.flush()
 
     def fail(self, text: str) -> None:
         """Say it on the standard error."""
+        self._notice.clear()
         sys.stderr.write(f"{text}\n")
 
     def close(self) -> None:
@@ -135,6 +145,7 @@ class TerminalOutput(Output):
     def _flush(self) -> None:
         self._flushed_at = time.monotonic()
         if self._batch:
+            self._notice.clear()
             self._live.clear()
             target = getattr(sys, self._batch_stream)
             target.write("".join(self._batch))
@@ -193,19 +204,6 @@ class _LiveLine:
             sys.stdout.write(text[: shutil.get_terminal_size().columns - 1])
             sys.stdout.flush()
             self._is_shown = True
-
-
-class _Notice:
-    """A line about the run, written as it changes."""
-
-    def __init__(self) -> None:
-        self._written = NO_NOTICE
-
-    def show(self, notice: Notice) -> None:
-        if notice not in (NO_NOTICE, self._written):
-            self._written = notice
-            sys.stderr.write(f"distsession: {notice.text}\n")
-            sys.stderr.flush()
 
 
 def _plain_text(ranks: list[int], data: dict[str, Any], note: str = "") -> str:

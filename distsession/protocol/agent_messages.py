@@ -341,6 +341,23 @@ class AgentFailed(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class RanksNotStarted(Message):
+    """Processes that an agent was to start are not there; the others that it has are.
+
+    Attributes:
+        node: Of the agent.
+        generation: That they were to be of.
+        ranks: Which were to be started and are not; none where it is what all of them need.
+        reason: Why, with what to do.
+    """
+
+    node: int
+    generation: int
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankExited(Message):
     """A rank's process has ended.
 
@@ -357,6 +374,8 @@ class RankExited(Message):
         is_idle: Nothing ran.
         is_terminated: It has ended on SIGTERM.
         stack: Of a crash, the Python stack, innermost line first.
+        with_agent: Its agent ends, and has ended it before.
+        limit: The limit that it met, with what to do, where it was refused a process or thread.
     """
 
     rank: int
@@ -373,3 +392,5 @@ class RankExited(Message):
     is_idle: bool = False
     is_terminated: bool = False
     stack: tuple[str, ...] = ()
+    with_agent: bool = False
+    limit: str = ""

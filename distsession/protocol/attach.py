@@ -56,12 +56,19 @@ class AttachRequest:
         version: Of its package.
         take: Also if it has an owner.
         epoch: What the agent of the first node has given; 0 for that agent itself.
+        notebook: The notebook that it is the kernel of; empty where that is not known.
     """
 
     pid: int
     version: str
     take: bool = False
     epoch: int = 0
+    notebook: str = ""
+
+    @property
+    def who(self) -> str:
+        """What sentences call it: ``"process 12 (train.ipynb)"``."""
+        return f"process {self.pid}{f' ({self.notebook})' if self.notebook else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +215,12 @@ class Fenced:
     Attributes:
         reason: Who, as a sentence.
         is_over: It has been ended.
+        taken: By whom it was taken, and when: ``"by process 12 at 18:02:11"``.
     """
 
     reason: str
     is_over: bool = False
+    taken: str = ""
 
 
 # --- from an agent to its ranks, by a pipe --------------------------------------------------------

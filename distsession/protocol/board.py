@@ -98,6 +98,8 @@ NAME = MEMBERS + MEMBER_WORDS
 # Words of a slot.
 SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
 DEVICE_STREAM = 6  # of what is ENQUEUED: the number of the device's stream that it runs in, or 0
+ON_CPU = 1 << 63
+"""In its place: no device was given it, but threads of a backend such as gloo's."""
 ACCEPTED = 6
 """Of what gloo does, the same word: the sequence again, once gloo is known to have accepted it."""
 CHAIN = 7
@@ -105,8 +107,8 @@ CHAIN = 7
 THREAD = 8
 """The thread that has issued it; 0 for the main thread."""
 # States of an operation: what its thread waits for is WAITING from the first, and what a device was
-# given is ENQUEUED, until it is seen to be complete.
-ISSUED, WAITING, ENQUEUED, DONE, REFUSED, FAILED = range(1, 7)  # what is over is not below DONE
+# given is ENQUEUED, until it is seen to be complete. What is over is not below DONE.
+ISSUED, WAITING, ENQUEUED, DONE, REFUSED, FAILED, BROKEN_OFF = range(1, 8)
 
 WORD_MASK = (1 << 64) - 1
 SEQUENCE_BITS = 40
@@ -737,10 +739,11 @@ class Region:
         """Operations that this rank has posted and not begun, as they do not match: group, number.
 
         They stay to be seen, so that the peers refuse them as well; nobody may count on them. Nor
-        on what has failed within the group on a rank that has ended its part. Before that its peers
-        may be about to see it fail as well.
+        on what an error of a signal handler has broken off before all had come. Nor on what has
+        failed within the group on a rank that has ended its part. Before that its peers may be
+        about to see it fail as well.
         """
-        over = (REFUSED,) if self.request else (REFUSED, FAILED)
+        over = (REFUSED, BROKEN_OFF) if self.request else (REFUSED, BROKEN_OFF, FAILED)
         found = []
         for at, head in self.streams():
             states = self._words[at + STREAM_HEAD + STATE : at + WITHDRAWN : SLOT].tolist()
@@ -773,6 +776,8 @@ class Region:
                 title, _, detail = slot.signature.partition(" ")
                 if slot.signature == OVERWRITTEN:
                     title, detail = OVERWRITTEN, ""
+                device_stream = slots[offset + DEVICE_STREAM]
+                is_on_cpu = device_stream == ON_CPU
                 operation = Operation(
                     name=title,
                     group=head.name,
@@ -784,7 +789,8 @@ class Region:
                     is_waiting=blocked == word,
                     in_thread=blocked != word and slots[offset + STATE] == WAITING,
                     is_enqueued=(is_enqueued := slots[offset + STATE] == ENQUEUED),
-                    device_stream=slots[offset + DEVICE_STREAM] if is_enqueued else 0,
+                    device_stream=device_stream if is_enqueued and not is_on_cpu else 0,
+                    is_on_cpu=is_enqueued and is_on_cpu,
                     stream_key=words[at + KEY],
                     thread=slot.thread,
                 )

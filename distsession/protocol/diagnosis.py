@@ -5,12 +5,14 @@ collective, send or receive. That operation *misses* each of its members that ha
 (operations of one group are matched by their number), and each that died or is halted inside it.
 A missing rank that computes, is halted or has been given nothing yet can still come, and so can
 one that is blocked in an operation that can itself complete. One that has died or has ended its
-part cannot, unless its device still works at a replayed graph, which may hold what is waited for.
+part cannot, unless its device still works at a replayed graph, which may hold what is waited for,
+or a thread that its part has started goes on.
 A rank that waits for its device, and not certainly for an operation that is seen, counts as one
 that computes. An operation that a device was given behind another one, in the same stream, has not
 begun there. A rank that waits for a key of the store misses all others, any of which may set it:
-nobody can only if all have died or ended their part and nothing more can be asked of them. What
-follows from these rules is certain, so a verdict of deadlock is too.
+nobody can only if each has died, has ended its part or is blocked for good and has one thread, and
+nothing more can be asked of them. What follows from these rules is certain, so a verdict of
+deadlock is too.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ def _verdict(found: _Findings) -> Verdict:
         never = {m for rank in found.stuck for m in found.missing[rank] if found.is_lost(m, rank)}
         missing = _union(found.missing[rank] for rank in found.stuck)
         failed = any(_has_failed(reports[rank]) for rank in never)
-        kind = Kind.DEADLOCK if never else Kind.ORDER
+        is_for_keys = any(_is_store_wait(found.blocked[rank]) for rank in found.stuck)
+        kind = Kind.DEADLOCK if never or is_for_keys else Kind.ORDER
         parts = found.never_came() if never else [found.circle()]
         lines = _lines(parts, found.waits(found.late))
         reason = _abort_reason(kind, [reports[rank] for rank in never])
@@ -192,6 +195,13 @@ def _described_keys(operation: Operation) -> str:
     return f"the {operation.detail} of the store{at}"
 
 
+def _in_or_for(operation: Operation) -> str:
+    """What a rank waits in, or for which key."""
+    if _is_store_wait(operation):
+        return f"for {_described_keys(operation)}"
+    return f"in {describe_operation(operation)}"
+
+
 def _did_not(operation: Operation) -> str:
     """What ranks have not done that others wait for: ``"did not come to barrier #2 at In[3] ..."``.
 
@@ -205,10 +215,13 @@ def _did_not(operation: Operation) -> str:
     return f"{verb} {describe_operation(operation)}"
 
 
-_LEFT = -1
-"""How grave it is that a rank has left a group: there is nothing to be said before it."""
+_LEFT, _ELSEWHERE = -1, 4
+"""How grave it is that a rank has left a group: there is nothing to be said before it; and that it
+waits for yet another."""
 IN_DIFFERENT_ORDERS = "The ranks issue their operations in different orders"
+ALL_FIRST = {"send": "All of them send first", "recv": "All of them receive first"}
 NO_SENDER = "No rank is left that could send something"
+NO_SETTER = "No rank is left that could set the key"
 NO_WAIT = "No wait can help"
 
 
@@ -311,13 +324,15 @@ class _Findings:
         if self.blocked[rank].name == LIMITED_STORE_WAIT or not missing:
             return True
         is_last = self._is_sole or any(_has_failed(self.reports[m]) for m in missing)
-        return not is_last or not all(self.is_gone(m) for m in missing)
+        return not is_last or not all(
+            self.is_gone(m) or (m in stuck and self.reports[m].has_one_thread) for m in missing
+        )
 
     def is_gone(self, rank: int) -> bool:
         """The rank begins no further operation of this run."""
         report = self.reports[rank]
         return report.state == RankState.DEAD or (
-            report.state == RankState.IDLE and report.outcome is not None
+            report.state == RankState.IDLE and report.outcome is not None and not report.has_threads
         )
 
     def is_lost(self, rank: int, waiting: int) -> bool:
@@ -342,7 +357,7 @@ class _Findings:
         """For each operation that some ranks wait in, for whom; the gravest reason first."""
         parts = []
         for together, operation in self._together(ranks):
-            reasons = self._reasons(_union(self.missing[rank] for rank in together))
+            reasons = self._reasons(self._missed(together))
             seconds = max(self.blocked[rank].seconds for rank in together)
             since = f" (for {seconds:.0f} s)" if timed and seconds >= 1 else ""
             wait = _agree(together, "waits", "wait")
@@ -352,15 +367,16 @@ class _Findings:
                 missing = f"a message from {missing}"
             where = (
                 f"for {_agree(together, 'its', 'their')} device in"
-                if operation.is_enqueued
+                if operation.is_of_device
                 else "in"
             )
             text = f"{_name(together)} {wait} {where} {described}{since} for {missing}"
             if _is_store_wait(operation):
                 does_what = "; ".join(f"{_name(late)} {does}" for _, late, does in reasons)
                 keys = f"{_described_keys(operation)}{since}, which no rank has set"
-                text = f"{_name(together)} {wait} for {keys}: {does_what}"
-            parts.append((min(grade for grade, _, _ in reasons), together, text))
+                text = f"{_name(together)} {wait} for {keys}{does_what and f': {does_what}'}"
+            grades = (grade for grade, _, _ in reasons)
+            parts.append((min(grades, default=_ELSEWHERE), together, text))
         return [text for _, _, text in sorted(parts)]
 
     def never_came(self) -> list[str]:
@@ -371,17 +387,21 @@ class _Findings:
             if left:
                 parts.append((_LEFT, together, self._left_text(left, together, operation)))
                 continue
-            missing = _union(self.missing[rank] for rank in together)
+            missing = self._missed(together)
             reasons = self._reasons(missing)
             why = ", ".join(f"{_name(late)} {does}" for _, late, does in reasons)
             if len(reasons) == 1:
                 why = f"{_agree(missing, 'it', 'they')} {reasons[0][2]}"
             wait = _agree(together, "waits", "wait")
-            whose = f" for {_agree(together, 'its', 'their')} device" * operation.is_enqueued
+            whose = f" for {_agree(together, 'its', 'their')} device" * operation.is_of_device
             text = f"{_name(missing)} {_did_not(operation)}: {why}; {_name(together)} {wait}{whose}"
             parts.append((min(grade for grade, _, _ in reasons), together, text))
         texts = [text for _, _, text in sorted(parts)]
         return [*texts[:-1], f"{texts[-1]}. {NO_WAIT}"]
+
+    def _missed(self, together: Sequence[int]) -> tuple[int, ...]:
+        """Whom ranks miss that wait for the same; of these none is missing."""
+        return _union(self.missing[rank].difference(together) for rank in together)
 
     def _left_by(self, waiting: Sequence[int]) -> dict[int, Left]:
         """The ranks that have left the group which others wait in, of those that these miss.
@@ -410,7 +430,7 @@ class _Findings:
             for place, ranks in at.items()
         )
         where = (
-            f"for {_agree(waiting, 'its', 'their')} device in" if operation.is_enqueued else "in"
+            f"for {_agree(waiting, 'its', 'their')} device in" if operation.is_of_device else "in"
         )
         missed = _union(self.missing[rank] for rank in waiting)
         others = self._reasons(rank for rank in missed if rank not in left)
@@ -424,15 +444,26 @@ class _Findings:
     def circle(self) -> str:
         """The stuck ranks, all of which wait for one another, and why."""
         sides = self._together(self.stuck)
-        texts = [f"{_name(ranks)} in {describe_operation(op)}" for ranks, op in sides]
-        first, operation = sides[0]
-        wait = _agree(first, "waits", "wait")
-        where = f"for {_agree(first, 'its', 'their')} device in" if operation.is_enqueued else "in"
-        texts[0] = f"{_name(first)} {wait} {where} {describe_operation(operation)}"
-        other = "the other" if len(sides) == 2 else "another of them"
-        is_any = any(is_from_any(self.blocked[rank]) for rank in self.stuck)
-        why = NO_SENDER if is_any else IN_DIFFERENT_ORDERS
-        return f"{', '.join(texts)}: each waits for {other}. {why}"
+        sides.sort(key=lambda side: not _is_store_wait(side[1]))
+        alike: dict[str, list[int]] = {}
+        for ranks, operation in sides:
+            alike.setdefault(_in_or_for(operation), []).extend(ranks)
+        texts = [f"{_name(sorted(ranks))} {text}" for text, ranks in alike.items()]
+        text, first = next(iter(alike.items()))
+        device = f"for {_agree(first, 'its', 'their')} device " * sides[0][1].is_of_device
+        texts[0] = f"{_name(sorted(first))} {_agree(first, 'waits', 'wait')} {device}{text}"
+        other = "the other" if 2 in (len(texts), len(self.stuck)) else "another of them"
+        each = f": each waits for {other}" if len(sides) > 1 else ""
+        return f"{', '.join(texts)}{each}. {self._why_stuck()}"
+
+    def _why_stuck(self) -> str:
+        operations = [self.blocked[rank] for rank in self.stuck]
+        if any(map(_is_store_wait, operations)):
+            return NO_SETTER
+        if any(map(is_from_any, operations)):
+            return NO_SENDER
+        names = {operation.name for operation in operations}
+        return ALL_FIRST.get(next(iter(names)) if len(names) == 1 else "", IN_DIFFERENT_ORDERS)
 
     def crossed(self) -> list[str]:
         """Where two devices have the oldest operations of two groups in different orders.
@@ -443,7 +474,7 @@ class _Findings:
         seen: dict[tuple[tuple[str, int], tuple[str, int]], tuple[int, Operation]] = {}
         for rank, report in sorted(self.reports.items()):
             oldest: dict[str, Operation] = {}
-            given = [op for op in report.operations if op.is_enqueued and not _is_pair(op.group)]
+            given = [op for op in report.operations if op.is_of_device and not _is_pair(op.group)]
             for op in sorted(given, key=lambda op: -op.seconds):
                 oldest.setdefault(op.group, op)
             for first, second in itertools.combinations(oldest.values(), 2):
@@ -484,10 +515,11 @@ class _Findings:
 
     def _together(self, ranks: Iterable[int]) -> list[tuple[tuple[int, ...], Operation]]:
         """Put ranks that are blocked in the same operation at the same place together."""
-        groups: dict[tuple[str, int, str, str], list[int]] = {}
+        groups: dict[tuple[object, ...], list[int]] = {}
         for rank in sorted(ranks):
             op = self.blocked[rank]
-            groups.setdefault((op.group, op.sequence, op.name, op.place), []).append(rank)
+            which = (op.detail,) if _is_store_wait(op) else (op.group, op.sequence)
+            groups.setdefault((*which, op.name, op.place), []).append(rank)
         folded = []
         for together in groups.values():
             details = dict.fromkeys(self.blocked[rank].detail for rank in together)
@@ -513,7 +545,7 @@ class _Findings:
         if rank in self.blocked:
             described = describe_operation(self.blocked[rank])
             if self.missing[rank]:
-                return 4, "waits elsewhere", "wait elsewhere"
+                return _ELSEWHERE, "waits elsewhere", "wait elsewhere"
             return 5, f"is in {described}", f"are in {described}"
         if report.state == RankState.DEAD:
             how = shortened(report.outcome.text) if report.outcome else ""
@@ -522,7 +554,9 @@ class _Findings:
         if report.state == RankState.IDLE:
             grade, one, many = _idle(report.outcome, as_missing)
             under_way = f", its device not: {_listed(report.unseen)}" if report.is_replaying else ""
-            return grade, one + under_way, many + under_way.replace("its device", "their devices")
+            under_way += ", but has a thread that goes on" if report.has_threads else ""
+            plural = under_way.replace("its device", "their devices").replace("has a", "have a")
+            return grade, one + under_way, many + plural
         if report.is_device_wait:
             behind = device_wait_text(report)
             grade = 5 if as_missing else -1

@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from distsession.protocol import unix_socket
 from distsession.protocol.secure_stream import (
     RECORD_MAX_BYTES,
     SECRET_BYTES,
     SecureStream,
     accept,
 )
+from distsession.protocol.waiting_room import RETRY_S, WaitingRoom, is_own_connection
 
 __all__ = ["Forwarder", "StreamListener", "UnixForwarder", "UnixListener", "listen", "pump"]
 
@@ -36,8 +38,6 @@ HANDSHAKES_AT_ONCE = 64
 who are silent hold nobody up."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that threads have to end when what they carry has been closed."""
-RETRY_S = 0.05
-"""Seconds until connections are taken again where the system had no room for one more."""
 BACKLOG = 1024
 
 
@@ -163,6 +163,13 @@ class _Listener:
         self._is_stopped = True
         _break(self._listener)  # wakes accept()
 
+    def _may_enter(self, connection: socket.socket) -> bool:
+        """Whether one who has come by TCP, and says something, is served at all."""
+        return True
+
+    def _note_drop(self) -> None:
+        """One who has come by TCP is given up, or not served."""
+
     def _admit(self, connection: socket.socket) -> None:
         """Wait until there is room for one more."""
 
@@ -201,9 +208,16 @@ class _Listener:
                 self._breakers.discard(break_it)
 
     def _accept(self) -> None:
+        if self._listener.family != socket.AF_UNIX:
+            room = WaitingRoom(self._listener, self.take, self._may_enter, self._note_drop)
+            room.run(lambda: self._is_stopped)
+            return
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection = unix_socket.accept(self._listener)
+            except unix_socket.StrangerError as error:
+                log.warning("no connection is taken: %s", error)
+                continue
             except OSError as error:
                 if self._is_stopped:
                     return
@@ -246,7 +260,8 @@ class Forwarder(_Listener):
     """Carries each connection to a socket through a stream of its own.
 
     Args:
-        listener: Listens, where nobody but this user can connect; is closed in the end.
+        listener: Listens on a unix socket, or at a port of the loopback interface, where only
+            processes of this user are served; is closed in the end.
         open_stream: Makes a stream for a service; raises OSError if that cannot be had, and the
             connection is closed.
         service: Whose socket this is.
@@ -262,6 +277,12 @@ class Forwarder(_Listener):
     ):
         self._open_stream, self._service, self._carry = open_stream, service, carry
         super().__init__(listener, f"distsession-forward-{service}")
+
+    def _may_enter(self, connection: socket.socket) -> bool:
+        if is_own_connection(connection):
+            return True
+        log.warning("a process of another user is not served by %s", self._service)
+        return False
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -294,7 +315,8 @@ class UnixForwarder(Forwarder):
         carry: Callable[[SecureStream, socket.socket], None] = pump,
     ):
         self._path = path
-        super().__init__(_listen(path), open_stream, service, carry)
+        listener = unix_socket.listen(path, backlog=BACKLOG)
+        super().__init__(listener, open_stream, service, carry)
 
     def stop_listening(self) -> None:
         if not self._is_stopped:  # later the path may be another one's
@@ -317,7 +339,7 @@ class UnixListener(_Listener):
 
     def __init__(self, path: str, on_connection: Callable[[socket.socket], None]):
         self._on_connection = on_connection
-        super().__init__(_listen(path), "distsession-door")
+        super().__init__(unix_socket.listen(path, backlog=BACKLOG), "distsession-door")
 
     def _serve(self, connection: socket.socket) -> None:
         self._on_connection(connection)
@@ -336,19 +358,6 @@ def listen(bind: str = "") -> socket.socket:
         return socket.create_server((bind, 0), backlog=BACKLOG)
     family = socket.AF_INET6
     return socket.create_server(("", 0), family=family, backlog=BACKLOG, dualstack_ipv6=True)
-
-
-def _listen(path: str) -> socket.socket:
-    """Listen on a unix socket for this user alone."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(path)
-        os.chmod(path, 0o600)  # nobody can connect yet
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 class StreamListener(_Listener):
@@ -386,6 +395,10 @@ class StreamListener(_Listener):
         self.port = int(listener.getsockname()[1])
         super().__init__(listener, "distsession-streams")
 
+    def _note_drop(self) -> None:
+        with self._lock:
+            self.dropped += 1
+
     def _admit(self, connection: socket.socket) -> None:
         with self._lock:
             if len(self._handshakes) >= HANDSHAKES_AT_ONCE:
@@ -406,8 +419,7 @@ class StreamListener(_Listener):
             stream, hello = accept(connection, self._secret)
         except OSError as error:
             log.debug("dropped a connection: %s", error)
-            with self._lock:
-                self.dropped += 1
+            self._note_drop()
             return
         self._dismiss(connection)
         with contextlib.closing(stream), self._breakable(stream.abort):

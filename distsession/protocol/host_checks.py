@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from distsession.protocol.host_facts import PACKAGES, HostFacts
 
-__all__ = ["CLOCK_OFF_S", "HostProblem", "Reach", "check_hosts", "choose_addresses"]
+__all__ = [
+    "CLOCK_OFF_S",
+    "TORCH",
+    "HostProblem",
+    "Reach",
+    "check_hosts",
+    "choose_addresses",
+    "differing",
+]
+
+TORCH = "torch's build"
 
 CLOCK_OFF_S = 1.0
 """Seconds by which a clock may differ from the kernel's."""
@@ -56,12 +65,13 @@ def check_hosts(
         yield from _own_name(facts)
         yield from _folders(facts)
         yield from _clock(facts.name, offsets.get(facts.name, 0.0))
-    for what, of in (
-        ("torch's build", lambda facts: facts.torch),
-        ("backends", lambda facts: ", ".join(facts.backends)),
-        ("NCCL", lambda facts: facts.nccl or "none"),
+    sound = [each for each in hosts if not each.problem]
+    for what, found in (
+        (TORCH, {facts.name: facts.torch for facts in sound}),
+        ("backends", {facts.name: ", ".join(facts.backends) for facts in sound}),
+        ("NCCL", {facts.name: facts.nccl or "none" for facts in sound}),
     ):
-        yield from _differs(what, of, [each for each in hosts if not each.problem])
+        yield from differing(what, found)
     yield from _unreached(hosts, reach)
 
 
@@ -111,13 +121,15 @@ def _packages(kernel: HostFacts, facts: HostFacts) -> Iterator[HostProblem]:
 
 def _own_name(facts: HostFacts) -> Iterator[HostProblem]:
     loopback = [address for address in facts.resolves_to if address.startswith(("127.", "::1"))]
-    found = ", ".join(loopback) if loopback else "nothing"
+    found = f"resolves to {', '.join(loopback) or 'nothing'} there"
+    if facts.is_name_unanswered:
+        found = "is not found there, for no name server answers"
     if loopback or not facts.resolves_to:
         interface = next(iter(facts.addresses), "eth0")
         address = facts.addresses.get(interface, "its address")
         yield HostProblem(
             facts.name,
-            f"its own name, {facts.hostname}, resolves to {found} there",
+            f"its own name, {facts.hostname}, {found}",
             f"a process group would tell the others this address. Give the name {address} in "
             f"/etc/hosts there, or set GLOO_SOCKET_IFNAME={interface}, and NCCL_SOCKET_IFNAME",
             fatal=False,
@@ -155,14 +167,20 @@ def _clock(name: str, offset: float) -> Iterator[HostProblem]:
         )
 
 
-def _differs(what: str, of: Any, hosts: Sequence[HostFacts]) -> Iterator[HostProblem]:
-    found: dict[str, list[str]] = {}
-    for facts in hosts:
-        found.setdefault(of(facts), []).append(facts.name)
-    if len(found) > 1:
+def differing(what: str, found: Mapping[str, str]) -> Iterator[HostProblem]:
+    """Say that something of torch's is not the same everywhere.
+
+    Args:
+        what: What it is.
+        found: What each host has, by their names.
+    """
+    hosts: dict[str, list[str]] = {}
+    for name, value in found.items():
+        hosts.setdefault(value, []).append(name)
+    if len(hosts) > 1:
         yield HostProblem(
             what,
-            "; ".join(f"{value} on {', '.join(names)}" for value, names in found.items()),
+            "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items()),
             "install the same build of torch on all hosts",
         )
 

@@ -20,6 +20,7 @@ class HostFacts:
         name: What the launcher calls the host.
         hostname: What it calls itself.
         resolves_to: The addresses of that name, as the host itself sees it; empty without any.
+        is_name_unanswered: It is not known yet, for no name server has answered.
         addresses: For each of its interfaces that is up, its address; without the loopback.
         python: The version.
         executable: The Python that runs there.
@@ -38,6 +39,7 @@ class HostFacts:
     name: str
     hostname: str
     resolves_to: tuple[str, ...] = ()
+    is_name_unanswered: bool = False
     addresses: Mapping[str, str]
     python: str
     executable: str

@@ -2,7 +2,8 @@
 
 ``session.json`` says what the session is, and ``owner.json`` who has it. Each is replaced as a
 whole, so that nobody reads half of one, also where a process is killed meanwhile or the disk is
-full.
+full. When a session has ended, a small file beside its folder, which is removed, says so for a
+week.
 """
 
 from __future__ import annotations
@@ -10,20 +11,48 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
-__all__ = ["OWNER_FILE", "SESSION_FILE", "Owner", "read_record", "write_record"]
+__all__ = [
+    "ENDED",
+    "FOUND_GONE",
+    "OWNER_FILE",
+    "SESSION_FILE",
+    "WAS_ENDED",
+    "EndedSession",
+    "Owner",
+    "note_end",
+    "read_end",
+    "read_ends",
+    "read_record",
+    "write_record",
+]
 
 SESSION_FILE = "session.json"
 OWNER_FILE = "owner.json"
+
+ENDED, FOUND_GONE, WAS_ENDED = "ended", "was found gone", "was ended"
+"""How a session came to its end: by its lease, by the death of its agents, or as somebody wished.
+"""
+END_PREFIX, END_SUFFIX = ".", ".ended"
+"""What the name of the file of an end has around that of the session's folder."""
+END_KEPT_S = 7 * 24 * 3600.0
+"""Seconds for which an end is remembered."""
+MAX_ENDS = 20
+"""How many are, in each place."""
 
 LONGEST_RECORD_BYTES = 1 << 20
 """What is longer was not written by us."""
 LARGEST = 1 << 53
 """The same of a number."""
+
+LEAST = {"world_size": 1, "nodes": 1, "epoch": 1, "pid": 1}
+"""The least that some of them can be; others are not negative."""
 
 PIDS = "tuple[int, ...]"
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -47,6 +76,9 @@ class Owner:
         since: When it got the session, by ``time.time()``, like all times here.
         gone_at: When it went; None while it is there.
         lease_ends_at: When the session ends if nobody attaches; None while somebody is there.
+        began: When its process was started, as ``started_at()`` tells it, for another may have its
+            pid later; 0 where that is not known.
+        lease_ends_clock: The same by ``host_clock()``, which nobody sets.
     """
 
     epoch: int
@@ -54,6 +86,98 @@ class Owner:
     since: float
     gone_at: float | None = None
     lease_ends_at: float | None = None
+    lease_ends_clock: float | None = None
+    began: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedSession:
+    """A session that is over.
+
+    Attributes:
+        name: Of it.
+        folder: The path of its folder, which is gone.
+        world_size: Number of ranks that it had.
+        backend: Of its process group.
+        how: How it came to its end.
+        at: When, by ``time.time()``.
+        reason: Why.
+    """
+
+    name: str
+    folder: str
+    world_size: int
+    backend: str
+    how: str
+    at: float
+    reason: str
+
+
+def note_end(folder: str, how: str, reason: str) -> None:
+    """Note beside the folder of a session that this has ended; nothing where it cannot be noted.
+
+    Args:
+        folder: Of the session, as long as its files are there.
+        how: ``ENDED``, ``FOUND_GONE`` or ``WAS_ENDED``.
+        reason: Why.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        facts = _read(os.path.join(folder, SESSION_FILE))
+        known = {each: facts.get(each) for each in ("name", "world_size", "backend")}
+        end = {**known, "folder": folder, "how": how, "at": time.time(), "reason": reason}
+        base, name = _note_of(folder)
+        if how != FOUND_GONE or not os.path.lexists(os.path.join(base, name)):
+            write_record(base, name, end)
+
+
+def read_end(folder: str) -> EndedSession | None:
+    """What is noted of the end of a session; None while it has not ended, or if nobody knows.
+
+    Args:
+        folder: Of the session, which may be there still.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        base, name = _note_of(folder)
+        if os.lstat(os.path.join(base, name)).st_uid == os.geteuid():
+            return read_record(base, name, EndedSession)
+    return None
+
+
+def _note_of(folder: str) -> tuple[str, str]:
+    base, name = os.path.split(folder)
+    return base, f"{END_PREFIX}{name}{END_SUFFIX}"
+
+
+def read_ends(base: str, prefix: str) -> list[EndedSession]:
+    """The sessions of this user that have ended, the last first; older notes are removed.
+
+    Args:
+        base: The folder that held the sessions' folders.
+        prefix: How the names of these begin.
+    """
+    found: list[tuple[EndedSession, str]] = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(base):
+            if entry.name.startswith(END_PREFIX + prefix) and entry.name.endswith(END_SUFFIX):
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        found += _read_or_remove(base, entry.name)
+    found.sort(key=lambda each: each[0].at, reverse=True)
+    since = time.time() - END_KEPT_S
+    old = [path for number, (end, path) in enumerate(found) if number >= MAX_ENDS or end.at < since]
+    for path in old:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return [end for end, path in found if path not in old and not os.path.lexists(end.folder)]
+
+
+def _read_or_remove(base: str, name: str) -> list[tuple[EndedSession, str]]:
+    path = os.path.join(base, name)
+    try:
+        return [(read_record(base, name, EndedSession), path)]
+    except ValueError:
+        os.unlink(path)  # it is this user's, and nobody can read it
+        return []
 
 
 def write_record(folder: str, name: str, facts: Mapping[str, Any]) -> None:
@@ -102,7 +226,10 @@ def read_record(folder: str, name: str, kind: type[T], /, **known: Any) -> T:
 
 
 def _read(path: str) -> dict[str, Any]:
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # nobody may ever write to a fifo
+            raise ValueError("it is no plain file")
         data = file.read(LONGEST_RECORD_BYTES + 1)
     if len(data) > LONGEST_RECORD_BYTES:
         raise ValueError(f"it has more than {LONGEST_RECORD_BYTES:,} bytes")
@@ -118,12 +245,18 @@ def _read(path: str) -> dict[str, Any]:
 def _checked(name: str, kind: str, value: Any) -> Any:
     """A value of JSON, if a field of this kind can have it."""
     if kind == PIDS:
-        if isinstance(value, (list, tuple)) and value and all(type(pid) is int for pid in value):
+        if isinstance(value, (list, tuple)) and value and all(map(_is_pid, value)):
             return tuple(value)
-    elif type(value) in _KINDS[kind] and (not _is_number(value) or abs(value) < LARGEST):
+    elif type(value) in _KINDS[kind] and _can_be(name, value):
         return value
     raise ValueError(f"{name} is {value!r}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
+def _can_be(name: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return value.isprintable()  # a terminal would obey other characters
+    return value is None or LEAST.get(name, 0) <= value < LARGEST
+
+
+def _is_pid(value: Any) -> bool:
+    return type(value) is int and 0 < value < LARGEST

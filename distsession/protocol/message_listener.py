@@ -17,7 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from distsession.protocol import message_stream
+from distsession.protocol import message_stream, unix_socket
 from distsession.protocol.message_stream import MessageStream, Packed
 
 __all__ = ["MessageListener", "Peer"]
@@ -60,11 +60,9 @@ class MessageListener:
 
     def __init__(self, path: str, *, is_asked: bool = False):
         self._path, self._is_asked = path, is_asked
-        self._listener = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        self._listener.bind(path)
-        self._listener.listen(BACKLOG)
+        self._listener = unix_socket.listen(path, backlog=BACKLOG)
         self._listener.setblocking(False)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
@@ -77,6 +75,8 @@ class MessageListener:
         """Those that have not been told yet how messages travel."""
         self._peers: dict[int, Peer] = {}
         self._named: dict[bytes, Peer] = {}
+        self._kept: dict[bytes, list[Packed]] = {}
+        """Messages for names under which nobody has connected yet."""
         self._is_closed = False
 
     # --- sending: any thread ----------------------------------------------------------------------
@@ -85,20 +85,38 @@ class MessageListener:
         """Who has connected and not gone again."""
         return self._named.get(name)
 
-    def send(self, name: bytes, message: Packed) -> bool:
-        """Send a message; False if nobody of this name has connected, or has gone again."""
+    def send(self, name: bytes, message: Packed, *, keep: bool = False) -> bool:
+        """Send a message.
+
+        Args:
+            name: Whom to.
+            message: What.
+            keep: If nobody of this name has connected, send it when somebody does.
+
+        Returns:
+            False if nobody of this name has connected, or has gone again.
+        """
         with self._lock:
             if self._is_closed:
                 return False
-            if (peer := self._named.get(name)) is None:
-                return False
-            try:
-                is_done = peer.stream.send(message)
-            except OSError:  # the thread that receives sees its end
-                return True
-            if not is_done or peer.watched != select.EPOLLIN:
-                self._watch(peer, is_done)
-            return True
+            if (peer := self._named.get(name)) is not None:
+                self._send(peer, message)
+            elif keep:
+                self._kept.setdefault(name, []).append(message)
+            return peer is not None
+
+    def forget(self, name: bytes) -> None:
+        """Throw away what is kept for a name: nobody will connect under it."""
+        with self._lock:
+            self._kept.pop(name, None)
+
+    def _send(self, peer: Peer, message: Packed) -> None:
+        try:
+            is_done = peer.stream.send(message)
+        except OSError:  # the thread that receives sees its end
+            return
+        if not is_done or peer.watched != select.EPOLLIN:
+            self._watch(peer, is_done)
 
     @property
     def holds_something(self) -> bool:
@@ -148,10 +166,16 @@ class MessageListener:
             if peer.name:
                 found.append((peer.name, frames))
             elif frames[0]:
-                peer.name = frames[0]
-                self._named[peer.name] = peer
+                self._name(peer, frames[0])
         if peer.stream.is_over:
             self._drop(peer)
+
+    def _name(self, peer: Peer, name: bytes) -> None:
+        with self._lock:
+            peer.name = name
+            self._named[name] = peer
+            for message in self._kept.pop(name, ()):
+                self._send(peer, message)
 
     def _drop(self, peer: Peer) -> None:
         with self._lock:
@@ -164,7 +188,7 @@ class MessageListener:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection = unix_socket.accept(self._listener)
         except OSError as error:
             log.debug("no connection can be taken: %s", error)
             return
@@ -210,6 +234,7 @@ class MessageListener:
             for connection in (*self._asking.values(), self._listener):
                 connection.close()
             self._named.clear()
+            self._kept.clear()
             self._epoll.close()
             self._woken.close()
             with contextlib.suppress(FileNotFoundError):

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from distsession.protocol import unix_socket
 from distsession.protocol.secure_stream import RECORD_MAX_BYTES, SecureStream
 
 __all__ = ["MessageStream", "Packed", "accept", "connect", "ended", "hand_over", "lend", "packed"]
@@ -233,10 +234,8 @@ def connect(path: str, name: bytes, *, asks: bool = False) -> MessageStream:
     Raises:
         OSError: Nobody listens, or the kernel is not reached from there.
     """
-    connection = socket.socket(socket.AF_UNIX)
+    connection = unix_socket.connect(path, timeout_s=HAND_OVER_TIMEOUT_S)
     try:
-        connection.settimeout(HAND_OVER_TIMEOUT_S)
-        connection.connect(path)
         if asks:
             connection.sendall(_PLAIN)
             stream = _take_over(connection)

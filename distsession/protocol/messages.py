@@ -573,11 +573,16 @@ class RankAttached(Message):
 
 @dataclass(frozen=True, slots=True)
 class RankFailed(Message):
-    """The rank could not join the process group; it ends itself."""
+    """The rank could not join the process group; it ends itself.
+
+    Attributes:
+        limit: The limit that it met, with what to do, where it was refused a process or thread.
+    """
 
     rank: int
     generation: int
     error: ErrorInfo
+    limit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,6 +610,10 @@ class StackReply(Message):
         unseen: What that may have been given that is not seen, as texts.
         instruction: A number that stays the same while it is at one call; 0 where that is made to
             wait for something else than a device.
+        has_threads: The rank has ended its part of a run, but a thread that it has started goes on.
+        has_one_thread: No other thread of the process has code of the user's to run.
+        interrupted: What the code has made of an interrupt, such as ``"its code caught the
+            interrupt at In[2] line 4"``; empty if there was none, or while it is on its way.
     """
 
     rank: int
@@ -614,6 +623,9 @@ class StackReply(Message):
     is_device_wait: bool = False
     unseen: tuple[str, ...] = ()
     instruction: int = 0
+    has_threads: bool = False
+    has_one_thread: bool = False
+    interrupted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -740,6 +752,7 @@ class Operation(Message):
         is_enqueued: A device was given it, and has not been seen to complete it.
         device_stream: The number of the device's stream in which it runs, after whatever the rank
             has given to that stream before; 0 where that is not known.
+        is_on_cpu: Threads of a backend do it, such as gloo's, and no device.
         stream_key: Tells its group from others that had the same name.
         thread: The number of the thread that has issued it; 0 for the main thread.
     """
@@ -755,8 +768,14 @@ class Operation(Message):
     in_thread: bool = False
     is_enqueued: bool = False
     device_stream: int = 0
+    is_on_cpu: bool = False
     stream_key: int = field(default=0, compare=False)
     thread: int = field(default=0, compare=False)
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether who waits for it waits for a device."""
+        return self.is_enqueued and not self.is_on_cpu
 
 
 STORE_WAIT = "store_wait"
@@ -799,10 +818,13 @@ class RankReport(Message):
         is_device_wait: See :class:`StackReply`.
         unseen: See :class:`StackReply`; of a rank that runs nothing only what is under way.
         instruction: See :class:`StackReply`.
+        has_one_thread: See :class:`StackReply`.
         unseen_count: How often something of that kind was begun.
         is_replaying: A graph that it has replayed is not seen to be complete, which may have
             operations of any group.
         left: The process groups that its code has left.
+        has_threads: See :class:`StackReply`; only where that was asked for.
+        interrupted: See :class:`StackReply`.
     """
 
     rank: int
@@ -820,7 +842,10 @@ class RankReport(Message):
     unseen_count: int = 0
     instruction: int = 0
     is_replaying: bool = False
+    has_one_thread: bool = False
     left: dict[str, Left] = field(default_factory=dict)
+    has_threads: bool = False
+    interrupted: str = ""
 
 
 # --- kernel to rank, on the control socket --------------------------------------------------------
@@ -839,6 +864,7 @@ class Abort(Message):
         stuck: Ranks that wait for what cannot come. If it seems to, it is of a rank that was freed.
         mismatch: What does not match, if ranks of different hosts have begun something that does
             not.
+        force: That request is to end, whatever its code catches.
     """
 
     reason: AbortReason
@@ -848,6 +874,7 @@ class Abort(Message):
     refuse: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
     mismatch: Mismatch | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)

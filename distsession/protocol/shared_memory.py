@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distsession.errors import DOCTOR_REMEDY, SerializationError
+from distsession.protocol import unix_socket
 from distsession.protocol.large_pages import (
     LARGE_PAGE,
     FileMemory,
@@ -98,6 +99,9 @@ KEEP, KEPT = 1.0, 4
 
 PATIENCE = 5.0
 """Seconds that the other end of a link may take to do its part."""
+
+HELLO = 1.0
+"""Seconds that one who has connected may take to say its name, for which all others wait."""
 
 RETURNED = 1 << 20, 512 << 20
 """Bytes of a segment between which receivers may keep it mapped. More would be too much memory to
@@ -621,9 +625,8 @@ class Link:
             path: Where a :class:`LinkListener` listens.
             sender: Name of this process.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = unix_socket.connect(path, kind=socket.SOCK_SEQPACKET)
         try:
-            connection.connect(path)
             connection.send(sender.encode())
         except BaseException:
             connection.close()
@@ -725,9 +728,7 @@ class LinkListener:
     """
 
     def __init__(self, path: str):
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(path)
-        self._listener.listen(4096)
+        self._listener = unix_socket.listen(path, kind=socket.SOCK_SEQPACKET, backlog=4096)
         self._links: dict[str, Link] = {}
         self._lock = threading.Lock()
 
@@ -745,10 +746,19 @@ class LinkListener:
 
     def _accept(self, timeout: float) -> None:
         self._listener.settimeout(timeout)
-        connection, _ = self._listener.accept()
-        connection.settimeout(PATIENCE)
-        name = connection.recv(100).decode()
-        self._links[name] = Link(connection, name)
+        try:
+            connection = unix_socket.accept(self._listener)
+        except unix_socket.StrangerError as error:
+            log.warning("no link is taken: %s", error)
+            return
+        connection.settimeout(HELLO)
+        try:
+            name = connection.recv(100).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            log.warning("a link is given up: %s", error)
+            connection.close()
+        else:
+            self._links[name] = Link(connection, name)
 
     def drop(self, sender: str) -> None:
         """A process is gone."""

@@ -21,6 +21,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from distsession.protocol import unix_socket, whole_messages
+
 __all__ = [
     "CHUNK",
     "Cancel",
@@ -225,21 +227,25 @@ class Wire:
                 at += moved
         self.sent += count
 
-    def receive(self) -> Any:
+    def receive(self, deadline: float | None = None) -> Any:
         """The next message; or a :class:`Chunk`, whose bytes are to be read next.
 
+        Args:
+            deadline: Until when all of it has to come, by the monotonic clock; None for ever.
+
         Raises:
+            TimeoutError: It has not.
             OSError: The other end is gone, or sends what is no message.
         """
         head = bytearray(_HEAD.size)
-        self._read(memoryview(head))
+        self._read(memoryview(head), deadline)
         kind, key, at, length = _HEAD.unpack(head)
         if kind == _CHUNK:
             return Chunk(key, at, length)
         if kind != _MESSAGE or length > MESSAGE_MAX:
             raise ConnectionError("what comes on the stream is no message")
         data = bytearray(length)
-        self._read(memoryview(data))
+        self._read(memoryview(data), deadline)
         message = pickle.loads(data)
         if type(message).__module__ != __name__:
             raise ConnectionError(f"a {type(message).__name__} where a message should be")
@@ -257,7 +263,13 @@ class Wire:
             self._read(rest[: min(count, len(rest))])
             count -= min(count, len(rest))
 
-    def _read(self, memory: memoryview) -> None:
+    def _read(self, memory: memoryview, deadline: float | None = None) -> None:
+        if deadline is not None:
+            try:
+                whole_messages.read_into(self._socket, memory, deadline)
+            except EOFError:
+                raise ConnectionError("the stream was closed") from None
+            return
         while memory:
             count = self._socket.recv_into(memory)
             if not count:
@@ -284,17 +296,12 @@ def socket_path(folder: str, name: str, epoch: int) -> str:
 
 def listen(folder: str, epoch: int = 1) -> socket.socket:
     """Where the relays of a session connect to its kernel."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(socket_path(folder, "relay", epoch))
-    listener.listen(128)
-    return listener
+    return unix_socket.listen(socket_path(folder, "relay", epoch))
 
 
 def connect(folder: str, node: int, epoch: int = 1) -> Wire:
     """The stream of a node's relay to the kernel."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(socket_path(folder, "relay", epoch))
-    wire = Wire(connection)
+    wire = Wire(unix_socket.connect(socket_path(folder, "relay", epoch)))
     wire.send(RelayHere(node, os.getpid()))
     return wire
 

@@ -22,7 +22,9 @@ from distsession.errors import (
     RunError,
     RunInterrupt,
 )
-from distsession.kernel.outcome import collect, run_error
+from distsession.kernel.failures import collect
+from distsession.kernel.notice_line import NoticeLine
+from distsession.kernel.outcome import run_error
 from distsession.kernel.output import NO_NOTICE, Notice, Silent
 from distsession.protocol.messages import CommMessage, Display, Text
 from distsession.session import Session
@@ -49,7 +51,7 @@ class PlainOutput(Silent):
     """
 
     def __init__(self) -> None:
-        self._notice = NO_NOTICE
+        self._notice = NoticeLine()
         self._begun: dict[tuple[int, str], str] = {}
         self.is_file = not sys.stderr.isatty()
         self._models = Models()
@@ -78,17 +80,17 @@ class PlainOutput(Silent):
         self._begun.clear()
         for _, text in self._bars.take_all():
             self._put("stderr", f"{text}\n")
+        self._notice.show(NO_NOTICE)
 
     def _put(self, name: str, text: str) -> None:
+        self._notice.clear()
         stream = sys.stderr if name == "stderr" else sys.stdout
         stream.write(text)
         stream.flush()
 
     def notify(self, notice: Notice) -> None:
-        """Show a line about the run, if it is other than the last."""
-        if notice not in (NO_NOTICE, self._notice):
-            self._notice = notice
-            sys.stderr.write(f"distsession: {notice.text}\n")
+        """Show a line about the run that replaces the one before; it does not stay."""
+        self._notice.show(notice)
 
 
 def run(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 from distsession.display import html
 from distsession.display.html import Html, element
 from distsession.ranks import ranks_text
-from distsession.timeline import chrome_trace, svg
+from distsession.timeline import chrome_trace, flight_record, svg
 from distsession.timeline.svg import seconds_text, size_text
 from distsession.timeline.waits import Merged, Share, Step, Wait, shares, waits
 
@@ -96,6 +97,26 @@ class Timeline:
         target = Path(path)
         text = json.dumps(chrome_trace.trace(self.merged, self._names))
         target.write_text(text, encoding="utf-8")
+        return target
+
+    def save_flight_record(self, folder: str | os.PathLike[str], prefix: str = "rank_") -> Path:
+        """Write it as torch's flight recorder would, for ``torchfrtrace FOLDER``.
+
+        ``torch.distributed.flight_recorder`` names the first operation to which not all ranks came,
+        or in which they differ. Its files are pickled: open only those of people whom you trust.
+
+        Args:
+            folder: Where to; it is made if it is not there. It gets a file for each rank, which
+                replaces one of this name.
+            prefix: How their names begin; the number of the rank follows.
+
+        Returns:
+            The folder.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for rank, content in flight_record.dumps(self.merged.traces, self._backend).items():
+            (target / f"{prefix}{rank}").write_bytes(pickle.dumps(content))
         return target
 
     # --- words ------------------------------------------------------------------------------------

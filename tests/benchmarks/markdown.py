@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.benchmarks.figures import OURS
 from tests.benchmarks.many import AIMS, RANKS, RATIOS
+from tests.benchmarks.starts import IMPORT, IMPORT_INSIDE
 from tests.benchmarks.table import number
 
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
@@ -175,9 +176,13 @@ def _origin(facts: dict[str, Any]) -> str:
     version, _, build = facts["packages"]["torch"].partition("+")
     kind = " for the CPU" if build == "cpu" else ""
     text = f"Medians on {facts['cpus']} cores with torch {version}{kind}"
-    unit = [row["figure"] for row in facts["rows"] if row["subject"] == "import torch"]
+    rows: Rows = facts["rows"]
+    unit = [row["figure"] for row in rows if row["subject"] == IMPORT]
     if unit and unit[0]:
         text += f"; one `import torch` takes about {unit[0]['median']:.1f} s there"
+    inside = [row["figure"] for row in rows if row["subject"] == IMPORT_INSIDE]
+    if inside and inside[0]:
+        text += f" as a process, and {inside[0]['median']:.1f} s as a statement"
     command = "python -m tests.benchmarks --quick" if facts.get("quick") else "make bench"
     return f"{text}.\n`{command}` made them."
 

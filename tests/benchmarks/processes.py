@@ -22,6 +22,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 
+ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).with_name("programs")
 START_TIMEOUT = 180.0
 """Seconds that a program may take from its start to its end."""
@@ -37,16 +38,27 @@ def own_world() -> Iterator[Path]:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot become the parent of orphans")
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir="/tmp"))  # short: it holds unix sockets
-    names = {"TMPDIR": "", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "jupyter"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(folder / part) for name, part in names.items()})
+    names = {
+        **{"TMPDIR": "", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "jupyter"},
+        # Users have compiled modules. Where this is forbidden, importing takes twice as long.
+        "PYTHONDONTWRITEBYTECODE": None,
+    }
+    # Programs and agents import this checkout, installed or not.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    before = {name: os.environ.get(name) for name in (*names, "PYTHONPATH")}
+    for name, part in names.items():
+        if part is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(folder / part)
+    os.environ["PYTHONPATH"] = path
     tempfile.tempdir = None
     try:
         yield folder
     finally:
         end_leftovers(0.0)
         for name, value in before.items():
-            os.environ.pop(name)
+            os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
         tempfile.tempdir = None

@@ -16,11 +16,20 @@ from tests.ports import held_port
 
 RANKS = (1, 2, 4, 8)
 IMPORT = "import torch"
+IMPORT_INSIDE = "the statement import torch"
 
 
 def import_torch() -> list[float]:
-    """Seconds of a process that imports torch and ends: the unit of all starts."""
+    """Seconds of a process that imports torch and ends: the unit of all starts.
+
+    A third of it is Python's start and the end of a process that has torch.
+    """
     return [time_program([sys.executable, "-c", "import torch"])]
+
+
+def import_inside() -> list[float]:
+    """Seconds of the statement alone, in such a process."""
+    return [_import("import torch")[0] / 1e3]
 
 
 def start(bench: Bench) -> Iterator[Row]:
@@ -30,6 +39,7 @@ def start(bench: Bench) -> Iterator[Row]:
         floor = Arm(IMPORT, import_torch)
         arms = [
             floor,
+            Arm(IMPORT_INSIDE, import_inside),
             swept_arm(bench, OURS, partial(start_ours, ranks)),
             swept_arm(bench, "torchrun", partial(_start_torchrun, ranks)),
             swept_arm(bench, "ipyparallel", partial(_start_ipyparallel, ranks)),

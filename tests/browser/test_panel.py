@@ -8,6 +8,7 @@ from collections.abc import Callable
 from playwright.sync_api import Locator, expect
 
 from tests.browser.lab import Notebook, boxes, contrast
+from tests.until import until
 
 Open = Callable[..., Notebook]
 
@@ -53,6 +54,8 @@ def test_states_are_live_and_stop_works_while_a_cell_runs(open_notebook: Open) -
     assert "[*]" in notebook.prompt(2)
     press(notebook, "Diagnose")
     notebook.wait_text(1, re.compile("for rank 1, which runs"))
+    for rank in range(2):
+        until(lambda rank=rank: lines_of(row(notebook, rank).locator("td span").nth(1)) == 1)
     notebook.screenshot("panel-light", notebook.output(1))
     assert "[*]" in notebook.prompt(2)
     press(notebook, "Stop")
@@ -192,3 +195,80 @@ def test_a_log_is_followed_and_searched(open_notebook: Open) -> None:
     notebook.screenshot("panel-log", panel)
     press(notebook, "Close log")
     expect(log).to_be_hidden()
+
+
+def lines_of(part: Locator) -> int:
+    """How many lines its text takes."""
+    return int(part.evaluate("element => element.getClientRects().length"))
+
+
+def resize(notebook: Notebook, part: Locator, height: int) -> None:
+    """Give a view below the notebook another height, as one does who pulls its edge."""
+    (box,) = boxes(part, 1)
+    edges = notebook.page.locator(".lm-SplitPanel-handle").evaluate_all(
+        "edges => edges.map(edge => edge.getBoundingClientRect()).filter(edge => edge.width > 99)"
+    )
+    handle = max(edges, key=lambda edge: float(edge["y"]))
+    x, y = handle["x"] + 9, handle["y"]
+    notebook.page.mouse.move(x, y)
+    notebook.page.mouse.down()
+    notebook.page.mouse.move(x, y + box["height"] - height, steps=5)
+    notebook.page.mouse.up()
+
+
+def test_stop_and_answers_are_in_sight_in_a_low_and_narrow_dock(open_notebook: Open) -> None:
+    notebook = open_notebook([START, "session", HANG, "session.close()"])
+    notebook.run(0)
+    notebook.run(1)
+    expect(row(notebook, 0)).to_contain_text("idle")
+    notebook.page.set_viewport_size({"width": 620, "height": 800})
+    row(notebook, 0).click(button="right")
+    notebook.page.get_by_text("Create New View for Cell Output").click()
+    docked = notebook.page.locator(".jp-LinkedOutputView")
+    expect(docked.get_by_role("button", name="Stop", exact=True)).to_be_visible()
+    resize(notebook, docked, 170)
+    notebook.start(2)
+    expect(docked.get_by_role("table")).to_contain_text("waiting in barrier")
+    docked.get_by_role("button", name="Diagnose", exact=True).click()
+    answer = docked.get_by_text(re.compile("for rank 1, which runs"))
+    expect(answer).to_be_in_viewport()
+    notebook.screenshot("panel-low")
+    docked.get_by_text("Configuration").last.scroll_into_view_if_needed()
+    expect(answer).not_to_be_in_viewport()
+    stop = docked.get_by_role("button", name="Stop", exact=True)
+    expect(stop).to_be_in_viewport(ratio=1)
+    notebook.screenshot("panel-low-scrolled")
+    stop.click()
+    notebook.wait(2)
+    docked.get_by_text(re.compile("what ran is interrupted")).wait_for()
+    notebook.run(3)
+
+
+def test_many_ranks_share_rows_odd_ones_first_and_can_be_filtered(open_notebook: Open) -> None:
+    hang = HANG.replace("rank == 0", "rank != 7")
+    notebook = open_notebook([START.replace("(2,", "(18,"), "session", hang, "session.close()"])
+    notebook.run(0, seconds=110)
+    notebook.run(1)
+    rows = notebook.output(1).get_by_role("table", name="Ranks of the session").locator("tbody tr")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text(re.compile(r"^0-17.*idle"))
+    notebook.start(2)
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text(re.compile(r"^7.*running In\[\d+\] line 6"))
+    expect(rows.nth(1)).to_contain_text(re.compile(r"^0-6,8-17.*waiting in barrier at In\[\d+\] "))
+    for number in range(2):
+        until(lambda number=number: lines_of(rows.nth(number).locator("td span").nth(1)) == 1)
+    notebook.screenshot("panel-many", notebook.output(1))
+    wanted = notebook.output(1).get_by_placeholder("Ranks, such as")
+    wanted.fill("6-8")
+    expect(rows).to_have_count(3)
+    notebook.wait_text(1, "3 of 18 ranks")
+    notebook.screenshot("panel-filtered", notebook.output(1))
+    notebook.output(1).get_by_role("combobox").filter(has_text="any state").select_option("running")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text(re.compile(r"^7.*running"))
+    wanted.fill("6-88")
+    notebook.wait_text(1, "there is no rank 18: this session has ranks 0 to 17.")
+    press(notebook, "Stop")
+    notebook.wait(2, seconds=110)
+    notebook.run(3)

@@ -58,14 +58,14 @@ def test_bars_of_four_ranks_reach_their_end_in_the_ranks_order(open_notebook: Op
     notebook = open_notebook([START.format(4), BARS, NESTED])
     notebook.run(0)
     notebook.run(1)
-    shown = notebook.output(1).locator(".jupyter-widgets.widget-vbox")
-    shown.locator("progress, .progress-bar").nth(3).wait_for()
+    shown = notebook.output(1)
     ends = [(str(rank), str(rank)) for rank in range(4)]
     until(lambda: re.findall(r"rank (\d)\s+fit (\d): 100%", plain(shown.inner_text())) == ends)
     until(lambda: shown.inner_text().count("30/30") == 4)
+    expect(shown.locator(".jupyter-widgets")).to_have_count(0)  # they are text at their end
     notebook.screenshot("widget-bars")
     notebook.run(2)
-    shown = notebook.output(2).locator(".jupyter-widgets.widget-vbox")
+    shown = notebook.output(2)
     until(lambda: plain(shown.inner_text()).count("epochs: 100%") == 4)
     expect(shown).not_to_contain_text("steps")
     assert "model not found" not in notebook.page.inner_text("body")
@@ -154,7 +154,7 @@ def test_a_page_that_knows_no_widgets_shows_bars_as_text(
             notebook.expect(
                 number, re.compile(r"rank 0\W+fit 0: 100%.*rank 1\W+fit 1: 100%", re.DOTALL)
             )
-        notebook.output(2).get_by_role("group", name="rank 1").get_by_text("30/30").wait_for()
+        assert notebook.output(2).inner_text().count("30/30") == 2
         notebook.screenshot("without-widgets")
         lab.ask("DELETE", f"api/kernels/{notebook.kernel}")
     finally:

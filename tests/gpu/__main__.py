@@ -1,23 +1,27 @@
 """Try everything and print a report to paste: ``python -m tests.gpu``.
 
-The exit status is 0 where all checks have held, and 1 otherwise.
+The exit status is 0 where all checks have held, and 1 otherwise. ``--write`` adds the run to the
+table of ``docs/backends.md`` and to the README, in the place of one of the same day and versions.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import platform
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 import distsession
 from distsession.engine.host_info import nccl_version
-from tests.gpu.checks import CHECKS, Bed, attempt
+from tests.gpu import seen
+from tests.gpu.checks import CHECKS, Bed, Outcome, attempt
 from tests.gpu.target import TARGETS, NotHereError, Target
 
 
@@ -43,12 +47,76 @@ def _driver() -> str:
     return said.stdout.split("\n")[0]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks one after the other."""
+WORDS = ("held", "FAILED", "skipped")
+ROOT = Path(__file__).parents[2]
+PAGE, README = ROOT / "docs/backends.md", ROOT / "README.md"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--backend", choices=TARGETS, default="nccl")
     parser.add_argument("--only", action="append", metavar="TEXT", help="checks that say this")
+    parser.add_argument("--write", action="store_true", help=f"a row in {PAGE.name}: see above")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="another page with such a table, which --write rehearses with",
+    )
     arguments = parser.parse_args(argv)
+    if arguments.to and not arguments.write:
+        parser.error("--to FILE says where --write writes: give both")
+    if arguments.write and not arguments.to:
+        if not arguments.backend.startswith("nccl"):
+            parser.error(
+                f"{PAGE.name} says what was seen on GPUs, and {arguments.backend} needs none: "
+                "--write --to FILE writes to another page"
+            )
+        if arguments.only:
+            parser.error(f"{PAGE.name} has runs of all checks: leave --only out, or give --to FILE")
+    return arguments
+
+
+def _seen(bed: Bed, outcomes: Sequence[Outcome]) -> seen.Seen:
+    """The run as a row."""
+    target, gpus = bed.target, 0
+    name = driver = nccl = ""
+    if target.is_nccl:
+        gpus = len(set(target.options["devices"]))
+        name, driver = seen.short_gpu(torch.cuda.get_device_name(0)), _driver()
+        nccl = ".".join(map(str, nccl_version()))
+    ran = {word: [o.check.name for o in outcomes if o.word == word] for word in WORDS}
+    return seen.Seen(
+        date=datetime.date.today().isoformat(),
+        gpu=name,
+        driver=driver,
+        torch=torch.__version__.partition("+")[0],
+        nccl=nccl,
+        kind=bed.kind,
+        ranks=seen.ranks_text(target.ranks, gpus),
+        outcome=seen.outcome_text(ran, len(CHECKS)),
+    )
+
+
+def write(run: seen.Seen, to: Path | None) -> list[Path]:
+    """Add a run to a page, or to our own and the README; gives those that were written.
+
+    Raises:
+        seen.UnknownTableError: A page has no place for it.
+    """
+    path = to or PAGE
+    page = seen.add_row(path.read_text(), run)
+    pages = {path: page}
+    if to is None:
+        pages[README] = seen.retell(README.read_text(), seen.rows_of(page))
+    for path, text in pages.items():
+        path.write_text(text)
+    return list(pages)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks one after the other."""
+    arguments = _arguments(argv)
     try:
         target = TARGETS[arguments.backend]()
     except NotHereError as why:
@@ -60,22 +128,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{'note:':15}{limit}")
     print(flush=True)
     chosen = [c for c in CHECKS if not arguments.only or any(t in c.name for t in arguments.only)]
-    bed, began, counts = (
-        Bed(target),
-        time.monotonic(),
-        dict.fromkeys(("held", "FAILED", "skipped"), 0),
-    )
+    bed, began = Bed(target), time.monotonic()
+    outcomes: list[Outcome] = []
     try:
         for each in chosen:
-            outcome = attempt(bed, each)
-            counts[outcome.word] += 1
+            outcomes.append(outcome := attempt(bed, each))
             print(f"{outcome.word:8}{outcome.seconds:6.1f} s  {each.name}")
             print(textwrap.indent(outcome.text, " " * 18), flush=True)
     finally:
         bed.close()
-    counted = ", ".join(f"{count} {word}" for word, count in counts.items())
+    words = [outcome.word for outcome in outcomes]
+    counted = ", ".join(f"{words.count(word)} {word}" for word in WORDS)
     print(f"\n{counted} in {time.monotonic() - began:.0f} s")
-    return int(counts["FAILED"] > 0)
+    if arguments.write:
+        written = write(_seen(bed, outcomes), arguments.to)
+        print(f"written: {', '.join(map(str, written))}")
+    return int("FAILED" in words)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,8 +25,9 @@ from distsession import RunError, RunInterrupt, Session
 from distsession.display.render import Bundle
 from distsession.errors import CollectiveHangError, CollectiveMismatchError
 from distsession.kernel.output import Output
+from tests.gpu import gpt
 from tests.gpu.target import Target
-from tests.until import Press
+from tests.until import Press, until
 
 LABEL = "In[7]"
 """The cell that every check's code seems to be."""
@@ -88,20 +90,25 @@ class Bed:
 
     Args:
         target: Where.
+        steps: For how long programs train.
 
     Attributes:
+        kind: torch's class of the backend, once there was a session.
         shown: What the last run of :meth:`run` has shown.
     """
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, steps: int = 200):
         self.target = target
+        self.steps = steps
         self.current: Session | None = None
+        self.kind = ""
         self.shown = Shown()
 
     @property
     def session(self) -> Session:
         if self.current is None:
             self.current = self.start()
+            self.kind = self.current.infos[0].backend_class
         return self.current
 
     def start(self, ranks: int | None = None, **options: Any) -> Session:
@@ -184,15 +191,18 @@ class Check:
         run: Tries it.
         ranks: How many it takes.
         limit_s: Seconds after which it counts as stuck.
+        needs_device: It is of no use where ranks wait on the CPU.
     """
 
     name: str
     run: Function
     ranks: int = 2
     limit_s: float = 60.0
+    needs_device: bool = True
 
 
 CHECKS: list[Check] = []
+PROGRAM: dict[str, Any] = {"ranks": 4, "limit_s": 400.0, "needs_device": False}
 
 
 def check(name: str, **about: Any) -> Callable[[Function], Function]:
@@ -736,6 +746,103 @@ def broken_device(bed: Bed) -> str:
     return str(error).partition("\n")[0][:160]
 
 
+# --- a real program -------------------------------------------------------------------------------
+
+AT = {"hang": 0.29, "mismatch": 0.52, "death": 0.76}
+"""How far it is when rank 1 sleeps, calls for another shape, and is killed as it sleeps."""
+SAVES = 10
+SLEEPS_AT = 1 + Path(gpt.__file__).read_text().split("\n").index(" " * 12 + "time.sleep(600)")
+TRAIN = """
+def train(until, fault=""):
+    global saved
+    while training.at < until or fault and training.at == until:
+        if training.at % {every} == 0:
+            saved = training.state()
+        at = training.at
+        losses[at] = training.step(fault if at == until else "")
+
+def begin(kind):
+    global training
+    training = gpt.Training(kind, device)
+
+from tests.gpu import gpt
+losses = {{}}
+"""
+SAME_ON_CPU, SAME_ON_GPU = 1e-4, 0.02
+"""How far losses of two runs may be apart, as a share: a GPU adds in any order."""
+
+
+@check("a small GPT with DistributedDataParallel: a hang, a mismatch, a death", **PROGRAM)
+def gpt_with_ddp(bed: Bed) -> str:
+    return _train_through_faults(bed, "ddp")
+
+
+@check("a small GPT with FSDP2: a hang, a mismatch, a death", **PROGRAM)
+def gpt_with_fsdp(bed: Bed) -> str:
+    return _train_through_faults(bed, "fsdp")
+
+
+def _train_through_faults(bed: Bed, kind: str) -> str:
+    """Train twice, undisturbed and through the faults, and compare the loss of each step."""
+    session, steps = bed.session, bed.steps
+    at = {fault: int(share * steps) for fault, share in AT.items()}
+    program = TRAIN.format(every=steps // SAVES)
+    bed.run(program)
+    began = time.monotonic()
+    bed.run(f"begin({kind!r}); train({steps})")
+    plain = session[0].evaluate("losses")[0]
+    took = time.monotonic() - began
+    bed.run(f"losses = {{}}; begin({kind!r})")
+
+    def is_named() -> bool:
+        said = repr(session.diagnose()).partition("\n\n")[0]
+        return re.search(rf"rank 1,? (which )?runs gpt\.py line {SLEEPS_AT}\b", said) is not None
+
+    def when() -> None:
+        until(is_named, "a diagnosis that names rank 1")
+
+    with Press(session, session.interrupt, when), contextlib.suppress(RunInterrupt):
+        bed.run(f"train({at['hang']}, 'hang')")
+        raise FailedError("what never ends has ended")
+    _go_on(bed, kind)
+
+    error = bed.fails(f"train({at['mismatch']}, 'mismatch')")
+    expect(isinstance(error.first, CollectiveMismatchError), f"it is {error.first!r}")
+    expect_text(error, r"rank 1 called all_reduce with float32 .2., .* gpt\.py line \d+")
+    _go_on(bed, kind)
+
+    victim = session.infos[1].pid
+    with Press(session, lambda: os.kill(victim, signal.SIGKILL), when):
+        error = bed.fails(f"train({at['death']}, 'hang')")
+    expect_text(error, "[Rr]ank 1 .*SIGKILL")
+    session.restart([1], restore=["saved"])
+    session[1].execute(program)
+    bed.run(f"begin({kind!r}); training.load(saved)")
+    bed.run(f"train({steps})")
+    _compare(plain, session[0].evaluate("losses")[0], bed)
+    bed.run("del training, saved, losses")
+    return (
+        f"{steps} steps on {session.world_size} ranks ({took:.0f} s), and again through the three: "
+        f"loss {plain[0]:.2f} to {plain[steps - 1]:.2f}, the same in each step"
+    )
+
+
+def _go_on(bed: Bed, kind: str) -> None:
+    """With what the ranks have; where FSDP2 cannot, from the checkpoint."""
+    if not all(dict(bed.session.evaluate("training.goes_on")).values()):
+        bed.run(f"begin({kind!r}); training.load(saved)")
+
+
+def _compare(plain: dict[int, float], found: dict[int, float], bed: Bed) -> None:
+    most = SAME_ON_GPU if bed.target.is_nccl else SAME_ON_CPU
+    expect(sorted(plain) == sorted(found) == list(range(bed.steps)), f"steps {sorted(found)}")
+    for at, loss in plain.items():
+        same = abs(found[at] - loss) <= most * loss
+        expect(same, f"the loss of step {at} is {found[at]:.6f}, undisturbed it was {loss:.6f}")
+    first, last = plain[0], plain[bed.steps - 1]
+    expect(last < 0.9 * first, f"nothing was learnt: a loss of {first}, and then {last}")
+
+
 # --- other sessions -------------------------------------------------------------------------------
 
 
@@ -865,6 +972,8 @@ def attempt(bed: Bed, check: Check) -> Outcome:
     """Run a check within its time; after one that fails the next has a new session."""
     if check.ranks > bed.target.ranks:
         return Outcome(check, "skipped", 0.0, f"takes {check.ranks} ranks")
+    if check.needs_device and bed.target.device == "cpu":
+        return Outcome(check, "skipped", 0.0, "ranks wait on the CPU")
     began = time.monotonic()
     limit = _Limit(bed, check.limit_s)
     try:

@@ -38,15 +38,18 @@ class Target:
 
     @property
     def is_nccl(self) -> bool:
-        return self.backend == "nccl"
+        return self.device == "cuda"
 
 
 class NotHereError(Exception):
     """Why a backend cannot be tried on this machine."""
 
 
-def nccl() -> Target:
+def nccl(name: str = "nccl") -> Target:
     """Several ranks on GPU 0; with an NCCL that does not take that, a rank on each GPU.
+
+    Args:
+        name: Of the backend: torch 2.15 has more than one class for NCCL.
 
     Raises:
         NotHereError: There is no GPU.
@@ -58,19 +61,22 @@ def nccl() -> Target:
     broken = "torch.zeros(4, device=device)[torch.full((1,), 99, device=device)].sum().item()"
     version = nccl_version()
     if version >= MULTI_RANK_NCCL:
-        return Target("nccl", "cuda", RANKS, {"devices": [0] * RANKS}, (), broken)
+        options = {"backend": name, "devices": [0] * RANKS}
+        return Target(name, "cuda", RANKS, options, (), broken)
     ranks = min(gpus, RANKS)
     numbers = ".".join(map(str, version))
     limit = f"NCCL {numbers} takes one rank on a GPU (several from 2.30 on): {ranks} of them are "
     limit += f"tried, on {ranks} GPU{'s' if ranks > 1 else ''}"
-    return Target("nccl", "cuda", ranks, {"devices": list(range(ranks))}, (limit,), broken)
+    options = {"backend": name, "devices": list(range(ranks))}
+    return Target(name, "cuda", ranks, options, (limit,), broken)
 
 
 def standin(name: str = "standin") -> Target:
     """Ranks with a device each that is played by the CPU.
 
     Args:
-        name: Of the backend: ``"standin2"`` plays NCCL's class of torch 2.15.
+        name: Of the backend: ``"standin2"`` and ``"standin-lazy"`` play the classes that NCCL has
+            from torch 2.15 on.
 
     Raises:
         NotHereError: It cannot be built.
@@ -87,8 +93,19 @@ def standin(name: str = "standin") -> Target:
     return Target(name, "standin", RANKS, options, (limit,), "torch.standin._break()")
 
 
+def gloo() -> Target:
+    """Ranks on the CPU, which show what programs do there."""
+    limit = "ranks wait on the CPU: only what does not need a device is tried"
+    return Target("gloo", "cpu", RANKS, {"backend": "gloo"}, (limit,))
+
+
 TARGETS: dict[str, Callable[[], Target]] = {
     "nccl": nccl,
+    "nccl2": lambda: nccl("nccl2"),
+    "nccl-legacy": lambda: nccl("nccl-legacy"),
+    "nccl-lazy": lambda: nccl("nccl-lazy"),
+    "gloo": gloo,
     "standin": standin,
     "standin2": lambda: standin("standin2"),
+    "standin-lazy": lambda: standin("standin-lazy"),
 }

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -86,6 +89,20 @@ MEMORY_GROWTH = 64 << 20
 """Bytes by which a process may be larger than when all that it needs had been loaded."""
 DEVICE_STREAMS = 32
 """A device's streams are used again when there are so many; the stand-in's have a thread each."""
+SWALLOWING = (
+    "while True:\n    try: time.sleep(0.01)\n    except KeyboardInterrupt: pass",
+    "while True:\n    try: print(end='')\n    except: pass",
+    "def f():\n    while True:\n        try: time.sleep(0.01)\n        finally: continue\nf()",
+    "while True:\n    try: dist.all_reduce(x.clone()); FINISH\n    except BaseException: pass",
+    "while True:\n"
+    "    try: dist.barrier() if rank != {victim} else time.sleep(60)\n"
+    "    except BaseException: pass",
+    "if rank != {victim}: dist.barrier()\n"
+    "while True:\n    try: time.sleep(0.01)\n    except KeyboardInterrupt: pass",
+    "import signal\nours = signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    "while True: time.sleep(0.01)",
+)
+"""Loops that an interrupt does not end."""
 BUSY = ("while True: pass", "time.sleep(60)", "while True: dist.all_reduce(x.clone()); FINISH")
 
 
@@ -155,6 +172,15 @@ class Chaos:
             raise Violation(f"nothing was raised by:\n{code}")
 
     @property
+    def meetings(self) -> list[str]:
+        """Collectives in which all wait for one that does not come.
+
+        On a device a broadcast is over for those that have come.
+        """
+        is_device = self.backend.is_device
+        return [each for each in COLLECTIVES if not (is_device and "broadcast" in each)]
+
+    @property
     def victim(self) -> int:
         return self.random.randrange(self.ranks)
 
@@ -198,12 +224,12 @@ class Chaos:
             timer.join()
 
     def fault_hang(self) -> None:
-        victim, collective = self.victim, self.random.choice(COLLECTIVES)
+        victim, collective = self.victim, self.random.choice(self.meetings)
         expected = (errors.CollectiveHangError, RunError)
         self.run(f"if rank != {victim}: {collective}", *expected)
 
     def fault_stop_a_hang(self) -> None:
-        victim, collective = self.victim, self.random.choice(COLLECTIVES)
+        victim, collective = self.victim, self.random.choice(self.meetings)
         timer = self.interrupt_later(self.random.uniform(0.05, 0.4))
         self.run(f"if rank != {victim}: {collective}\nelse: time.sleep(60)", RunInterrupt)
         timer.join()
@@ -231,6 +257,43 @@ class Chaos:
         timer = self.interrupt_later(self.random.uniform(0.05, 0.4))
         self.run(self.random.choice(BUSY), RunInterrupt)
         timer.join()
+
+    def fault_swallow(self) -> None:
+        """Stop code that catches the interrupt, some times, and then force its end."""
+        code = self.random.choice(SWALLOWING).replace("{victim}", str(self.victim))
+        self.done[-1] += f": {code!r}"
+        more, is_waited_for = self.random.randrange(4), self.random.random() < 0.8
+        pids = [info.pid for info in self.session.infos]
+        timer = self.interrupt_later(self.random.uniform(0.05, 0.4))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            if is_waited_for:
+                ended = pool.submit(lambda: (timer.join(), self._force(code, more)))
+            self.run(code, RunInterrupt)
+            timer.join()
+            if not is_waited_for:
+                ended = pool.submit(self._force, code, more)
+            ended.result()
+        if "SIG_IGN" in code:
+            self.session.execute("signal.signal(signal.SIGINT, ours)")
+        if pids != [info.pid for info in self.session.infos]:
+            raise Violation(f"ranks were replaced to end:\n{code}")
+
+    def _force(self, code: str, more: int) -> None:
+        """End what was stopped once and goes on."""
+        session = self.session
+        for _ in range(more):
+            time.sleep(0.05)
+            session.interrupt()
+        # An interrupt that comes between two rounds of a loop ends it.
+        going_on = r"running In\[1\], stopped (once|twice|\d times)\b"
+        status = session.status()
+        if not re.search(rf": ({going_on}|idle \()", status):
+            raise Violation(f"{status!r} of what may go on:\n{code}")
+        session.interrupt(force=True)
+        requests = {region.request for region in session.launcher.board.regions}
+        self.done[-1] += f" {more} {requests} {session.status()}"
+        if f": idle ({self.ranks} ranks" not in session.status():
+            raise Violation(f"{session.status()!r} of what was ended:\n{code}")
 
     # --- ordinary use -----------------------------------------------------------------------------
 
@@ -315,7 +378,10 @@ class Chaos:
             if not grown and same and kernel_same and larger < MEMORY_GROWTH:
                 return
             if time.monotonic() > deadline:
-                raise Violation(f"more is held than before:\n{before}\n{now}")
+                told = [_told(info.pid) for info in self.session.infos] if grown else []
+                raise Violation(
+                    "\n".join(map(str, ("more is held than before:", before, now, *told)))
+                )
             time.sleep(0.1)
 
     def go(
@@ -355,11 +421,24 @@ class Chaos:
             fault()
             self.check()
         except BaseException as error:
-            text = f"seed {self.seed}, fault {len(self.done)}: {name}, after {self.done[-6:-1]}"
+            last = self.done[-1]
+            text = f"seed {self.seed}, fault {len(self.done)}: {last}, after {self.done[-6:-1]}"
             raise Violation(f"{text}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         self.session.close()
+
+
+def _told(pid: int) -> str:
+    """The threads of a process, and what it has open."""
+    threads = [
+        Path(task, "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    files = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            files.append(os.readlink(path))
+    return f"{pid}: {sorted(threads)} {sorted(files)}"
 
 
 def main() -> int:
@@ -369,11 +448,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--between", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--fault", help="the only kind that comes; default: all")
     parser.add_argument("--backend", choices=[backend.name for backend in BACKENDS], default="gloo")
     arguments = parser.parse_args()
     backend = next(each for each in BACKENDS if each.name == arguments.backend)
     os.environ["PYTEST_RUN_OF"] = str(os.getpid())  # tells what it starts from what others start
     chaos = Chaos(arguments.seed, backend, arguments.ranks)
+    if arguments.fault:
+        chaos.faults = {arguments.fault: chaos.faults[arguments.fault]}
     began = time.monotonic()
     try:
         chaos.go(
@@ -384,7 +466,8 @@ def main() -> int:
         return 1
     finally:
         chaos.close()
-    counts = {name: chaos.done.count(name) for name in chaos.faults}
+    names = [done.partition(":")[0] for done in chaos.done]
+    counts = {name: names.count(name) for name in chaos.faults}
     used = f"{chaos.calls} calls and cells, "
     print(f"seed {arguments.seed}: {used}{counts} in {time.monotonic() - began:.0f} s")
     return 0

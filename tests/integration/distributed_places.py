@@ -383,8 +383,9 @@ def check_arguments_that_cannot_work_are_named() -> None:
             with raises(OptionsError, "rank=2"):
                 dd.initialize("gloo", rank=2, world_size=2)
             no_gpu = patch.object(torch.cuda, "is_available", lambda: False)
-            with no_gpu, raises(OptionsError, "nccl"):
-                dd.initialize("NCCL")
+            for name in ("NCCL", "nccl2", "nccl-lazy", "cpu:gloo,cuda:nccl-legacy"):
+                with no_gpu, raises(OptionsError, "nccl"):
+                    dd.initialize(name)
         with variables(RANK=0), raises(OptionsError, "WORLD_SIZE"):
             dd.initialize("gloo")
 

@@ -28,13 +28,14 @@ import psutil
 import pytest
 import torch
 
-from distsession import DistsessionError, Session
+from distsession import DistsessionError, RunInterrupt, Session
 from distsession.cluster import hosts as cluster_hosts
 from distsession.cluster.host_links import HostLinks
 from distsession.cluster.hosts import LOST_S, SILENT_S
+from distsession.cluster.kept import kept_sessions
 from tests.integration.conftest import Recorder
 from tests.integration.host_lab import HostLab, LabHost, host_lab
-from tests.integration.host_sessions import processes, reduced, start
+from tests.integration.host_sessions import options_of, processes, python, reduced, start
 from tests.until import until
 
 __all__ = ["FAULTS", "WORKS", "HostChaos", "Violation"]
@@ -80,10 +81,44 @@ while time.monotonic() < end:
     pass
 """
 
-WORKS = ("idle", "sleep", "loop", "all_reduce", "push", "pull", "train", "restart")
+SWALLOW = """
+import time
+while True:
+    try:
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        pass
+"""
+KEEPER = """
+import os, random, signal, subprocess, threading
+from distsession import Session
+from distsession.cluster import kept_hosts
+
+def start(*args, **kwargs):
+    process = subprocess.Popen(*args, **kwargs)
+    timer = threading.Timer({seconds}, os.kill, (process.pid, signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+    return process
+
+kept_hosts.subprocess = type(
+    "Subprocess", (), {{**vars(subprocess), "Popen": staticmethod(start)}}
+)
+try:
+    session = Session(**{options!r}, keep=60, name="second")
+except Exception as error:
+    print(type(error).__name__, str(error).splitlines()[0])
+else:
+    session.close()
+    print("started")
+"""
+"""Starts a second session, and kills the keeper of its hosts so many seconds after its start."""
+KILLED = re.compile(r"LaunchError .* was killed by SIGKILL before the session had started\b.*")
+
+WORKS = ("idle", "sleep", "loop", "all_reduce", "push", "pull", "train", "restart", "swallow")
 LOSSES = ("rank", "agent", "relay", "host", "ssh", "all", "long cut")
 """Faults that cost ranks."""
-FAULTS = (*LOSSES, "stop", "cut", "slow", "late", "full", "interrupt")
+FAULTS = (*LOSSES, "stop", "cut", "slow", "late", "full", "interrupt", "keeper")
 
 
 @dataclass(frozen=True)
@@ -279,8 +314,39 @@ class HostChaos:
                     raise Violation("what was pulled is wrong")
             case "train":
                 session.execute(TRAIN.format(count=60))
+            case "swallow":
+                self._swallow(step)
             case "restart":
                 session.restart(None if step.mends == "all" else [step.rank])
+
+    def _swallow(self, step: Step) -> None:
+        """Stop code that catches the interrupt, again, and then force its end."""
+        session = self.session
+
+        def press() -> None:
+            time.sleep(WORK_S / 3)
+            while not is_over.is_set() and not session.interrupt():
+                time.sleep(0.01)
+            for _ in range(step.number % 3):
+                time.sleep(0.05)
+                session.interrupt()
+            if not is_over.is_set():
+                session.interrupt(force=True)
+
+        is_over = threading.Event()
+        presser = threading.Thread(target=press)
+        presser.start()
+        try:
+            session.execute(SWALLOW, label="In[1]")
+        except RunInterrupt:
+            if step.fault == "interrupt":
+                raise
+        finally:
+            is_over.set()
+            presser.join()
+            session.interrupt(force=True)  # where it was the fault that ended the waiting
+        if "running" in (status := session.status()):
+            raise Violation(f"{status!r} of what was ended")
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -309,8 +375,25 @@ class HostChaos:
                 return as_pair(self.lab.delayed(step.host, LATE_S, LATE_LOSS))
             case "full":
                 return as_pair(full(host))
+            case "keeper":
+                return lambda: self._kill_keeper(step), None
             case _:
                 return lambda: os.kill(os.getpid(), signal.SIGINT), None
+
+    def _kill_keeper(self, step: Step) -> None:
+        """The start of another session says that its keeper was killed, and leaves nothing."""
+        options = options_of(self.lab, step.host, threads=1)
+        code = KEEPER.format(seconds=2.5 * step.fault_s**2 / 4, options=options)
+        with python(code) as process:
+            try:
+                said, errors = process.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise Violation("a start does not end whose keeper is killed") from None
+        if not (KILLED.fullmatch(said.strip()) or said == "started\n") or errors:
+            raise Violation(f"a start whose keeper was killed said {said!r}, {errors!r}")
+        if second := [kept.name for kept in kept_sessions() if kept.name == "second"]:
+            raise Violation(f"{second} is kept, whose keeper was killed")
 
     # --- what must be so --------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "unshare", "nsenter", "setpriv", 
 DELAY_LINK = Path(__file__).with_name("delay_link.py")
 ENDS_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL", "--")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+BRIDGE_ADDRESS = "02:00:00:00:00:fe"
 
 SSHD = """
 Port 22
@@ -247,7 +248,9 @@ def host_lab(names: Sequence[str], *, ipv6: bool = False) -> Iterator[HostLab]:
     sshds: list[subprocess.Popen[bytes]] = []
     try:
         _write_configuration(lab, names)
-        run("ip", "link", "add", f"{lab.prefix}b", "type", "bridge")
+        # Otherwise the bridge takes the lowest address of its ports, and another one when a port
+        # comes or goes; then hosts may send to the earlier one for some seconds.
+        run("ip", "link", "add", f"{lab.prefix}b", "address", BRIDGE_ADDRESS, "type", "bridge")
         length, *more = lab.mask
         run("ip", "addr", "add", f"{lab.address}/{length}", "dev", f"{lab.prefix}b", *more)
         run("ip", "link", "set", f"{lab.prefix}b", "up")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,21 +25,29 @@ import psutil
 
 PATIENCE_S = 120.0
 """Seconds in which a kernel attaches, and checks what it finds."""
-RUNS = ("cell", "collective", "call", "submit", "ask", "debug")
+RUNS = ("cell", "collective", "call", "submit", "ask", "debug", "swallow")
 """The operations that run code of the user's."""
+TAKEN_SHARE = 0.2
+"""Of the kernels: they are not killed, but their session is taken over."""
 LINES = 60
 """That each rank prints in an operation."""
+TAKEN = re.compile(
+    r"SessionStateError: (taken over by process \d+ at \d\d:\d\d:\d\d\.|"
+    r".* is no longer this process's: process \d+ has taken it at .*)"
+)
+"""What a kernel is told whose session another one has taken over, in one line."""
 
 KERNEL = '''
-import faulthandler, json, os, random, sys, time
+import faulthandler, json, os, random, sys, threading, time
 from collections import Counter
-from distsession import RunError, RunInterrupt, Session
+from distsession import RunError, RunInterrupt, Session, SessionStateError
 from distsession.protocol.messages import (Text)
 from distsession.view import Output
 
 faulthandler.enable()
 folder, seed, number, size, lines = sys.argv[1], *map(int, sys.argv[2:6])
-is_last = sys.argv[6] == "last"
+takes = int(sys.argv[8])
+is_last, is_taking = sys.argv[6] == "last", sys.argv[7] == "takes"
 dice = random.Random(f"{seed} {number}")
 ledger = os.open(os.path.join(folder, "ledger"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 outputs = []
@@ -57,7 +66,8 @@ class Keep(Output):
     def ask(self, prompt, secret):
         if is_attaching:
             return "c" if "Pdb" in prompt else "42"
-        time.sleep(60)  # nobody sits there; the kernel is killed before that
+        await_taken()  # nobody sits there; the kernel is killed before that, or loses its session
+        return "43"
 
     def write(self, message):
         if isinstance(message, Text):
@@ -75,8 +85,40 @@ def seen(op):
                     found.setdefault(rank, Counter())[index] += 1
     return {rank: [len(c), max(c.values())] for rank, c in sorted(found.items())}
 
+def await_taken():
+    while not session.launcher.taken:
+        time.sleep(0.01)
+
+def force(op, stops):
+    """Interrupt what catches it, once all its lines are here, and then end it."""
+    while seen(op) != {rank: [lines, 1] for rank in range(2)}:
+        time.sleep(0.01)
+        if session.launcher.taken:
+            return
+    for _ in range(stops):
+        session.interrupt()
+        time.sleep(0.05)
+    session.interrupt(force=True)
+
+def in_thread(function, *arguments):
+    def call():
+        try:
+            function(*arguments)
+        except SessionStateError:
+            if not session.launcher.taken:
+                raise
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
 PRELUDE = """
 import time
+def swallow():
+    while True:
+        try:
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
 def work(op, size=0):
     ran.append(op)
     for index in range({lines}):
@@ -95,13 +137,14 @@ else:
     is_attaching = True
     note(attaching=True)
     began = time.perf_counter()
-    session = Session.attach(name, output=Keep)
+    session = Session.attach(name, output=Keep, take=is_taking)
     took = round(time.perf_counter() - began, 4)
     note(attached=took, dead=sorted(session.launcher.dead_ranks()))
     runs = list(session._adopted._runs)
     for run in runs:
         op = int(run.source.rpartition("#op")[2] or -1) if "#op" in run.source else -1
         error = ""
+        forcing = in_thread(force, op, 1) if "swallow()  #op" in run.source else None
         try:
             if run.is_followed:
                 run.future.result(60) if run.future else run.pending.wait(lambda _: None, 60)
@@ -109,6 +152,12 @@ else:
                 session._adopted.follow(run)
         except (RunError, RunInterrupt) as raised:
             error = str(raised).splitlines()[0]
+        if forcing:
+            forcing.join()
+            assert ": idle" in session.status(), session.status()
+            # The latter where the kernel before was killed as it had ended it.
+            is_right = "was stopped" in error or error.startswith("KeyboardInterrupt on rank")
+            error = "" if is_right else error or "it was not stopped"
         time.sleep(0.02)
         value = run.future.result() if run.future and not error else None
         if value is not None and isinstance(value[0], tuple) and len(value[0]) == 3:
@@ -129,6 +178,9 @@ else:
     note(found={rank: [value[0], value[1], value[2].hex()] for rank, value in found.items()})
     session.execute("t = torch.ones(1)\\ndist.all_reduce(t)\\nassert int(t) == 2")
 is_attaching = False
+if is_taking:  # who had it before may have more to note
+    while open(os.path.join(folder, "ledger")).read().count('"taken"') < takes:
+        time.sleep(0.01)
 note(ready=True)
 if is_last:
     session.close()
@@ -177,20 +229,41 @@ def run_ask(op):
 def run_debug(op):
     session.execute(f"if rank == {op % 2}:\\n    breakpoint()\\nwork({op})  #op{op}")
 
+def run_swallow(op):
+    forcing = in_thread(force, op, dice.randrange(1, 4))
+    try:
+        session.execute(f"work({op})\\nswallow()  #op{op}")
+    except RunInterrupt as raised:
+        note(ended=op)  # before all else, within which the kernel may be killed
+        assert "was stopped" in str(raised), raised
+    else:
+        raise AssertionError("it was not stopped")
+    forcing.join()
+    assert ": idle" in session.status(), session.status()
+    assert seen(op) == {rank: [lines, 1] for rank in range(2)}, seen(op)
+
 def run_idle(op):
-    time.sleep(60)
+    await_taken()
+    session.execute("1")
 
 KINDS = {name[4:]: function for name, function in list(globals().items())
          if name.startswith("run_")}
 # The last three wait until the kernel is killed.
-WEIGHTS = dict(cell=6, collective=6, call=6, submit=6, push=6, pull=6, restart=4, idle=1, ask=1,
-               debug=1)
+WEIGHTS = dict(cell=6, collective=6, call=6, submit=6, push=6, pull=6, restart=4, swallow=4, idle=1,
+               ask=1, debug=1)
 op = open(os.path.join(folder, "ledger")).read().count('"begin"')
 while True:
     op += 1
     kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     note(begin=op, kind=kind)
-    ids = KINDS[kind](op)
+    try:
+        ids = KINDS[kind](op)
+    except SessionStateError as error:
+        if not session.launcher.taken:
+            raise
+        assert "taken over" in session.status(), session.status()
+        note(taken=f"{type(error).__name__}: {error}", kind=kind)
+        sys.exit(0)
     if kind in ("cell", "collective", "call", "ask", "debug"):
         note(ended=op)
     note(done=op, kind=kind, ids=ids or [op], seen={i: seen(i) for i in ids or [op]})
@@ -217,6 +290,9 @@ class KeepKills:
         self.folder = self._outer.name
         self.ledger = Path(self.folder, "ledger")
         self.killed: Counter[str] = Counter()
+        self.taken: Counter[str] = Counter()
+        self._former: subprocess.Popen[bytes] | None = None
+        """A kernel that is alive, and whose session the next one takes over."""
         self.attach_s: list[float] = []
         self.half_sent = self.untold = 0
 
@@ -232,6 +308,9 @@ class KeepKills:
             raise Lost(f"after the close there are left: {left}")
 
     def close(self) -> None:
+        if self._former is not None:
+            self._former.kill()
+            self._former.wait()
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -249,8 +328,11 @@ class KeepKills:
         root = str(Path(__file__).parents[2])
         seen = self.text().count("\n")
         numbers = [str(value) for value in (self.seed, number, self.size, LINES)]
-        arguments = [self.folder, *numbers, "last" * is_last]
-        errors = Path(self.folder, "errors")
+        former, self._former = self._former, None
+        how = "takes" if former else "attaches"
+        takes = sum(self.taken.values()) + (former is not None)
+        arguments = [self.folder, *numbers, "last" * is_last, how, str(takes)]
+        errors = Path(self.folder, f"errors{number % 2}")
         with open(errors, "wb") as file:
             kernel = subprocess.Popen(
                 [sys.executable, "-c", KERNEL, *arguments],
@@ -263,6 +345,10 @@ class KeepKills:
             )
         try:
             is_early = number > 0 and not is_last and self.random.random() < 0.15
+            if former is not None:
+                is_early = False
+                self._wait(kernel, seen, "attached", errors)
+                self._check_taken(former, Path(self.folder, f"errors{1 - number % 2}"))
             self._wait(kernel, seen, "attaching" if is_early else "ready", errors)
             if is_last:
                 kernel.wait(PATIENCE_S)
@@ -270,11 +356,32 @@ class KeepKills:
             time.sleep(self.random.uniform(0, 0.02 if is_early else 1.2))
             if kernel.poll() is not None:
                 raise Lost(f"the kernel ended by itself:\n{errors.read_text()}")
+            if not is_early and self.random.random() < TAKEN_SHARE:
+                self._former = kernel
+                return
         finally:
-            kernel.kill()
-            kernel.wait()
+            if kernel is not self._former:
+                kernel.kill()
+                kernel.wait()
         last = self.entries()[-1]
         self.killed["attaching" if is_early else str(last.get("kind", "idle"))] += 1
+
+    def _check_taken(self, former: subprocess.Popen[bytes], errors: Path) -> None:
+        """Who had the session is told so, in one line, in whatever it does; nobody has died."""
+        try:
+            former.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            stacks = self._stacks()
+            raise Lost(f"the former kernel was never told:\n{stacks}") from None
+        finally:
+            former.kill()
+            former.wait()
+        told = [entry for entry in self.entries() if "taken" in entry]
+        if former.returncode or len(told) != sum(self.taken.values()) + 1:
+            raise Lost(f"the former kernel, when its session was taken:\n{errors.read_text()}")
+        if not TAKEN.fullmatch(told[-1]["taken"]):
+            raise Lost(f"what the former kernel was told: {told[-1]}")
+        self.taken[told[-1]["kind"]] += 1
 
     def _wait(self, kernel: subprocess.Popen[bytes], seen: int, word: str, errors: Path) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -374,7 +481,8 @@ def main() -> None:
     attach = sorted(kills.attach_s)
     sys.stdout.write(
         f"{options.kills} kernels killed in {time.monotonic() - began:.0f} s: "
-        f"{dict(kills.killed)}; attached within {attach[len(attach) // 2]:.3f} s (median), "
+        f"{dict(kills.killed)}; taken over: {dict(kills.taken)}; "
+        f"attached within {attach[len(attach) // 2]:.3f} s (median), "
         f"{attach[-1]:.3f} s (longest); half sent: {kills.half_sent}; killed "
         f"between an end and its note: {kills.untold}; nothing lost or twice\n"
     )

@@ -180,18 +180,24 @@ def test_stop_ends_a_cell_that_an_earlier_kernel_began(make: Callable[[str], Ker
     assert "In[5]" not in second.run("%session attach stopped").transcript
 
 
-def test_a_question_is_asked_again(make: Callable[[str], Kernels]) -> None:
-    kernels = make("asks")
+@pytest.mark.parametrize("is_taken", [False, True], ids=["after its end", "taken"])
+def test_a_question_is_asked_again(make: Callable[[str], Kernels], is_taken: bool) -> None:
+    name = "asks-taken" if is_taken else "asks"
+    kernels = make(name)
     pid = int(kernels.first.run("import os; os.getpid()").result)
-    kernels.first.client.execute("%%distributed 0\nprint('hello', input('who? '))")
+    asking = kernels.first.client.execute("%%distributed 0\nprint('hello', input('who? '))")
     deadline = time.monotonic() + 60
     while "who?" not in str(kernels.first.client.get_stdin_msg(timeout=60)["content"]["prompt"]):
         assert time.monotonic() < deadline
-    kernels.kill_pid(pid)
+    if not is_taken:
+        kernels.kill_pid(pid)
     second = kernels.start()
-    shown = second.collect(second.client.execute("%session attach asks"), answers=["world"])
+    attach = f"%session attach {name}{' --take' * is_taken}"
+    shown = second.collect(second.client.execute(attach), answers=["world"])
     assert shown.prompts == ["[rank 0] who? "]
     assert "hello world" in plain(shown)
+    if is_taken:  # nobody has answered there
+        assert "taken over by process" in kernels.first.collect(asking).error
 
 
 def test_the_end_of_a_kernel_lets_go_and_its_calls_can_be_got_back(
@@ -241,6 +247,55 @@ def test_one_who_takes_it_has_it_and_the_other_is_told(make: Callable[[str], Ker
     assert "no longer this process's" in told.error
     assert "taken over" in kernels.first.run("%session status").transcript
     assert second.run("%distributed x").result == "[rank 0] 1\n[rank 1] 2"
+
+
+def shown_until(notebook: Notebook, cell: str, end: str) -> str:
+    """What a cell writes up to this text."""
+    text = ""
+    while end not in text:
+        message = notebook.client.get_iopub_msg(timeout=60)
+        if message["parent_header"].get("msg_id") == cell:
+            text += message["content"].get("text", "")
+    return text
+
+
+@pytest.mark.parametrize("how", ["cell", "call"])
+def test_what_runs_while_it_is_taken_goes_on_there(
+    make: Callable[[str], Kernels], how: str
+) -> None:
+    kernels = make(f"taken-{how}")
+    code = kernels.long
+    if how == "call":
+        body = "".join(f"    {line}\n" for line in kernels.long.splitlines()[1:])
+        code = (
+            f"def work():\n{body}"
+            "from distsession import current_session\ncurrent_session().run(work)"
+        )
+    first = kernels.first.client.execute(code)
+    kernels.wait_for_begun()
+    second = kernels.start()
+    attaching = second.client.execute(f"%session attach taken-{how} --take")
+    told = kernels.first.collect(first)
+    assert re.fullmatch(
+        r"SessionStateError: taken over by process \d+ at \d\d:\d\d:\d\d\.", told.error.strip()
+    ), told.error
+    assert "taken over by process" in kernels.first.run("%session").plain
+    text = shown_until(second, attaching, ", begun")
+    kernels.gate.touch()
+    shown = second.collect(attaching)
+    assert shown.error == ""
+    text += plain(shown)
+    what = "In[4]" if how == "cell" else "work() in In[4]"
+    assert re.search(
+        rf"^attached to .*: running {re.escape(what)} of the earlier kernel, \d:\d\d \(2 ranks",
+        text,
+        re.M,
+    ), text
+    assert re.search(rf"^{re.escape(what)}, begun \d\d:\d\d:\d\d$", text, re.M), text
+    for rank in (0, 1):
+        assert text.count(f"came {rank}") == text.count(f"went {rank}") == 1
+    assert "came" not in plain(second.run("%distributed x"))
+    assert ": idle (2 ranks" in second.run("%session").plain
 
 
 def test_cells_of_one_number_are_told_apart(make: Callable[[str], Kernels]) -> None:

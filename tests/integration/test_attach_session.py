@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,22 @@ die()
     lines = "".join(f"{number} {'.' * 100}\n" for number in range(60_000))
     until(lambda: len(recorder.text(0)) == len(recorder.text(1)) == len(lines))
     assert recorder.text(0) == recorder.text(1) == lines
+
+
+def test_a_cell_says_at_once_what_of_another_kernel_it_waits_for(left: Left) -> None:
+    left("ahead", f"behind(session.execute, {CELL!r})\nuntil('cell')\ndie()\n")
+    session, recorder = left.attach("ahead")
+    with ThreadPoolExecutor() as threads:
+        ran = threads.submit(session.evaluate, "rank")
+        until(lambda: recorder.notices)
+        waits = r"This waits for In\[\d+\] of the earlier kernel, \d+:\d\d\."
+        assert re.fullmatch(waits, recorder.notices[0])
+        assert not ran.done()
+        left.open_gate()
+        assert dict(ran.result(60)) == {0: 0, 1: 1}
+    recorder.clear()
+    session.evaluate("rank")
+    assert recorder.notices == []
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

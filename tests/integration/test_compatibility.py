@@ -47,7 +47,8 @@ def run(notebook: Notebook, cell: str, wrote: str = "") -> Shown:
 
 def test_start(notebook: Notebook) -> None:
     assert run(notebook, "%load_ext distsession").data == []
-    assert "2 ranks, gloo" in run(notebook, "%session start 2 --backend gloo").result
+    started = "started ranks 0-1 on .*; backend gloo\n"
+    assert "2 ranks, gloo" in run(notebook, "%session start 2 --backend gloo", started).result
 
 
 def test_cells(notebook: Notebook) -> None:

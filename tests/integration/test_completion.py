@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from distsession.devices import NCCL_NAMES
+
 from .kernel import Notebook
 
 
@@ -69,7 +71,7 @@ def test_flags_of_the_magics_are_offered(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("%session start 2 --backend ", ["gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl"]),
+        ("%session start 2 --backend ", ["gloo", *NCCL_NAMES, "mpi", "ucc", "cpu:gloo,cuda:nccl"]),
         ("session = %session start 2 --backend=gl", ["gloo"]),
         ("%session start 2 --check ", ["shared", "strict", "detail", "off"]),
         ("%session start 2 --device-ipc ", ["auto", "off"]),
@@ -112,7 +114,7 @@ def test_ranks_are_offered_beside_flags(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("%session", ["start", "--backend", "--hang-grace", "--restore", "--tolerance"]),
+        ("%session", ["start", "restart", "diagnose", "%session help COMMAND"]),
         ("%distributed", ["--diff", "%%distributed"]),
         ("%%distributed", ["--out", "--push", "--pull", "--timeout", "--debug", "--profile-to"]),
     ],

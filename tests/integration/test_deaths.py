@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +17,7 @@ import pytest
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.engine.process_state import has_ended, process_state
 from tests.backends import Backend
+from tests.control_groups import control_group
 from tests.integration.conftest import Recorder
 from tests.until import LIMIT_S, Press, until, until_settled
 
@@ -198,33 +198,10 @@ def test_ends_that_are_errors_are_no_deaths(session: Session) -> None:
 # --- want of memory -------------------------------------------------------------------------------
 
 
-def memory_cgroup(name: str, limit: int) -> Path:
-    """A memory cgroup of version 1 or 2 below this process's own, or below the root."""
-    parents = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers:
-            parents[:0] = [parent / path.lstrip("/") for parent in parents[-2:]]
-    for parent in parents:
-        file = "memory.max" if (parent / "cgroup.controllers").exists() else "memory.limit_in_bytes"
-        with contextlib.suppress(OSError):
-            folder = parent / name
-            folder.mkdir()
-            try:
-                (folder / file).write_text(str(limit))
-            except OSError:
-                folder.rmdir()
-                raise
-            return folder
-    pytest.skip("no memory cgroup can be made here: that takes root, and a cgroup to make it in")
-
-
 def test_a_kill_for_want_of_memory_is_named(start: Callable[..., Session]) -> None:
-    folder = memory_cgroup(f"distsession-test-{os.getpid()}", 1 << 30)
-    try:
+    with control_group("memory", 1 << 30) as group:
         session = start(2, threads=1)
-        agent = psutil.Process(session.infos[1].pid).ppid()
-        (folder / "cgroup.procs").write_text(str(agent))
+        group.add(psutil.Process(session.infos[1].pid).ppid())
         session.restart()  # ranks that are forked from here on are within the limit, too
         error = death(
             session,
@@ -241,13 +218,7 @@ def test_a_kill_for_want_of_memory_is_named(start: Callable[..., Session]) -> No
         session.restart([1])
         error = death(session, f"{HEAD}time.sleep(20){TAIL}", signal.SIGKILL)
         assert "memory" not in first_line(error)
-    finally:
         session.close()
-        deadline = time.monotonic() + 10
-        while folder.exists() and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            time.sleep(0.05)
 
 
 # --- an agent that is stopped ---------------------------------------------------------------------
@@ -311,6 +282,30 @@ def test_a_death_is_told_while_the_agent_is_stopped(whole: Session) -> None:
         with pytest.raises(errors.SessionStateError, match=f"kill -CONT {agent}"):
             session.restart([1])
     until(lambda: "SIGKILL" in str(session.launcher.dead_ranks()[1]), "what the agent says later")
+
+
+def test_what_needs_ranks_that_died_before_names_all_of_them(backend: Backend) -> None:
+    with backend.session(4) as session:
+        killed, ended = session.infos[1], session.infos[2]
+        os.kill(killed.pid, signal.SIGKILL)
+        os.kill(session.infos[3].pid, signal.SIGKILL)
+        with contextlib.suppress(RunError):
+            session[2].execute("import os; os._exit(7)")
+        until(lambda: sorted(session.launcher.dead_ranks()) == [1, 2, 3], "the deaths")
+        with pytest.raises(errors.EngineDiedError) as caught:
+            session.execute("dist.barrier()")
+        remedy = "session.restart([1, 2, 3]) replaces them"
+        text = first_line(caught.value)
+        assert text.startswith("ranks 1,3: each was killed by SIGKILL while it was idle. rank 2")
+        assert f"rank 2 (pid {ended.pid}) ended with exit code 7 at In[1] line 1." in text
+        assert text.count(remedy) == 1, text
+        with pytest.raises(errors.EngineDiedError) as caught:
+            session[[0, 1]].execute("1")
+        text = first_line(caught.value)
+        assert text.startswith(f"rank 1 (pid {killed.pid}) was killed by SIGKILL"), text
+        assert "session.restart([1]) replaces it" in text
+        session.restart([1, 2, 3])
+        session.execute("dist.barrier()")
 
 
 def test_a_rank_that_dies_idle_is_told_while_the_agent_is_stopped(whole: Session) -> None:

@@ -398,7 +398,10 @@ def test_who_is_in_the_debugger_can_be_seen(notebook: Notebook) -> None:
         answers=[later("c", 3.0)],
     )
     assert not shown.error, shown
-    assert "running, rank 1 is in the debugger at In[77] line 1" in notebook.run("seen[0]").result
+    assert (
+        "running In[77], rank 1 is in the debugger at In[77] line 1"
+        in notebook.run("seen[0]").result
+    )
     report = notebook.run("print(seen[1])").stdout
     assert "for rank 1, which is in the debugger at In[77] line 1." in report
     assert "1     in the debugger at In[77] line 1" in report

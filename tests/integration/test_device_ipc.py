@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -187,8 +188,21 @@ def test_an_error_of_the_pull_leaves_nothing_lent(begin: Start) -> None:
     session = begin()
     with pytest.raises(RunError, match="name 'nothing' is not defined"):
         session.restart([1], restore=["state", "nothing"])
-    assert session[1].evaluate("'state' in globals()")[1] is False
+    assert session[1].evaluate("'state' in globals()")[1] is True  # nothing was replaced
     assert session.requests.call([0], ReturnRequest, [])[0] is False  # nothing is lent
+
+
+def test_a_restart_that_is_stopped_leaves_nothing_lent(begin: Start) -> None:
+    session = begin()
+    pid = session.infos[1].pid
+    stop = partial(signal.raise_signal, signal.SIGINT)
+    with (
+        pytest.raises(RunInterrupt, match="the restart was stopped"),
+        Press(session, stop, lambda: until(lambda: not os.path.exists(f"/proc/{pid}"))),
+    ):
+        session.restart([1], restore="state")
+    assert session.requests.call([0], ReturnRequest, [])[0] is False  # nothing is lent
+    assert session[0].evaluate("state.sum().item()")[0] == 300_000.0
 
 
 def test_ranks_of_another_host_get_it_through_the_host(begin: Start) -> None:

@@ -88,6 +88,9 @@ def test_a_cause_is_shown_before_its_effect(session: Session) -> None:
     assert text.index("direct cause") < text.index("RuntimeError: later")
 
 
+ODD = "class Odd(Exception):\n"
+
+
 @pytest.mark.parametrize(
     ("code", "ename"),
     [
@@ -102,6 +105,20 @@ def test_a_cause_is_shown_before_its_effect(session: Session) -> None:
         ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
         ("def f(): f()\nf()", "RecursionError"),
         ("raise ExceptionGroup('many', [ValueError('inner one')])", "ExceptionGroup"),
+        (f"{ODD}    def __str__(self): raise KeyboardInterrupt\nraise Odd", "Odd"),
+        (f"{ODD}    def __str__(self): raise SystemExit\nraise Odd", "Odd"),
+        (f"{ODD}    def __repr__(self): raise SystemExit\nraise ValueError(1, Odd())",
+         "ValueError"),
+        (f"{ODD}    def __getattr__(self, name): raise ValueError\nraise Odd", "Odd"),
+        (f"{ODD}    def __setattr__(self, *args): raise SystemExit\nraise Odd", "Odd"),
+        (f"{ODD}    def __reduce__(self): raise SystemExit\nraise Odd", "Odd"),
+        (f"{ODD}    __cause__ = property(lambda self: exit())\nraise Odd", "Odd"),
+        (f"{ODD}    __notes__ = 5\nraise Odd", "Odd"),
+        ("e = ValueError('x'); e.__notes__ = 5\nraise e", "ValueError"),
+        ("e = ValueError('x')\nfor _ in range(3000): e = ExceptionGroup('g', [e])\nraise e",
+         "ExceptionGroup"),
+        ("e = ValueError('x')\nfor _ in range(30): e = ExceptionGroup('g', [e] * 9)\nraise e",
+         "ExceptionGroup"),
     ],
 )  # fmt: skip
 def test_every_kind_of_exception_arrives_and_the_engine_lives(
@@ -110,6 +127,21 @@ def test_every_kind_of_exception_arrives_and_the_engine_lives(
     with pytest.raises(RunError, match=ename) as caught:
         session.execute(code)
     assert ename in "\n".join(caught.value._render_traceback_())
+
+
+@pytest.mark.parametrize("method", ["__str__", "__reduce__"])
+def test_an_exception_that_sleeps_when_it_is_shown_is_shown_without(
+    session: Session, method: str
+) -> None:
+    code = f"{ODD}    def {method}(self): time.sleep(3600)\nimport time\nkept = 7\nraise Odd(1)"
+    began = time.monotonic()
+    with pytest.raises(RunError, match="Odd on ranks 0-1 at In") as caught:
+        session.execute(code, label="In[3]")
+    assert time.monotonic() - began < 30
+    told = "\n".join(caught.value._render_traceback_())
+    assert "raise Odd(1)" in told
+    assert method != "__str__" or "Odd.__str__ takes longer than 3 s" in told
+    assert session.pull("kept")[1] == 7
 
 
 def test_a_class_that_is_not_known_here_becomes_a_remote_error(session: Session) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
-from distsession import ExportError, Session
+from distsession import ExportError, RunError, Session
 from tests.integration.kernel import Notebook
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -138,6 +139,34 @@ def test_what_failed_is_not_written_and_a_restart_begins_anew(session, tmp_path)
     session.restart()
     with pytest.raises(ExportError, match="nothing has run"):
         session.export(tmp_path / "train.py")
+
+
+def test_names_that_no_exported_cell_defines_are_told_with_the_cell_that_did(session, tmp_path):
+    session.execute("a = 1", label="In[1]")
+    with pytest.raises(RunError):
+        session.execute("w = torch.ones(2)\nb = 1\nraise ValueError", label="In[2]")
+    session.execute("def f(): return w + a\nc = [n for n in range(3)]\nf()", label="In[3]")
+    session.diff("w")
+    with pytest.warns(UserWarning, match=r"uses names that none of its cells defines") as caught:
+        path = session.export(tmp_path / "script.py")
+    said = [line.strip() for line in str(caught[0].message).splitlines()[1:]]
+    assert said == [
+        "w: In[2] has defined it, which failed, or was stopped: run it again, or export it."
+    ]
+    assert caught[0].filename == __file__
+    assert "\nw\n" not in path.read_text()
+    with pytest.warns(UserWarning, match=r"a: In\[1\] has defined it, which was not chosen"):
+        session.export(tmp_path / "script.py", cells=[3])
+
+
+def test_a_script_that_has_all_its_names_is_written_without_a_warning(session, tmp_path):
+    session.execute("from math import *\nx = sqrt(2)", label="In[1]")
+    session.execute("y = [rank, world_size, device, local_rank, dist, torch, len, __name__]")
+    session.execute("class A:\n    z = 1\n    def f(self): return self.z + y[0]\nA().f()")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.export(tmp_path / "script.py")
+        session.export(tmp_path / "script.py", cells=["session.execute", 1][1:])
 
 
 def test_submitted_calls_are_written_as_others(session, tmp_path):

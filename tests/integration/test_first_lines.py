@@ -16,16 +16,10 @@ import pytest
 from distsession import Session
 from distsession.errors import DistsessionError, RunTimeoutError
 from tests.backends import Backend, only
-from tests.integration.first_lines import (
-    BROKEN,
-    RIGHT,
-    Program,
-    alarm_of,
-    begin,
-    every_third,
-    problem_of,
-    set_up,
-)
+from tests.integration.broken_program import Program
+from tests.integration.broken_programs import BROKEN
+from tests.integration.first_lines import alarm_of, begin, every_third, problem_of, set_up
+from tests.integration.right_programs import RIGHT
 
 RAW = ("/gloo/", "onnection closed by peer", "losed by", "Connection reset", "ProcessGroupGloo")
 LABEL = "In[7]"
@@ -594,7 +588,14 @@ def reported() -> Iterator[Session]:
         yield session
 
 
-SOME_BROKEN, SOME_RIGHT = every_third(BROKEN), every_third(RIGHT)
+MENDED = (  # those that have found a fault here are always run
+    "an alarm that raises in those who wait",
+    "an alarm in those who wait, who catch it and go on",
+    "a tensor that does not fit what was saved",
+    "a mismatch of a task at which nobody looks",
+)
+SOME_BROKEN = every_third(BROKEN) | {name: BROKEN[name] for name in MENDED}
+SOME_RIGHT = every_third(RIGHT)
 
 
 @pytest.mark.parametrize("program", SOME_BROKEN.values(), ids=SOME_BROKEN)

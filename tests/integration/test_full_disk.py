@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
-from distsession import EngineDiedError, RunError, Session
+from distsession import DistsessionError, EngineDiedError, LaunchError, RunError, Session
+from distsession.protocol import places
+from tests.until import until
 
 from .conftest import Recorder
 
@@ -49,6 +52,18 @@ def small_disk() -> Iterator[Path]:
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
         folder.rmdir()
+
+
+FILLS = """
+with open({filler!r}, "wb", buffering=0) as file:
+    for size in (1 << 16, 1 << 12, 1):
+        try:
+            while True:
+                file.write(b"x" * size)
+        except OSError:
+            continue
+"""
+"""A module that fills the disk when the agent imports it."""
 
 
 def fill(disk: Path) -> Path:
@@ -196,3 +211,70 @@ def test_a_dead_rank_keeps_no_room(start: Callable[..., Session]) -> None:
         session.execute("dist.barrier()")
     assert allocated(path) <= 1 << 16
     assert path.read_text() == "its last words\n"
+
+
+def refusal(session: Session) -> str:
+    """What a restart says that fails; empty if it does not."""
+    try:
+        session.restart()
+    except DistsessionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["not kept", "kept"])
+@pytest.mark.parametrize("lost", ["nothing", "a rank", "the agent"])
+def test_a_restart_on_a_full_disk_works_or_says_why_and_works_later(
+    is_kept: bool, lost: str
+) -> None:
+    keep = {"keep": 60, "name": "full"} if is_kept else {}
+    with small_disk() as disk, Session(2, output=Recorder(), **keep) as session:
+        victim = session.infos[1].pid
+        if lost == "the agent":
+            victim = psutil.Process(victim).ppid()
+        if lost != "nothing":
+            os.kill(victim, signal.SIGKILL)
+            until(lambda: 1 in session.launcher.dead_ranks(), "the end of what was killed")
+        filler = fill(disk)
+        said = refusal(session)
+        if said:  # what is written of a kept session may have found the room of what was removed
+            assert is_kept
+            assert said.startswith("the restart failed: [Errno 28] No space left on device"), said
+            assert said.endswith("Once that is mended, session.restart() starts all ranks."), said
+            filler.unlink()
+            assert not refusal(session)
+        assert session.evaluate("rank") == {0: 0, 1: 1}
+        session.execute("t = torch.ones(1)\ndist.all_reduce(t)")
+        assert session.evaluate("int(t)") == {0: 2, 1: 2}
+
+
+@pytest.mark.timeout(120)
+def test_a_start_takes_another_place_where_the_disk_is_full_and_else_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with small_disk() as disk:
+        filler = fill(disk)
+        with Session(1, keep=60, name="full", output=Recorder()) as session:
+            assert not (session.launcher.folder or "").startswith(str(disk))
+            assert session.evaluate("rank") == {0: 0}
+        monkeypatch.setattr(places, "places", lambda: [str(disk)])
+        with pytest.raises(LaunchError) as caught:
+            Session(1, keep=60, name="full")
+        assert f"{disk}: No space left on device" in str(caught.value)
+        assert "Set TMPDIR to a short path" in str(caught.value)
+        assert [path.name for path in disk.iterdir()] == [filler.name]
+
+
+@pytest.mark.timeout(120)
+def test_a_disk_that_gets_full_as_a_session_starts_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk() as disk:
+        (tmp_path / "fills.py").write_text(FILLS.format(filler=str(disk / "filler")))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(LaunchError) as caught:
+            Session(1, keep=60, name="full", preload=["fills"])
+        assert "No space left on device" in str(caught.value)
+        assert "session.restart" not in str(caught.value)
+        assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -544,10 +544,6 @@ CANNOT_BE_STOPPED = {
         "    ctypes.CDLL(None).pthread_mutex_lock(mutex)",
         "does not react",
     ),
-    "code that catches it": (
-        "while True:\n        try: time.sleep(60)\n        except BaseException: pass",
-        "does not react",
-    ),
     "a process that is stopped itself": ("os.kill(os.getpid(), signal.SIGSTOP)", "SIGSTOP"),
 }
 
@@ -677,6 +673,45 @@ def test_a_thread_is_not_ended_while_the_main_thread_does_something_else(two: Se
     )
     two[1].execute("dist.barrier()")
     two[0].execute("thread.join(10); assert not thread.is_alive()")
+
+
+def test_a_rank_may_still_come_while_a_thread_that_it_has_started_goes_on(
+    two: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "if rank == 1: threading.Thread(target=lambda: end.wait(LIMIT)).start()\n"
+        "else: dist.barrier()"
+    )
+    with kept(two):
+        two.execute("end = threading.Event()")
+        for text in notices_of(two, monkeypatch, code.replace("LIMIT", "60")):
+            assert "rank 1, which finished its part without it, but has a thread" in text
+        two.execute("end.set(); end = threading.Event()")
+        began = time.monotonic()
+        raised(two, code.replace("LIMIT", "1.5"), errors.CollectiveHangError)
+        assert time.monotonic() - began > 1.5
+
+
+def test_a_collective_in_a_thread_that_is_awaited_ends(two: Session) -> None:
+    text = raised(
+        two,
+        "import asyncio\nif rank == 0: await asyncio.to_thread(dist.barrier)",
+        errors.CollectiveHangError,
+    )
+    assert text.startswith("CollectiveHangError: rank 1 did not come to barrier")
+    assert "In[7] line 2" in text
+
+
+def test_what_is_awaited_may_need_what_the_event_loop_does_next(two: Session) -> None:
+    """Each rank begins two operations of two groups in another order, a while apart."""
+    two.execute(
+        "import asyncio\n"
+        "groups = [dist.new_group(), dist.new_group()]\n"
+        "async def each(number):\n"
+        "    if number != rank: await asyncio.sleep(2.5)\n"
+        "    await asyncio.to_thread(dist.barrier, groups[number])\n"
+        "await asyncio.gather(each(0), each(1))"
+    )
 
 
 def notices_of(session: Session, monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[str, str]:

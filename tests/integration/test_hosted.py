@@ -130,7 +130,7 @@ def test_a_slider_that_is_moved_reaches_its_rank(front: FrontEnd) -> None:
 
     def is_there() -> bool:
         front.run("%distributed slider.value")
-        return bool(front.shown[-1]["text/plain"] == "[rank 0] 0\n[rank 1] 42")
+        return bool(front.shown[-1]["text/plain"] == "[rank 0]  0\n[rank 1] 42")
 
     front.wait(is_there, SLOW_S)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,12 @@ import psutil
 import pytest
 
 from distsession import Session, SessionStateError
+from distsession.cluster import attachment
+from distsession.cluster.end_kept import end_session
 from distsession.cluster.kept import find_kept
 from distsession.errors import KeptSessionError
+from distsession.protocol import folder_lock, unix_socket
+from distsession.protocol.attach import attach_path
 from tests.integration.conftest import Recorder
 from tests.until import until
 
@@ -35,6 +41,8 @@ def attempt(what):
     else:
         say("nothing was said")
 """
+TAKEN = re.compile(rf"(taken over by process {os.getpid()}|process {os.getpid()} has taken it) at")
+"""What a former owner is told, as it asks its ranks or before that."""
 RUNS = 10_000
 
 
@@ -109,8 +117,121 @@ def test_nothing_is_left_when_the_lease_is_over(kernels: Kernels, options: str) 
     assert len(processes) >= 3
     until(lambda: not any(process.is_running() for process in processes), "the end of all")
     until(lambda: not os.path.exists(folder), "the folder's end")
-    with pytest.raises(KeptSessionError):
-        find_kept("leased")
+    why = "nobody had attached for 2s"
+    if "idle" in options:
+        why = "nobody had attached, and the ranks had been idle for 1s"
+    said = rf"session leased \(2 ranks, gloo\) ended at \d\d:\d\d: {why}\."
+    with pytest.raises(KeptSessionError, match=rf"^{said} Its variables are lost\.$"):
+        Session.attach("leased")
+    assert re.search(said, str(Session.list()))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seconds", [-0.1, 0.0, 0.1, 0.2, 0.3, 0.5])
+def test_who_attaches_as_the_lease_ends_has_the_session_or_is_told_its_end(
+    kernels: Kernels, seconds: float
+) -> None:
+    name = f"expires{seconds}"
+    kernels.leave(f"Session(1, name={name!r}, keep=2)")
+    processes = processes_of(name)
+    left = find_kept(name).lease_left_s
+    while left is None:  # its agent is just noticing
+        left = find_kept(name).lease_left_s
+    time.sleep(max(0.0, left + seconds))
+    try:
+        session = kernels.attach(name)
+    except KeptSessionError as error:
+        said = str(error)
+    else:
+        assert session.evaluate("rank") == {0: 0}
+        return
+    until(lambda: not any(process.is_running() for process in processes), "the end of all")
+    assert said.startswith(f"session {name} (1 rank, gloo) ended at ")
+    assert said.endswith(": nobody had attached for 2s. Its variables are lost.")
+
+
+def process_with_pid(pid: int) -> subprocess.Popen[bytes]:
+    """A process that has got the pid of another that has ended."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    if not os.access(last, os.W_OK):
+        pytest.skip("nobody can say here which pid comes next")
+    for _ in range(200):  # others start processes, too
+        last.write_text(str(pid - 1))
+        process = subprocess.Popen(["sleep", "60"])
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.wait()
+    pytest.skip("the pid could not be had again")
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_has_got_the_pid_of_the_owner_is_not_taken_for_it(kernels: Kernels) -> None:
+    owner = kernels.start("s = Session(1, name='reused', keep=60)\nsay('ready')\ntime.sleep(60)")
+    agent = find_kept("reused").agents[0]
+    assert find_kept("reused").has_owner
+    os.kill(agent, signal.SIGSTOP)  # so that it does not notice yet
+    owner.kill()
+    owner.wait()
+    stranger = process_with_pid(owner.pid)
+    try:
+        assert find_kept("reused").owner is not None
+        assert not find_kept("reused").has_owner
+        os.kill(agent, signal.SIGCONT)
+        session = kernels.attach("reused")
+        assert session.evaluate("rank") == {0: 0}
+        assert stranger.poll() is None
+    finally:
+        os.kill(agent, signal.SIGCONT)
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_has_got_the_pid_of_an_agent_is_left_alone(kernels: Kernels) -> None:
+    kernels.leave("Session(1, name='agentless', keep=60)")
+    kept = find_kept("agentless")
+    agent = psutil.Process(kept.agents[0])
+    agent.kill()
+    until(lambda: not psutil.pid_exists(agent.pid), "the end of the agent")
+    stranger = process_with_pid(agent.pid)
+    try:
+        with pytest.raises(KeptSessionError, match=r"agentless .* gone"):
+            find_kept("agentless")
+        assert not os.path.exists(kept.folder)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.parametrize("end", ["lease", "stop"])
+def test_one_who_has_said_a_byte_and_stays_holds_nothing_up(kernels: Kernels, end: str) -> None:
+    kernels.leave(f"Session(1, name='byte', keep={3 if end == 'lease' else 60})")
+    kept = find_kept("byte")
+    processes = processes_of("byte")
+    held = [unix_socket.connect(attach_path(kept.folder, 0)) for _ in range(3)]
+    for each in held:
+        each.sendall(b"\0")
+    if end == "stop":
+        end_session(kept, "it is enough")
+    until(lambda: not any(process.is_running() for process in processes), "the end of all")
+    for each in held:
+        each.close()
+
+
+def test_an_owner_that_stops_in_the_midst_of_a_message_can_be_taken_from(kernels: Kernels) -> None:
+    owner = kernels.start(
+        "session = Session(2, name='half', keep=60)\nsession.execute('value = rank')\n"
+        "os.write(session.launcher._agents._links[0].fileno(), b'\\0\\0\\1\\0half')\n"
+        "say('ready')\nsys.stdin.readline()\nattempt(lambda: session.execute('value = -1'))\n"
+    )
+    session = kernels.attach("half", take=True)
+    assert dict(session.evaluate("value")) == {0: 0, 1: 1}
+    assert meet(session) == 2
+    said, _ = owner.communicate("go\n", timeout=60)
+    assert "is no longer this process's: the agent has given it up, for not all of" in said
+    assert dict(session.evaluate("value")) == {0: 0, 1: 1}
 
 
 def test_nothing_is_left_of_a_session_whose_kernel_is_killed_as_it_starts(
@@ -180,9 +301,49 @@ def test_who_is_replaced_as_the_owner_can_ask_nothing_any_more(
     *refusals, status = said.splitlines()
     assert len(refusals) == 4
     for refusal in refusals:
-        assert f"process {os.getpid()} has taken it at" in refusal
+        assert TAKEN.search(refusal), refusal
     assert "taken over" in status
     assert session.evaluate("value") == {0: 2, 1: 2}
+    assert meet(session) == 2
+
+
+RESTARTING = """
+from distsession.cluster.local import LocalLauncher
+from distsession.cluster.monitor import Monitor
+from distsession.kernel import transfer
+from distsession.kernel.recovery import Recovery
+session = Session(2, name={name!r}, keep=60)
+session.execute("value = 1")
+original = {place}
+def taken_meanwhile(*args, **kwargs):
+    found = original(*args, **kwargs)
+    say("ready")
+    while not session.launcher.taken:
+        time.sleep(0.01)
+    return found
+{place} = taken_meanwhile
+attempt(lambda: session.restart([1], restore="value"))
+say(session.status())
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["transfer.take", "Monitor.wait_exited", "LocalLauncher._launch", "Recovery.check_reach"],
+)
+def test_who_loses_it_in_a_restart_is_told_so_and_starts_no_other(
+    kernels: Kernels, place: str
+) -> None:
+    name = f"restarting-{place.rpartition('.')[2]}"
+    former = kernels.start(RESTARTING.format(name=name, place=place))
+    session = kernels.attach(name, take=True)
+    said, _ = former.communicate(timeout=60)
+    refusal, status = (line for line in said.splitlines() if line != "ready")
+    assert TAKEN.search(refusal), refusal
+    assert "taken over" in status
+    if dead := sorted(session.launcher.dead_ranks()):
+        session.restart(dead, restore="value")
+    assert session[0].evaluate("value") == {0: 1}
     assert meet(session) == 2
 
 
@@ -288,6 +449,29 @@ def test_a_kernel_that_ends_in_the_midst_of_a_restart_leaves_ranks_that_can_be_r
     )
     session = kernels.attach("halfway")
     assert "rank 1 is dead" in session.status()
+    session.restart([1])
+    assert session[0].evaluate("value") == {0: 0}
+    assert meet(session) == 2
+
+
+@pytest.mark.parametrize("then", ["restart", "run"])
+def test_a_rank_that_waits_for_one_that_was_never_started_is_freed(
+    kernels: Kernels, then: str
+) -> None:
+    kernels.leave(
+        "import threading\n"
+        "session = Session(2, name='met', keep=60)\n"
+        "session.execute('value = rank')\n"
+        "session.launcher._fork = lambda *args: None\n"
+        "session.launcher._monitor.wait_ready = lambda *args: time.sleep(60)\n"
+        "threading.Thread(target=lambda: session.restart([1]), daemon=True).start()\n"
+        "while not session.launcher.channel.is_busy(0): time.sleep(0.001)\n"
+        "time.sleep(0.3)\n"
+    )
+    session = kernels.attach("met")
+    assert "rank 1 is dead" in session.status()
+    if then == "run":
+        assert session[0].evaluate("value", timeout=30) == {0: 0}
     session.restart([1])
     assert session[0].evaluate("value") == {0: 0}
     assert meet(session) == 2
@@ -399,3 +583,25 @@ def test_many_ranks_are_attached_to_beside_busy_loops(kernels: Kernels) -> None:
         for loop in loops:
             loop.kill()
             loop.wait()
+
+
+def test_an_agent_that_ends_as_it_is_attached_to_is_named(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.leave("Session(1, name='ending', keep=60)")
+    kept = find_kept("ending")
+    (pid,) = kept.agents
+
+    connect = attachment.connect
+
+    def connect_to_one_that_ends(*args: Any, **kwargs: Any) -> Any:
+        made = connect(*args, **kwargs)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not psutil.pid_exists(pid), "its end")
+        return made
+
+    monkeypatch.setattr(attachment, "connect", connect_to_one_that_ends)
+    with pytest.raises(SessionStateError, match=f"pid {pid}.* has ended as it was attached to"):
+        kernels.attach("ending")
+    base = os.path.dirname(kept.folder)
+    until(lambda: folder_lock.sweep(base) or not os.path.exists(kept.folder), "the folder's end")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,10 @@ import pytest
 import distsession
 from distsession import EngineDiedError, RunError, Session, SessionStateError
 from distsession.cluster.end_kept import end_session
+from distsession.cluster.hosts_launcher import HostsLauncher
 from distsession.cluster.kept import find_kept, kept_sessions
-from distsession.errors import KeptSessionError
+from distsession.cluster.monitor import Monitor
+from distsession.errors import KeptSessionError, LaunchError
 from distsession.kernel import far_logs
 from distsession.kernel.kept_state import look_at
 from distsession.kernel.kept_table import doing_text
@@ -271,7 +274,8 @@ except Exception as error:
     assert owner.stdout is not None
     owner.stdin.write("\n")
     owner.stdin.flush()
-    assert "no longer this process's" in owner.stdout.readline()
+    told = owner.stdout.readline()  # as it asks its ranks, or before that
+    assert re.search(r"taken over by process \d+ at|process \d+ has taken it at", told), told
     assert session.evaluate("value") == {0: 11, 1: 12}
     assert reduced(session) == {2.0}
 
@@ -473,6 +477,29 @@ def test_a_host_that_dies_while_nobody_is_there_is_named_and_replaced(
     session.detach()
     session = kernels.attach("crashed")
     assert session.evaluate("value") == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("place", ["Monitor.wait_host", "HostsLauncher._start_ranks"])
+def test_a_start_whose_keeper_is_killed_when_the_hosts_are_there_says_so(
+    lab: HostLab, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """All hosts are gone at once, of which it is the cause."""
+    owner, _, name = place.partition(".")
+    of = {"Monitor": Monitor, "HostsLauncher": HostsLauncher}[owner]
+    original = getattr(of, name)
+
+    def kill_before(*args: Any) -> Any:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.ZombieProcess):  # of the first time
+                if "host_keeper" in " ".join(child.cmdline()):
+                    child.kill()
+        return original(*args)
+
+    monkeypatch.setattr(of, name, kill_before)
+    options = options_of(lab, "gpu1", "gpu2", ranks_per_host=[1, 1], keep=60, name="unkept")
+    with pytest.raises(LaunchError, match="was killed by SIGKILL before the session had started"):
+        Session(**options)
+    assert not kept_sessions()
 
 
 def test_without_what_keeps_the_hosts_a_session_is_lost_and_that_is_said(

@@ -49,7 +49,7 @@ def written(rank: int, *, stream: str = "out") -> bytes:
 @pytest.fixture
 def orphan(kernel: Callable[[str], Notebook]) -> int:
     """Two nodes of two ranks whose kernel has been killed in the midst of a cell; its pid."""
-    notebook = kernel(f"--keep 600 --name {NAME} --nodes 2")
+    notebook = kernel(f"--keep 600s --name {NAME} --nodes 2")
     code = "import time\nfor n in range(10**6):\n    print('line', n)\n    time.sleep(0.01)"
     notebook.client.execute(f"%%distributed\n{code}")
     until(lambda: all(b"line 5\n" in written(rank) for rank in range(4)))
@@ -139,9 +139,10 @@ def test_whoever_has_a_session_is_told_that_it_was_ended(start: Start) -> None:
 
 
 def test_a_session_that_is_not_kept_is_not_listed(start: Start) -> None:
-    start(1, name=NAME)
+    name = f"{NAME}-now"  # sessions of the other name have just ended, which is told
+    start(1, name=name)
     with pytest.raises(SessionStateError, match="there is no session"):
-        find_kept(NAME)
+        find_kept(name)
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", b"cno.such.module\nName\n.", b"\x80\x05N."])

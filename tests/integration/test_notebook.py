@@ -14,6 +14,7 @@ def notebook():
     notebook = Notebook()
     shown = notebook.run("%load_ext distsession\n%session start 2 --backend gloo")
     assert "2 ranks, gloo" in shown.result, shown
+    assert re.search(r"^started ranks 0-1 on \S+, cpu; backend gloo$", shown.stdout, re.M), shown
     notebook.run("from distsession import current_session\nsession = current_session()")
     yield notebook
     notebook.close()
@@ -118,6 +119,12 @@ def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -
             "%session daignose",
             "there is no 'daignose': did you mean diagnose? It takes help, start",
         ),
+        ("%session panel", "there is no 'panel': a cell that ends in %session, or in a session"),
+        ("%session help restrat", "there is no 'restrat': did you mean restart or start? It t"),
+        ("%session start 2 --devices cuda:0", "of cuda:0 it takes the number alone: 0. See %s"),
+        ("%session start 2 --keep 12", "argument --keep: it needs a unit: 12h, 12m or 12s. See"),
+        ("%session start 2 --keep-idle 2h", "keep_idle=2h is for a session that is kept: give"),
+        ("%%distributed --timeout 0\n1", "timeout=0 is not possible: it takes a number of se"),
         (
             "%%distributed --ranks 0\n1",
             "--ranks: ranks are given without a flag, as in %%distributed 0-1. See %%d",
@@ -132,7 +139,7 @@ def test_a_cell_takes_variables_along_and_brings_some_back(notebook: Notebook) -
         ("%distributed --dif rank", "unrecognized arguments: --dif: did you mean --diff? See %d"),
         ("%distributed --timeout 3 rank", "takes no --timeout: %%distributed does"),
         ("%session restart 9", "ranks 0 to 1"),
-        ("%session start 3", "Close it first"),
+        ("%session start 3", "It has ranks 2, not 3; backend gloo, not by default. Close it first"),
         ("%session start --backend", "expected one argument"),
     ],
 )
@@ -141,6 +148,58 @@ def test_a_mistyped_magic_is_told_so_in_a_line(notebook: Notebook, code: str, me
     assert message in shown.error
     assert len(shown.error.splitlines()) == 1
     assert notebook.run("%distributed rank").result == "[rank 0] 0\n[rank 1] 1"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("%%distribted\n1", "Cell magic `%%distribted` not found: did you mean %%distributed?"),
+        ("%sesion status", "Line magic function `%sesion` not found: did you mean %session?"),
+        ("%diagnose", "Line magic function `%diagnose` not found: did you mean %session diagnose?"),
+        ("%nothing_like_it", "Line magic function `%nothing_like_it` not found."),
+    ],
+)
+def test_a_magic_that_there_is_not_is_answered_with_the_one_that_is_like_it(
+    notebook: Notebook, code: str, message: str
+) -> None:
+    assert notebook.run(code).text["stderr"].strip() == f"UsageError: {message}"
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("%session status", "%session"),
+        ("%distributed rank", "%distributed"),
+        ("if True:\n    %session", "%session"),
+        ("get_ipython().run_cell_magic('distributed', '', '1')", "%%distributed"),
+    ],
+)
+def test_a_magic_of_the_notebook_says_on_ranks_where_it_belongs(
+    notebook: Notebook, code: str, name: str
+) -> None:
+    shown = notebook.run(f"%%distributed\n{code}")
+    assert f"{name} is for the notebook, and this code runs on the ranks: put it" in shown.error
+
+
+def test_messages_name_what_this_notebook_can_type() -> None:
+    notebook = Notebook()
+    try:
+        notebook.run("%load_ext distsession\n%session start 2 --backend gloo")
+        died = notebook.run("%%distributed 1\nimport os\nos._exit(3)").error
+        assert "%session restart 1 replaces it; --restore NAMES copies variables from" in died
+        assert "session.restart" not in died
+        assert "%session restart 1 replaces it" in notebook.run("%session").result
+        named = notebook.run("session = %session\n%distributed rank").error
+        assert "session.restart([1]) replaces it; restore=[...] copies" in named
+    finally:
+        notebook.close()
+
+
+def test_the_help_is_a_page_and_tells_of_one_command(notebook: Notebook) -> None:
+    assert len(notebook.run("%session --help").stdout.splitlines()) < 40
+    helped = notebook.run("%session help restart").stdout
+    assert helped == notebook.run("%session restart --help").stdout
+    assert "--restore" in helped
 
 
 def test_starting_again_with_the_same_options_is_no_second_session(notebook: Notebook) -> None:
@@ -295,9 +354,14 @@ def test_stop_frees_a_hung_collective_and_keeps_the_state(notebook: Notebook) ->
 def test_diagnose_and_restart_are_magics(notebook: Notebook) -> None:
     assert "idle" in notebook.run("%session diagnose").result
     notebook.run("%%distributed\nkept = rank + 9")
-    assert "idle" in notebook.run("%session restart 1 --restore kept").result
+    assert notebook.run("%session restart 1 --restore kept").result.endswith(
+        "idle (2 ranks, gloo). Rank 1 is fresh: its variables are gone, but for kept, which were "
+        "restored. The other ranks keep theirs."
+    )
     assert notebook.run("%distributed kept").result == "[ranks 0-1] 9"
-    assert "idle" in notebook.run("%session restart").result
+    assert notebook.run("%session restart").result.endswith(
+        "idle (2 ranks, gloo). All ranks are fresh: their variables are gone."
+    )
     shown = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
     assert shown.result == "[ranks 0-1] 2.0"
 

@@ -39,6 +39,19 @@ def test_output_streams_while_the_cell_runs(session: Session, output: Recorder) 
     future.result(10)
 
 
+def test_what_a_subprocess_wrote_stands_above_what_comes_after_its_end(
+    session: Session, output: Recorder
+) -> None:
+    session[0].execute(
+        "import subprocess\n"
+        "for n in range(20):\n"
+        "    subprocess.run(f'echo err {n} >&2', shell=True)\n"
+        "    print('out', n)\n"
+    )
+    told = "".join(m.text for m in output.messages if isinstance(m, Text))
+    assert told.splitlines() == [f"{what} {n}" for n in range(20) for what in ("err", "out")]
+
+
 def test_subprocesses_and_c_libraries_are_heard(session: Session, output: Recorder) -> None:
     session.execute(
         "import ctypes, os, subprocess\n"

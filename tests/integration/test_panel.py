@@ -198,7 +198,7 @@ def test_the_states_are_live_while_a_cell_runs(front: FrontEnd) -> None:
     request = front.start(HANG)
     front.wait(lambda: "waiting in barrier" in front.values())
     front.wait(lambda: "running In[" in front.values())
-    assert "line 7" in front.values() or "line 6" in front.values()
+    front.wait(lambda: "line 7" in front.values() or "line 6" in front.values())
     assert request not in front.idle
     assert front.text == ""
     front.notebook.manager.interrupt_kernel()
@@ -379,7 +379,7 @@ def test_in_a_terminal_there_is_text(tmp_path: Any) -> None:
     shown, asked, rest = done.stdout.split("---")
     assert "world size" in shown, done.stdout + done.stderr
     assert "world size" in asked
-    assert rest.startswith(" <Session 1: idle (1 ranks, gloo)>\n")
+    assert rest.startswith(" <Session 1: idle (1 rank, gloo)>\n")
     assert "\nFalse" in done.stdout
 
 

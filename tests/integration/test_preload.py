@@ -240,7 +240,7 @@ def test_preload_without_a_name_says_what_it_takes(session: Session) -> None:
 def test_an_import_that_takes_long_is_said_once_to_be_worth_preloading(
     start: Callable[..., Session], modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = "import time\ntime.sleep(2.5)\n"
+    slow = "import time\ntime.sleep(5.5)\n"
     (modules / "slow_library.py").write_text(f"import slow_part\n{slow}")
     (modules / "slow_part.py").write_text(slow)
     (modules / "other_library.py").write_text(slow)
@@ -265,7 +265,7 @@ def test_an_import_that_takes_long_is_said_once_to_be_worth_preloading(
 def test_nothing_is_said_of_a_module_that_was_preloaded_or_of_one_that_is_fast(
     start: Callable[..., Session], modules: Path
 ) -> None:
-    (modules / "slow_library.py").write_text("import time\ntime.sleep(2.5)\n")
+    (modules / "slow_library.py").write_text("import time\ntime.sleep(5.5)\n")
     (modules / "fast_library.py").write_text("")
     output = Recorder()
     session = start(2, output=output)
@@ -290,7 +290,7 @@ def notebook() -> Iterator[Notebook]:
 
 def test_the_magic_and_the_hint_of_a_notebook(notebook: Notebook, modules: Path) -> None:
     for name in ("first_slow", "second_slow"):
-        (modules / f"{name}.py").write_text("import time\ntime.sleep(2.5)\n")
+        (modules / f"{name}.py").write_text("import time\ntime.sleep(5.5)\n")
     notebook.run(f"import sys\nsys.path.insert(0, {str(modules)!r})\n%session restart")
     shown = notebook.run("%%distributed\nprint('before')\nimport first_slow\nrank + 10")
     said = shown.transcript.splitlines()

@@ -162,7 +162,7 @@ def test_the_manager_of_comms_is_made_before_the_ranks_are() -> None:
         "from distsession.engine import ipython\n"
         "made, make = [], comm.get_comm_manager\n"
         "comm.get_comm_manager = lambda: made.append(make())\n"
-        "ipython.prepare_shell()\n"
+        "ipython.prepare_shell('')\n"
         "assert made == [make()]"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

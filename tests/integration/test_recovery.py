@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -215,7 +216,8 @@ def test_stop_is_pressed_at_any_moment_and_again(cluster: Cluster) -> None:
             pytest.fail("it ended by itself")
 
         press_at(pauses, press_stop, work)
-        assert not cluster.session.channel.pending()
+        # Who presses twice does not wait for the ranks, which come back a moment later.
+        until(lambda: not cluster.session.channel.pending())
         cluster.session.run(int)
     cluster.check()
 
@@ -589,6 +591,9 @@ def test_a_dead_rank_is_named_and_replaced(cluster: Cluster, code: str, how: str
     assert "session.restart([1])" in session.status()
     with pytest.raises(RunError, match="rank 1"):
         session[0].execute("dist.barrier()")
+    for _ in range(2):  # what the others have can be had before that rank is replaced
+        assert session[0].pull("x")[0].tolist() == cluster.state[0][1]
+        assert session[0].evaluate("number")[0] == 40
     session.restart([1], restore=["model", "optim", "x", "loss", "state"])
     shared = session[1].evaluate(
         "optim.param_groups[0]['params'][0] is next(model.parameters())", timeout=LIMIT_S
@@ -653,15 +658,48 @@ def test_a_rank_that_dies_idle_is_replaced(cluster: Cluster) -> None:
     cluster.check()
 
 
-def test_what_cannot_be_restored_is_said_and_the_rank_is_there(cluster: Cluster) -> None:
-    session = cluster.session
-    with pytest.raises(RunError, match="name 'nothing_of_the_kind' is not defined"):
-        session.restart([1], restore=["nothing_of_the_kind"])
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ("modle", "name 'modle' is not defined. Did you mean: 'model'?"),
+        (["model", "modle"], "name 'modle' is not defined"),
+        (["number", "model.wieght"], "wieght"),
+        (["number", "lock"], "lock cannot be sent"),
+        ("number + 1", "no name of a variable"),
+    ],
+)
+def test_nothing_is_replaced_where_something_cannot_be_restored(
+    cluster: Cluster, names: str | list[str], why: str
+) -> None:
+    session, before = cluster.session, cluster.session.infos
     session.execute("import threading; lock = threading.Lock()")
-    with pytest.raises(RunError, match="lock"):
-        session.restart([1], restore="lock")
+    with pytest.raises(RunError, match=re.escape(why)) as raised:
+        session.restart([1], restore=names)
+    assert "No rank was replaced." in raised.value._render_traceback_()
+    assert session.infos == before
+    cluster.check()
+
+
+def test_nothing_is_replaced_where_no_rank_stays_to_restore_from(cluster: Cluster) -> None:
     with pytest.raises(errors.SessionStateError, match="none does"):
-        session.restart(restore="number")
+        cluster.session.restart(restore="number")
+    cluster.check()
+
+
+def test_what_fresh_ranks_cannot_take_is_said(cluster: Cluster) -> None:
+    session, before = cluster.session, cluster.session.infos
+    session[0].execute(
+        "import sys, types\n"
+        "only_here = sys.modules['only_here'] = types.ModuleType('only_here')\n"
+        "exec('class Thing: pass', vars(only_here))\n"
+        "thing = only_here.Thing()"
+    )
+    with pytest.raises(RunError, match="only_here") as raised:
+        session.restart([1], restore=["number", "thing"])
+    told = raised.value._render_traceback_()[-1]
+    assert told == "rank 1 has a fresh process, without number, thing."
+    assert session.infos[0].pid == before[0].pid
+    assert session.infos[1].pid != before[1].pid
     cluster.prepare()
     cluster.check()
 
@@ -674,6 +712,63 @@ def test_a_busy_survivor_is_not_torn_away_by_a_restart(cluster: Cluster, tmp_pat
         cluster.session.restart([1])
     go.touch()
     assert run.result(LIMIT_S)[0] == "done"
+    cluster.check()
+
+
+@pytest.mark.parametrize("restore", [(), "number"])
+def test_a_restart_that_is_refused_ends_nothing(
+    cluster: Cluster, tmp_path: Path, restore: str
+) -> None:
+    session, go, before = cluster.session, tmp_path / "go", cluster.session.infos
+
+    def meet(path: str) -> list[float]:
+        for _ in range(3):
+            dist.barrier()
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        values: list[float] = total.tolist()
+        return values
+
+    run = session.submit(meet, str(go))
+    until_busy(session)
+    for _ in range(3):
+        with pytest.raises(errors.SessionStateError, match=r"still runs? something"):
+            session.restart([0], restore=restore)
+        with pytest.raises(errors.SessionStateError, match="still run something"):
+            session.reconnect()
+    assert not session.launcher.is_broken
+    go.touch()
+    ranks = float(session.world_size)
+    assert dict(run.result(LIMIT_S)) == {rank: [ranks, ranks] for rank in session.ranks}
+    assert session.infos == before
+    cluster.check()
+
+
+def test_a_restart_is_refused_first_where_a_rank_is_stopped(cluster: Cluster) -> None:
+    session, before = cluster.session, cluster.session.infos
+    os.kill(session.infos[0].pid, signal.SIGSTOP)
+    until(lambda: session.launcher.process_state(0) == "T")
+    try:
+        for refused in (lambda: session.restart([1], restore="number"), session.reconnect):
+            with pytest.raises(errors.SessionStateError, match="stopped by SIGSTOP"):
+                refused()
+    finally:
+        os.kill(session.infos[0].pid, signal.SIGCONT)
+    assert session.infos == before
+    assert not session.launcher.is_broken
+    cluster.check()
+
+
+def test_a_run_of_replaced_ranks_alone_keeps_no_rank(cluster: Cluster) -> None:
+    session = cluster.session
+    run = session[1].submit(time.sleep, 60)
+    until(lambda: session.channel.is_busy(1))
+    session.restart([1], restore=["number"])
+    with pytest.raises((RunError, errors.EngineDiedError)):
+        run.result(LIMIT_S)
+    cluster.prepare()
     cluster.check()
 
 

@@ -303,7 +303,7 @@ def test_a_kept_script_goes_on_when_its_terminal_is_closed(script, is_named):
         """
     )
     flags = ["--name", f"script-{os.getpid()}"] if is_named else []
-    process = started("-n", "2", "--keep", "600", *flags, path)
+    process = started("-n", "2", "--keep", "600s", *flags, path)
     assert process.stdout is not None
     assert "ready" in process.stdout.readline()
     process.send_signal(signal.SIGHUP)
@@ -324,7 +324,7 @@ def test_a_kept_script_goes_on_when_its_terminal_is_closed(script, is_named):
 
 def test_a_kept_script_that_has_ended_leaves_nothing(script):
     path = script("print('done')")
-    code, out, err = ended("-n", "2", "--keep", "600", path)
+    code, out, err = ended("-n", "2", "--keep", "600s", path)
     assert (code, sorted(out.splitlines())) == (0, ["[0] done", "[1] done"]), err
 
 
@@ -373,7 +373,7 @@ def test_a_data_loader_with_processes_works(script):
         (["--launcher", "inline", __file__], 2, "a script is not run inline"),
         (["--backend", "none", __file__], 2, "backend 'none' is not one"),
         (["--start-timeout", "0.01", __file__], 1, "the agent did not come up"),
-        (["-n", "two", __file__], 2, "invalid int value"),
+        (["-n", "two", __file__], 2, "'two' cannot be read: it takes a whole number"),
         ([], 2, "required: SCRIPT.py"),
     ],
 )
@@ -382,3 +382,30 @@ def test_what_cannot_start_says_so(arguments, code, message):
 
     assert got == code, err
     assert message in err
+
+
+@pytest.mark.timeout(180)
+def test_without_numpy_torch_says_so_once(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from distsession import Session\n"
+        "with Session(2, backend='gloo') as session:\n"
+        "    for _ in range(2):\n"
+        "        session.execute('t = torch.ones(2)')\n"
+        "        print(session.evaluate('t')[0].tolist())\n"
+        "        session.restart()\n"
+    )
+    paths = os.pathsep.join(filter(None, (str(hidden), os.environ.get("PYTHONPATH"))))
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=True,
+    )
+    assert ran.stdout == "[1.0, 1.0]\n" * 2
+    assert ran.stderr.count("Failed to initialize NumPy") == 1

@@ -5,8 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import select
+import shutil
 import signal
 import socket
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,39 +23,11 @@ import pytest
 import torch.distributed as dist
 import zmq
 
-from distsession import RunInterrupt, Session
+from distsession import LaunchError, RunInterrupt, Session
 from distsession.engine import store_server
 from distsession.protocol.message_stream import packed
 from tests.message_ends import MessageEnd
-
-NOBODY = 65534
-"""Another user of this machine."""
-
-from_another_user = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can become another user"
-)
-
-
-def as_stranger(ask: Callable[[], Any], *, within: float = 60.0) -> Any:
-    """What another user of this machine finds; it is asked in a process of its own."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(BaseException):
-            os.closerange(3, writing)
-            os.closerange(writing + 1, 4096)
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            signal.alarm(int(within))
-            os.write(writing, json.dumps(ask()).encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading) as pipe:
-        answer = pipe.read()
-    os.waitpid(pid, 0)
-    assert answer, "the stranger did not come to an end"
-    return json.loads(answer)
+from tests.strangers import NOBODY, as_stranger, from_another_user, stranger
 
 
 def can(do: Callable[[], Any]) -> bool:
@@ -390,3 +368,97 @@ def test_half_open_connections_take_no_descriptor_of_a_rank(plain: Session) -> N
         assert descriptors() == before
         plain.execute("pair = dist.new_group([0, 1, 2])\ndist.all_reduce(x, group=pair)")
         reconnect(plain)
+
+
+# --- a folder that somebody replaces --------------------------------------------------------------
+
+
+class Poison:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, marker: str):
+        self._marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._marker,)
+
+
+def lie_in_wait(paths: list[str]) -> list[socket.socket]:
+    """Listen at all of these."""
+    found = []
+    for path in paths:
+        kind = socket.SOCK_SEQPACKET if "memory" in path else socket.SOCK_STREAM
+        found.append(socket.socket(socket.AF_UNIX, kind))
+        found[-1].bind(path)
+        os.chmod(path, 0o777)
+        found[-1].listen(100)
+    return found
+
+
+def feed(listening: list[socket.socket], data: bytes, seconds: float) -> list[str]:
+    """Send this to all who connect, and give what they say."""
+    heard = []
+    until_s = time.monotonic() + seconds
+    while (left := until_s - time.monotonic()) > 0:
+        for listener in select.select(listening, [], [], left)[0]:
+            connection, _ = listener.accept()
+            connection.settimeout(0.5)
+            with contextlib.suppress(OSError), connection:
+                connection.send(data)
+                heard.append(connection.recv(1000).decode("latin-1"))
+    return [said for said in heard if said]
+
+
+@from_another_user
+def test_a_rank_that_is_restarted_takes_nothing_from_a_stranger_in_the_folders_place(
+    tmp_path: Path,
+) -> None:
+    """Whoever could rename what lies in TMPDIR would do this."""
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    marker = str(tmp_path / "was here")
+    message = pickle.dumps(Poison(marker))
+    data = b"".join(packed([b"ds1" + message])) + struct.pack("!i", len(message)) + message
+    with Session(2, threads=1, start_timeout=6) as session:
+        folder = Path(session.launcher.folder)
+        names = [path.name for path in folder.iterdir() if path.is_socket()]
+        assert {"store.sock", "requests-1.sock", "control-1.sock"} <= set(names)
+        aside = folder.with_name(f"{folder.name}.aside")
+        folder.rename(aside)
+        try:
+            folder.mkdir()
+            folder.chmod(0o777)
+            (folder / "logs").mkdir()
+            parent, before = folder.parent, folder.parent.stat().st_mode
+            parent.chmod(0o755)
+            listening: list[socket.socket] = []
+            paths = [str(folder / name) for name in names]
+            with stranger(
+                lambda: feed(listening, data, 8.0),
+                first=lambda: listening.extend(lie_in_wait(paths)),
+            ) as heard:
+                with pytest.raises(LaunchError):
+                    session.restart()
+                said = heard()
+        finally:
+            parent.chmod(before)
+            shutil.rmtree(folder)
+            aside.rename(folder)
+        assert not os.path.exists(marker)
+        # zmq greets whoever listens, before it is known who that is.
+        assert [text for text in said if not text.startswith("\xff")] == []
+
+
+@from_another_user
+def test_a_session_is_not_put_where_others_may_rename_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    place = tmp_path / "mine"
+    place.mkdir(mode=0o700)
+    code = "from distsession import Session; print(Session(1).launcher.folder)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "TMPDIR": str(place)},
+    )  # fmt: skip
+    assert said.stdout.startswith("/tmp/distsession-")
+    assert os.listdir(place) == []

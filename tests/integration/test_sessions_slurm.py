@@ -78,11 +78,20 @@ def test_a_job_that_is_cancelled_is_told_and_another_takes_its_place(lab: SlurmL
         first = session.job
         future = session.submit(_sleep)
         subprocess.run(["scancel", session.job], check=True)
-        with pytest.raises(RunError, match=r"ranks? 0.* is gone: the agent on n1"):
+        gone = (
+            f"Slurm job {first} was cancelled or preempted, or has reached its time limit. "
+            "session.restart() submits a new one, whose ranks have no variables."
+        )
+        with pytest.raises(RunError) as raised:
             future.result(60)
+        shown = raised.value._render_traceback_()
+        assert shown == [f"EngineDiedError: ranks 0-1: each is gone: {gone}"]
+        with pytest.raises(EngineDiedError) as again:
+            session.run(int)
+        assert str(again.value).endswith(gone)
         with pytest.raises(SessionStateError, match=r"restart\(\) starts all of them anew"):
             session.restart([0])
-        session.restart()
+        session.restart()  # as is said
         assert session.job != first
         assert session.job in lab.queue()
         assert reduced(session) == {2.0}

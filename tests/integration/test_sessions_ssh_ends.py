@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import distsession
@@ -40,12 +43,22 @@ def _nothing_left(lab: HostLab) -> Iterator[None]:
     assert not list(lab.folder.glob("distsession-*"))
 
 
+STARTS = """
+from distsession import Session, session as module
+def make(*given, make=module._make_launcher):
+    print("starts", flush=True)
+    return make(*given)
+module._make_launcher = make
+"""
+"""Says when the options are read, and the start has begun."""
+
+
 class Kernel:
     """A process with a session on the hosts."""
 
-    def __init__(self, lab: HostLab, code: str):
-        options = options_of(lab, "gpu1", "gpu2", ranks_per_host=[1, 1])
-        begin = f"from distsession import Session\nsession = Session(**{options!r})\n"
+    def __init__(self, lab: HostLab, code: str, **changes: Any):
+        options = options_of(lab, "gpu1", "gpu2", ranks_per_host=[1, 1], **changes)
+        begin = f"{STARTS}session = Session(**{options!r})\n"
         end = "\nprint('ready', flush=True)\nimport time\ntime.sleep(600)"
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"{begin}{code}{end}"], stdout=subprocess.PIPE,
@@ -53,7 +66,12 @@ class Kernel:
             start_new_session=True,
         )  # fmt: skip
 
+    def wait_starts(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "starts\n"
+
     def wait_ready(self) -> None:
+        self.wait_starts()
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
@@ -67,8 +85,8 @@ class Kernel:
 def kernel(lab: HostLab) -> Iterator[Callable[..., Kernel]]:
     made: list[Kernel] = []
 
-    def make(code: str = "pass") -> Kernel:
-        made.append(Kernel(lab, code))
+    def make(code: str = "pass", **changes: Any) -> Kernel:
+        made.append(Kernel(lab, code, **changes))
         return made[-1]
 
     yield make
@@ -121,21 +139,51 @@ def test_a_script_that_ends_without_closing_leaves_nothing(
     assert all(line.startswith("distsession: starting") for line in written.splitlines()), written
 
 
-@pytest.mark.parametrize("moment", ["starts", "imports", "forks"])
+MOMENTS = ("connects", "starts", "imports", "forks", "joins")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_start_that_is_interrupted_leaves_nothing(
     lab: HostLab, kernel: Callable[..., Kernel], moment: str
 ) -> None:
-    one = kernel()
     host = lab["gpu2"]
-    agent = " ".join(module_command("distsession.engine.agent")[1:])
-    moments: dict[str, Callable[[], object]] = {
-        "starts": lab.processes,
-        "imports": host.left,
-        "forks": lambda: len(_running(lab, agent)) > 2,
-    }
-    until(moments[moment], "that moment of the start")
-    written = one.end(signal.SIGINT)
-    assert written.rstrip().endswith("KeyboardInterrupt"), written
+    with host.unplugged() if moment == "connects" else contextlib.nullcontext():
+        one = kernel()
+        agent = " ".join(module_command("distsession.engine.agent")[1:])
+        moments: dict[str, Callable[[], object]] = {
+            "connects": lambda: [p for p in psutil.Process(one.process.pid).children()
+                                 if p.name() == "ssh"],
+            "starts": lab.processes,
+            "imports": host.left,
+            "forks": lambda: len(_running(lab, agent)) > 2,
+            "joins": lambda: len(_running(lab, agent)) > 2,
+        }  # fmt: skip
+        until(moments[moment], "that moment of the start")
+        if moment == "joins":  # and one of them never comes
+            os.kill(max(_running(lab, agent)), signal.SIGSTOP)
+            time.sleep(1)
+        assert_stopped(one.end(signal.SIGINT))
+
+
+def assert_stopped(written: str) -> None:
+    """A start says in one line that it was stopped, and shows nothing of how it works."""
+    assert "the start was stopped" in written.splitlines()[-1], written
+    assert written.count("Traceback") == 1, written
+    assert "distsession/cluster" not in written
+
+
+@pytest.mark.parametrize("keep", [0, 60], ids=["plain", "kept"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.2, 0.4, 0.7, 1.1, 1.6, 2.2])
+def test_a_start_that_is_interrupted_at_any_time_leaves_nothing(
+    lab: HostLab, kernel: Callable[..., Kernel], delay_s: float, keep: float
+) -> None:
+    one = kernel(**({"keep": keep} if keep else {}))
+    one.wait_starts()
+    time.sleep(delay_s)
+    one.process.send_signal(signal.SIGINT)
+    said, written = one.process.communicate(timeout=60)
+    if "ready" not in said:  # or it was done by then
+        assert_stopped(written)
 
 
 def _running(lab: HostLab, command: str) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from distsession import EngineDiedError, RunError, Session
+from distsession import EngineDiedError, LaunchError, RunError, Session
 from distsession.cluster import hosts as cluster_hosts
 from distsession.cluster.host_links import HostLinks
 from distsession.cluster.hosts import LOST_S
@@ -86,9 +86,9 @@ def kill(session: Session, which: str) -> None:
 
 KILLED = {
     "rank": r"rank 3 \(pid \d+\) was killed by SIGKILL",
-    "agent": r"ranks? 2.* is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
+    "agent": r"ranks? 2.* is gone: the agent on gpu2 .* is gone.*, and with it ranks 2-3",
     "relay": r"ranks? 2.* cannot be reached: the relay of gpu2",
-    "host": r"ranks? 2.* is gone: the agent on gpu2 .* is gone, and with it ranks 2-3",
+    "host": r"ranks? 2.* is gone: the agent on gpu2 .* is gone.*, and with it ranks 2-3",
 }
 
 
@@ -243,6 +243,41 @@ def test_a_host_that_is_lost_is_named_and_taken_in_again(
     assert reduced(six) == {6.0}
     assert dict(six.on("gpu2").evaluate("kept")) == {2: 0, 3: 0}
     until(lambda: len(lab["gpu2"].left()) == 1, "nothing but what the new agent has")
+
+
+@pytest.mark.timeout(240)
+def test_a_network_that_is_cut_for_a_minute_is_named_and_mended_on_both_ends(
+    lab: HostLab, six: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    future = in_a_barrier(six)
+    former = {six.infos[rank].pid for rank in (2, 3)}
+    cut_at = time.monotonic()
+    with lab["gpu2"].unplugged():
+        with pytest.raises(RunError, match=CUT_OFF):
+            future.result(30)
+        until(lambda: sorted(six.launcher.dead_ranks()) == [2, 3], "gpu2 to count as gone")
+        with pytest.raises(EngineDiedError, match=KILLED["host"]):
+            six.run(int)
+        # Its own end: nobody there waits for a kernel that does not come back.
+        until(lambda: not lab["gpu2"].processes(), "the end of what is cut off")
+        assert not any(psutil.pid_exists(pid) for pid in former)
+        assert lab["gpu2"].left() == []
+        with pytest.raises(LaunchError, match=r"gpu2: ssh does not get there \("):
+            six.restart(hosts=["gpu2"])
+        steps = 0
+        while time.monotonic() < cut_at + 60:
+            others = six.on("gpu1", "gpu3")
+            others.execute("kept = kept + 0")
+            assert dict(others.evaluate("kept")) == {0: 0, 1: 1, 4: 4, 5: 5}
+            steps += 1
+        assert steps > 10
+        assert "rank 2" in six.status() or "ranks 2-3" in six.status()
+    six.restart(hosts=["gpu2"], restore=["kept"])
+    assert reduced(six) == {6.0}
+    assert dict(six.on("gpu2").evaluate("kept")) == {2: 0, 3: 0}
+    until(lambda: len(lab["gpu2"].left()) == 1, "nothing but what the new agent has")
+    warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert warnings == ["the host gpu2 is silent: it counts as gone"]
 
 
 def test_a_host_that_is_back_when_it_counts_as_gone_is_told_to_end(

@@ -160,7 +160,16 @@ def test_threads_wait_at_the_same_time(ours: store.Store) -> None:
     for thread in threads:
         thread.join(10)
     assert sorted(got) == sorted(str(i).encode() for i in range(20))
-    assert len(ours._idle) <= 21
+    assert len(ours._idle) == store.MOST_IDLE
+
+
+def test_a_wait_for_several_keys_that_come_late_leaves_one_connection(ours: store.Store) -> None:
+    ours.set("first", "1")
+    timer = threading.Timer(4 * store.UNREPORTED_WAIT_S, ours.set, ("late", "2"))
+    timer.start()
+    assert ours.multi_get(["first", "late"]) == [b"1", b"2"]
+    timer.join()
+    assert len(ours._idle) == store.MOST_IDLE
 
 
 def test_waits_are_ended_from_another_thread_with_the_reason(ours: store.Store) -> None:
@@ -361,8 +370,10 @@ def test_diagnose_names_the_keys_and_a_later_run_may_set_them(session: Session) 
     pool = concurrent.futures.ThreadPoolExecutor(1)
     future = pool.submit(session.execute, f"{STORE}store.wait(['a', 'b']) if rank == 0 else None")
     pool.shutdown(wait=False)
-    until(lambda: "keys 'a', 'b' of the store" in repr(session.diagnose()))
-    session[1].execute(f"{STORE}store.multi_set(['a', 'b'], ['', ''])")
+    until(lambda: "key 'a' of the store" in repr(session.diagnose()))
+    session[1].execute(f"{STORE}store.set('a', '')")
+    until(lambda: "key 'b' of the store" in repr(session.diagnose()))
+    session[1].execute(f"{STORE}store.set('b', '')")
     future.result(LIMIT_S)  # a later run set it: it was not ended
 
 
@@ -372,6 +383,29 @@ def test_a_key_that_nobody_can_set_any_more_ends_by_itself(session: Session) -> 
     assert str(caught.value).startswith(
         "ranks 1-2 did not set the key 'x' of the store at In[8] line 3: they finished their part "
         "without it; rank 0 waits. No wait can help."
+    )
+
+
+def test_keys_for_which_all_ranks_wait_end_by_themselves(session: Session) -> None:
+    with pytest.raises(errors.CollectiveHangError) as caught:
+        session.execute(
+            f"{STORE}if rank != 1:\n    store.set(f'of {{rank}}', '')\n"
+            "store.wait(['of 0', 'of 1', 'of 2'])",
+            label="In[8]",
+        )
+    assert str(caught.value).startswith(
+        "ranks 0-2 wait for the key 'of 1' of the store at In[8] line 4. No rank is left that "
+        "could set the key."
+    )
+    assert list(session.evaluate("rank").values()) == [0, 1, 2]
+
+
+def test_a_key_that_a_thread_sets_is_waited_for(session: Session) -> None:
+    session.execute(
+        f"{STORE}import threading\n"
+        "if rank == 1:\n    threading.Timer(2.5, store.set, ['by a thread', '']).start()\n"
+        "if rank == 0:\n    store.get('by a thread')\n"
+        "dist.barrier()"
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,3 +249,47 @@ def test_what_is_not_seen_can_be_noted_where_it_begins() -> None:
     assert names == ["empty_strided_p2p", "rendezvous"]
     assert not torch_private.uses_torchcomms()
     assert not torch_private.is_accelerator_used()
+
+
+@pytest.mark.skipif(not hasattr(c10d, "ProcessGroupNCCL2"), reason="this torch has no such class")
+def test_the_classes_of_nccl_have_what_the_docs_say() -> None:
+    classes = [getattr(c10d, f"ProcessGroupNCCL{suffix}") for suffix in ("", "2", "Lazy")]
+    page = (Path(__file__).parents[2] / "docs/backends.md").read_text()
+    [row] = re.findall(r"^\| Does not have .*$", page, re.MULTILINE)
+    for name in re.findall(r"`(\w+)`", row):
+        assert [hasattr(kind, name) for kind in classes] == [True, False, False], name
+    for name in ("abort", "get_error", "perform_nocolor_split", "set_timeout", "split"):
+        assert all(hasattr(kind, name) for kind in classes), name
+    assert [hasattr(kind, "register_mem_pool") for kind in classes] == [True, True, False]
+
+
+@pytest.mark.skipif(not hasattr(c10d, "ProcessGroupNCCL2"), reason="this torch has no such class")
+@pytest.mark.parametrize("value", ["", "0", "1"])
+def test_the_environment_says_which_class_nccl_is(value: str) -> None:
+    """A rank has it from the kernel, and torch reads it when the name is first used."""
+    program = (
+        "from distsession.engine.host_info import host_info\n"
+        "from torch.distributed import distributed_c10d as c10d\n"
+        "names = dict(host_info().backends)\n"
+        "assert {'nccl', 'nccl2', 'nccl-lazy', 'nccl-legacy'} <= names.keys(), names\n"
+        "assert 'NCCL' not in c10d.Backend._plugins\n"
+        "for name in ('nccl', 'nccl2', 'nccl-lazy', 'nccl-legacy'):\n"
+        "    c10d.BackendConfig(name)\n"
+        "    print(c10d.Backend._plugins[name.upper()].creator_fn.__name__)"
+    )
+    environment = {**os.environ, "TORCH_DIST_USE_NCCL2": value}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=100,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    default = "_create_nccl_process_group" if value == "0" else "_create_nccl2_process_group"
+    assert done.stdout.split() == [
+        default,
+        "_create_nccl2_process_group",
+        "_create_nccl_lazy_process_group",
+        "_create_nccl_process_group",
+    ]

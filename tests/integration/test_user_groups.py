@@ -218,7 +218,7 @@ def test_groups_of_every_kind_go_on_after_a_stop_within_one(
 
 def test_a_reconnect_waits_for_nobody(session: Session) -> None:
     future = session.submit(lambda: __import__("time").sleep(60))
-    with pytest.raises(SessionStateError, match=r"ranks 0-1 still run something: wait for it, or"):
+    with pytest.raises(SessionStateError, match=r"ranks 0-1 still run something, .* wait"):
         session.reconnect()
     session.interrupt()
     with pytest.raises(KeyboardInterrupt):

@@ -67,7 +67,11 @@ def until(notebook: Notebook, expression: str, expected: str) -> None:
 
 def test_bars_stand_in_the_order_of_ranks_and_end_as_text_too(notebook: Notebook) -> None:
     shown = notebook.run(BARS)
-    lines = next(d["text/plain"] for d in shown.data if "widget-view" in str(d)).splitlines()
+    # Without a widget, for which a notebook that is opened again has but an error.
+    assert not any(WIDGET_VIEW in each for each in shown.data)
+    data = next(each for each in shown.data if "fit 0" in each["text/plain"])
+    assert "fit 1: 100%" in data["text/html"]
+    lines = data["text/plain"].splitlines()
     assert [line.partition("|")[0] for line in lines] == [
         f"[rank {rank}] fit {rank}: 100%" for rank in range(2)
     ]
@@ -147,7 +151,7 @@ def test_px_shows_its_widgets_beside_ours(notebook: Notebook) -> None:
     assert "IntSlider(value=3)" in theirs.plain
     notebook.run(SLIDER)
     move(notebook, 0, 33)
-    until(notebook, "slider.value", "[rank 0] 33\n[rank 1] 1")
+    until(notebook, "slider.value", "[rank 0] 33\n[rank 1]  1")
 
 
 def test_the_comms_of_a_rank_that_is_replaced_are_closed(notebook: Notebook) -> None:
@@ -242,7 +246,7 @@ def texts_below(state: dict[str, Any], model_id: str) -> Iterator[str]:
 
 
 @pytest.mark.timeout(600)
-def test_nbconvert_keeps_bars_and_sliders_as_they_were_last(tmp_path: Path) -> None:
+def test_nbconvert_keeps_sliders_as_they_were_last_and_bars_as_text(tmp_path: Path) -> None:
     nested = (
         "%%distributed\nfrom tqdm.notebook import tqdm\n"
         "for epoch in tqdm(range(2), desc='epochs'):\n"
@@ -265,11 +269,16 @@ def test_nbconvert_keeps_bars_and_sliders_as_they_were_last(tmp_path: Path) -> N
         for output in cell.outputs
         if WIDGET_VIEW in output.get("data", {})
     ]
-    assert len(shown) == 3
-    bars, inner, sliders = shown
-    assert [bars.count("success"), *(f"fit {rank}: 100%" in bars for rank in (0, 1))] == [2, 1, 1]
-    assert [inner.count("success"), inner.count("epochs: 100%")] == [2, 2]
-    assert not any("steps" in text for text in inner)
+    [sliders] = shown
+    stays = "\n".join(
+        str(output["data"]["text/html"])
+        for cell in notebook.cells
+        for output in cell.outputs
+        if "%|" in str(output.get("data", {}).get("text/html", ""))
+    )
+    assert [stays.count(f"fit {rank}: 100%") for rank in (0, 1)] == [1, 1]
+    assert stays.count("epochs: 100%") == 2
+    assert "steps" not in stays
     assert [text for text in sliders if text.isdigit()] == ["70", "71"]
     page = convert("html", executed).read_text()
     assert WIDGETS in page

@@ -207,6 +207,21 @@ gc.collect()
 found = numbers([*torch.futures.wait_all(asked), reduced.wait()[0]])
 rpc.shutdown()
 """,
+    "handles as script objects": """
+mine, tensors = torch.ones(2) + rank, [torch.zeros(2) for _ in range(world_size - 1)]
+works = [dist.all_reduce(mine, async_op=True)]
+if rank == 0:
+    works += [dist.irecv(tensor) for tensor in tensors]
+else:
+    dist.isend(torch.full((2,), float(rank)), 0).wait()
+held = [work.boxed() for work in works]
+if hasattr(torch._C._distributed_c10d, "PythonCallbackWork"):  # from torch 2.10 on
+    del works
+gc.collect()
+for each in held:
+    dist.Work.unbox(each).wait()
+found = sorted(numbers([mine, *tensors]))
+""",
     "all at once": """
 inputs = [torch.ones(2) * n for n in range(6)]
 with dist._coalescing_manager(async_ops=True) as together:

@@ -100,12 +100,58 @@ A split waits until all ranks of the parent have       ``Communicator::split``: 
 called, the members of the new group and the others
 (NCCL ``init.cc`` ``ncclCommSplit``; utils
 ``NCCLComm::split``).
-From torch 2.15 on ``"nccl"`` is ``ProcessGroupNCCL2``. The backend ``standin2``,
-It makes its communicator with the group, on the       ``ProcessGroupStandin2``: the same.
+=====================================================  =========================================
+
+That is ``standin``, after the class ``ProcessGroupNCCL``. From torch 2.15 on ``"nccl"`` is
+``ProcessGroupNCCL2``, and ``"nccl-lazy"`` ``ProcessGroupNCCLLazy``. The backends ``standin2`` and
+``standin-lazy`` play them, on any torch that the stand-in runs with. What differs was read in
+``nccl2/ProcessGroupNCCL.cpp`` ("PG2" below), ``ProcessGroupNCCLBackend.cpp`` ("backend"),
+``ProcessGroupNCCLUtils.cpp`` ("utils2"), ``WorkNCCL.cpp`` ("work"), ``lazy/LazyBackend.hpp``
+("lazy") and ``distributed_c10d.py``. ``tests.standin.class_checks`` has programs that show it.
+
+=====================================================  =========================================
+What the classes of torch 2.15 do                      What the stand-in does
+=====================================================  =========================================
+The communicator is made with the group, on the        ``connect_on``: the same.
 device that the group is bound to, or else on that of
-LOCAL_RANK, to which it binds the group; and it
-refuses tensors of other devices
-(``distributed_c10d.py`` ``_nccl2_device``).
+LOCAL_RANK, to which it binds the group
+(``distributed_c10d.py`` ``_nccl2_device``, PG2
+``init``). Tensors of other devices are refused        ``check_device``: the same message.
+(utils2 ``checkTensorDevice``).
+A split waits for all ranks of the parent (PG2         The same. What a lazy group is split into
+``split``). A lazy group splits its own communicator   is a ``ProcessGroupStandin2``.
+(lazy ``split``).
+Each operation has a work, also one that is not        ``returned``: the same. A barrier's work
+asynchronous; a barrier's waits on the host (backend,  waits for the current stream.
+work ``synchronizeInternal``).
+Whether a work is over is asked of the group's health  ``Ledger::look``: the same order, and the
+first, then of the end event, then of its time limit   same messages.
+(work ``checkStatus``). A ``wait()`` that finds it
+failed raises, and aborts nothing.
+Each second, and with each operation, all works are    ``watch``, ``check_usable``: the same.
+asked, and the group's health follows; later
+operations raise (utils2 ``timeoutWatchdog``,
+``checkAndAbortIfTimedOutOrError``).
+What follows is TORCH_NCCL_ASYNC_ERROR_HANDLING's: 0   ``handle_failure``: the same, at once; on
+nothing, 1 abort and end the process, 2 abort, 3 (the  a GPU the process ends 15 s later, for
+default) end it (PG2 ``handleWatchdogFailure``).       the flight recorder is written first.
+abort() stops the watchdog, and then marks the group   ``abort``: the same.
+(PG2 ``abort``). The lazy class does that with its     The same. Each abort waits for all that
+own communicator, and then with those of pairs, one    the process has on the device, so the
+after the other (lazy ``abort``).                      first one waits for pairs, too.
+shutdown() waits for works until their time limits,    The same.
+and aborts then (PG2 ``finalize``).
+The destructor aborts, unless shutdown() has come      The same. That of ``standin`` does nothing
+before (PG2 ``~ProcessGroupNCCL``).                    (utils ``~NCCLComm``).
+Between startCoalescing and endCoalescing sends and    The same.
+receives are put together, and their works say that
+they are over; collectives begin at once (backend
+``startCoalescing``, ``endCoalescing``).
+Sends and receives that are no batch are on the        The same.
+group's communicator and stream; with the lazy class
+two ranks have a communicator and a stream of their
+own, made by their first message (lazy
+``channelFor``).
 =====================================================  =========================================
 
 What is false, for whoever has a GPU and can compare:

@@ -1,7 +1,8 @@
 """What the stand-in has to do, as programs of ranks.
 
-``python -m tests.standin.checks NAME RANKS`` forks the ranks after registration, as an agent does,
-and ends with their first failure. A rank that hangs is killed when the time is over.
+``python -m tests.standin.checks NAME RANKS BACKEND`` forks the ranks after registration, as an
+agent does, and ends with their first failure. A rank that hangs is killed when the time is over.
+What the classes differ in is in ``class_checks``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ TIMEOUT_S = 100
 FOREVER_S = 30
 PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 CHECKS: dict[str, Callable[[int, int], None]] = {}
+ENDS: dict[str, int] = {}
+"""How rank 0's process has to end, where that is not as usual."""
 
 
 def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
@@ -36,7 +39,8 @@ def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
     return function
 
 
-def main(name: str, ranks: int) -> int:
+def main(name: str, ranks: int, backend: str = "standin") -> int:
+    os.environ["BACKEND"] = backend
     server, port = serve()
     children = {}
     for rank in range(ranks):
@@ -44,7 +48,7 @@ def main(name: str, ranks: int) -> int:
         if pid == 0:
             return run_rank(name, rank, ranks, port)
         children[pid] = rank
-    failed = wait_for(children)
+    failed = wait_for(children, ENDS.get(name))
     os.kill(server, signal.SIGKILL)
     os.waitpid(server, 0)
     for rank, reason in failed.items():
@@ -80,7 +84,7 @@ def run_rank(name: str, rank: int, ranks: int, port: int) -> int:
     return 0
 
 
-def wait_for(children: dict[int, int]) -> dict[int, str]:
+def wait_for(children: dict[int, int], end: int | None = None) -> dict[int, str]:
     deadline = time.monotonic() + TIMEOUT_S
     failed = {}
     while children:
@@ -89,7 +93,8 @@ def wait_for(children: dict[int, int]) -> dict[int, str]:
             rank = children.pop(pid)
             _, status = os.waitpid(pid, 0)
             code = os.waitstatus_to_exitcode(status)
-            if code not in (0, -signal.SIGKILL):
+            right = (0, -signal.SIGKILL) if rank or end is None else (end,)
+            if code not in right:
                 failed[rank] = f"ended with {code}"
         if time.monotonic() > deadline:
             for pid, rank in children.items():
@@ -101,14 +106,25 @@ def wait_for(children: dict[int, int]) -> dict[int, str]:
     return failed
 
 
-def join(backend: str = "standin") -> dist.TCPStore:
+def join() -> dist.TCPStore:
     """Init the default group of all ranks; give a store that they share."""
     port, rank, size = (int(os.environ[name]) for name in ("PORT", "RANK", "WORLD_SIZE"))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    backend = os.environ["BACKEND"]
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size
     )
     return store
+
+
+def new_gloo_group() -> Any:
+    """A group of gloo. torch would bind it to the device of the default group."""
+    world = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(backend="gloo")
+    finally:
+        world.bound_device_id = bound
 
 
 def close(a: torch.Tensor, b: torch.Tensor, **tolerance: float) -> None:
@@ -197,7 +213,7 @@ DTYPES = [
 def numbers(rank: int, size: int) -> None:
     """The collectives give what gloo gives."""
     join()
-    gloo = dist.new_group(backend="gloo")
+    gloo = new_gloo_group()
     for dtype in DTYPES:
         # gloo has neither a bool nor reduce_scatter and all_to_all for all types.
         through = torch.float64 if dtype.is_floating_point else torch.int64
@@ -238,11 +254,15 @@ def asynchronous(rank: int, size: int) -> None:
         close(tensor, torch.full((1000,), float(base + i * size)))
     assert all(work.is_completed() and work.is_success() for work in works)
 
-    # As NCCL's, the backend has no work for what is on the current stream already.
+    # ProcessGroupNCCL has no work for what is on the current stream already; the others have one.
     options = dist.AllreduceOptions()
     options.asyncOp = False
     x = torch.ones(10, device="standin")
-    assert dist.distributed_c10d._get_default_group().allreduce([x], options) is None
+    given = dist.distributed_c10d._get_default_group().allreduce([x], options)
+    if os.environ["BACKEND"] == "standin":
+        assert given is None
+    else:
+        given.wait()
     close(x, torch.full((10,), float(size)))
 
     x = torch.ones(10, device="standin")
@@ -300,7 +320,7 @@ def split(rank: int, size: int) -> None:
     """A group of half the ranks, of the group that is there."""
     port = int(os.environ["PORT"])
     dist.init_process_group(
-        "standin",
+        os.environ["BACKEND"],
         store=dist.TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=size,
@@ -448,7 +468,7 @@ def trained(model: nn.Module, device: str, rank: int, steps: int = 5) -> float:
 def ddp(rank: int, size: int) -> None:
     """DDP trains as it does with gloo."""
     join()
-    gloo = dist.new_group(backend="gloo")
+    gloo = new_gloo_group()
     torch.manual_seed(0)
     ours = Net()
     theirs = copy.deepcopy(ours)
@@ -470,7 +490,7 @@ def fsdp(rank: int, size: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     join()
-    gloo = dist.new_group(backend="gloo")
+    gloo = new_gloo_group()
     mesh = init_device_mesh("standin", (size,))
     torch.manual_seed(0)
     model = Net()
@@ -662,7 +682,7 @@ def time_limit(rank: int, size: int) -> None:
     assert thread.is_alive()
     say(store, "done")
     thread.join(FOREVER_S)
-    assert isinstance(outcome[0], float), outcome
+    assert outcome == [None], outcome  # it has waited, and nothing was raised
     assert x.item() == size
 
 
@@ -784,4 +804,4 @@ def broken(rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

@@ -37,6 +37,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr const char* kName = "standin";
 constexpr const char* kName2 = "standin2";
+constexpr const char* kNameLazy = "standin-lazy";
 constexpr size_t kRingBytes = 128 * 1024; // that much is sent without a receiver, as NCCL buffers
 constexpr auto kRemoteCheck = std::chrono::milliseconds(50);
 constexpr auto kAbortTimeout = std::chrono::seconds(90);
@@ -275,7 +276,16 @@ class Communicator {
   // What is under way ends, and nothing begins any more. Memory is freed then, and CUDA frees none
   // before all that the device does has ended, other communicators' operations as well.
   void abort() {
+    give_up();
+    await_end();
+  }
+
+  // What is under way on it ends.
+  void give_up() {
     aborted_ = true;
+  }
+
+  void await_end() {
     const auto deadline = Clock::now() + kAbortTimeout;
     WithoutGil released;
     while (running > 0 && Clock::now() < deadline) {
@@ -522,7 +532,14 @@ class Work : public c10d::Work {
     return number_;
   }
 
+  // It has been given to the device.
+  virtual void launched() {}
+
   c10::intrusive_ptr<c10::ivalue::Future> future;
+
+ protected:
+  const OperationPtr operation_;
+  const c10::Device device_;
 
  private:
   void see_remote_error() const {
@@ -566,8 +583,6 @@ class Work : public c10d::Work {
     }
   }
 
-  const OperationPtr operation_;
-  const c10::Device device_;
   const uint64_t number_;
   const std::vector<at::Tensor> outputs_;
   const std::chrono::milliseconds limit_;
@@ -768,8 +783,11 @@ class ProcessGroupStandin : public c10d::Backend {
         all.push_back(communicator);
       }
     }
+    for (auto& communicator : all) { // in one group of calls
+      communicator->give_up();
+    }
     for (auto& communicator : all) {
-      communicator->abort();
+      communicator->await_end();
     }
   }
 
@@ -855,7 +873,7 @@ class ProcessGroupStandin : public c10d::Backend {
     }
     const auto tensors = std::exchange(coalesced_tensors_, {});
     auto work = launch(operation, tensors[0].device(), tensors, {}, coalesced_async_);
-    return coalesced_async_ ? work : nullptr;
+    return returned(work, coalesced_async_);
   }
 
   // ---- collectives ----
@@ -1092,7 +1110,7 @@ class ProcessGroupStandin : public c10d::Backend {
         at::zeros({1}, at::TensorOptions().device(device).dtype(at::kFloat))};
     auto work = collective(
         OpType::BARRIER, tensors, tensors, all_reduced(tensors[0], ReduceOp::SUM), opts.asyncOp);
-    if (!opts.asyncOp) {
+    if (!work) {
       standin::synchronize(current_stream(device.index())); // the host waits in the call
     }
     return work;
@@ -1105,6 +1123,41 @@ class ProcessGroupStandin : public c10d::Backend {
 
   virtual void check_device(const at::Tensor&) const {}
 
+  // Before an operation is launched.
+  virtual void check_usable() {}
+
+  virtual bool coalesces(OpType) const {
+    return coalesced_ != nullptr;
+  }
+
+  // The handle of one that is part of a group of calls.
+  virtual c10::intrusive_ptr<c10d::Work> part_of_group(
+      OpType type,
+      const std::vector<at::Tensor>& tensors,
+      const std::vector<at::Tensor>& outputs,
+      bool async) {
+    if (!async || c10d::isP2POp(type)) {
+      return nullptr;
+    }
+    return make_work(coalesced_, tensors.at(0).device(), outputs, async);
+  }
+
+  virtual c10::intrusive_ptr<Work> make_work(
+      const OperationPtr& operation,
+      c10::Device device,
+      const std::vector<at::Tensor>& outputs,
+      bool) {
+    return c10::make_intrusive<Work>(
+        getRank(), operation, device, number_, outputs, options_->timeout);
+  }
+
+  // What is on the current stream needs no waiting for.
+  virtual c10::intrusive_ptr<c10d::Work> returned(
+      const c10::intrusive_ptr<Work>& work,
+      bool async) {
+    return async ? work : nullptr;
+  }
+
   virtual c10::intrusive_ptr<Backend> child(
       const c10::intrusive_ptr<c10d::Store>& store,
       int rank,
@@ -1116,6 +1169,10 @@ class ProcessGroupStandin : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<Options> options_;
   bool eager_ = false;
+  std::atomic<uint64_t> number_{0};
+  std::mutex mutex_;
+  std::map<std::string, CommunicatorPtr> communicators_;
+  OperationPtr coalesced_;
 
  private:
   // ---- arguments ----
@@ -1315,10 +1372,11 @@ class ProcessGroupStandin : public c10d::Backend {
       std::vector<Piece> pieces,
       bool async) {
     ++number_;
+    check_usable();
     auto joined = communicator("0", getRank(), getSize());
     auto tensors = inputs;
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
-    if (coalesced_) {
+    if (coalesces(type)) {
       return coalesce(type, joined, std::move(pieces), tensors, outputs, async);
     }
     joined->connect(type);
@@ -1326,7 +1384,7 @@ class ProcessGroupStandin : public c10d::Backend {
     operation->communicator = joined;
     operation->pieces = std::move(pieces);
     auto work = launch(operation, outputs.at(0).device(), tensors, outputs, async);
-    return async ? work : nullptr; // what is on the current stream needs no waiting for
+    return returned(work, async);
   }
 
   c10::intrusive_ptr<c10d::Work> point_to_point(
@@ -1334,6 +1392,7 @@ class ProcessGroupStandin : public c10d::Backend {
       std::vector<at::Tensor>& tensors,
       int peer) {
     ++number_;
+    check_usable();
     const auto& tensor = one(tensors);
     checked_rank(peer);
     const bool sends = type == OpType::SEND;
@@ -1377,14 +1436,10 @@ class ProcessGroupStandin : public c10d::Backend {
       coalesced_->pieces.push_back(std::move(piece));
     }
     coalesced_tensors_.insert(coalesced_tensors_.end(), tensors.begin(), tensors.end());
-    if (!async || c10d::isP2POp(type)) {
-      return nullptr;
-    }
-    return c10::make_intrusive<Work>(
-        getRank(), coalesced_, tensors.at(0).device(), number_, outputs, options_->timeout);
+    return part_of_group(type, tensors, outputs, async);
   }
 
-  c10::intrusive_ptr<c10d::Work> launch(
+  c10::intrusive_ptr<Work> launch(
       const OperationPtr& operation,
       c10::Device device,
       const std::vector<at::Tensor>& tensors,
@@ -1394,9 +1449,7 @@ class ProcessGroupStandin : public c10d::Backend {
     const c10::DeviceGuard guard(device);
     const auto current = current_stream(device.index());
     const auto stream = async ? own_stream(key, device.index()) : current;
-    auto work =
-        c10::make_intrusive<Work>(
-            getRank(), operation, device, number_, outputs, options_->timeout);
+    auto work = make_work(operation, device, outputs, async);
     if (async) {
       block(stream, record(current));
       for (const auto& tensor : tensors) {
@@ -1411,6 +1464,7 @@ class ProcessGroupStandin : public c10d::Backend {
       communicator.last = record(stream);
       operation->set_end(communicator.last);
     }
+    work->launched();
     const c10::StreamGuard on(stream);
     work->future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
@@ -1418,31 +1472,259 @@ class ProcessGroupStandin : public c10d::Backend {
     return work;
   }
 
-  std::atomic<uint64_t> number_{0};
   std::atomic<int> splits_{0};
-  std::mutex mutex_;
   bool aborted_ = false;
-  std::map<std::string, CommunicatorPtr> communicators_;
   std::map<std::pair<std::string, c10::DeviceIndex>, Stream> streams_;
-  OperationPtr coalesced_;
   std::vector<at::Tensor> coalesced_tensors_;
   bool coalesced_async_ = false;
 };
 
-// The class behind "nccl" from torch 2.15 on: one communicator on one device, made with the group.
+// ---- The class behind "nccl" from torch 2.15 on ----
+
+enum class Health : uint8_t { kNormal, kTimeout, kError };
+
+// TORCH_NCCL_ASYNC_ERROR_HANDLING: what the watchdog does with a group that is not healthy.
+struct Handling {
+  static Handling read() {
+    const char* text = std::getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING");
+    const int mode = text && *text ? std::atoi(text) : 3;
+    return {mode == 1 || mode == 2, mode == 1 || mode == 3};
+  }
+  bool cleans_up;
+  bool ends_process;
+};
+
+// What a group and the works that it has launched know of each other.
+class Ledger {
+ public:
+  enum class Status : uint8_t { kOpen, kCompleted, kTimedOut, kFailed };
+
+  // How far one work is. It is held by the work's handle and, until it is over, by the group.
+  struct Entry {
+    OperationPtr operation;
+    std::chrono::milliseconds limit;
+    Clock::time_point started;
+    std::atomic<Status> status{Status::kOpen};
+  };
+  using EntryPtr = std::shared_ptr<Entry>;
+
+  // The group's health comes before the operation's own end: of a group that was aborted also what
+  // had come to its end, and was not asked for it since, has failed.
+  Status look(Entry& entry, std::optional<std::chrono::milliseconds> limit = std::nullopt) const {
+    if (entry.status != Status::kOpen) {
+      return entry.status;
+    }
+    auto found = Status::kOpen;
+    if (health != Health::kNormal) {
+      found = health == Health::kTimeout ? Status::kTimedOut : Status::kFailed;
+    } else if (entry.operation->ended()) {
+      found = Status::kCompleted;
+    } else if (Clock::now() - entry.started >= limit.value_or(entry.limit)) {
+      found = Status::kTimedOut;
+    }
+    auto open = Status::kOpen;
+    entry.status.compare_exchange_strong(open, found);
+    return entry.status;
+  }
+
+  void add(EntryPtr entry) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    entries_.push_back(std::move(entry));
+  }
+
+  // What the first one that has not come to a good end has come to; completed if none is left.
+  Status look_at_all() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(entries_, [this](auto& entry) { return look(*entry) == Status::kCompleted; });
+    auto worst = entries_.empty() ? Status::kCompleted : Status::kOpen;
+    for (auto& entry : entries_) {
+      const auto status = look(*entry);
+      worst = status == Status::kTimedOut || status == Status::kFailed ? status : worst;
+    }
+    return worst;
+  }
+
+  std::atomic<Health> health{Health::kNormal};
+
+ private:
+  std::mutex mutex_;
+  std::vector<EntryPtr> entries_;
+};
+
+class Work2 : public Work {
+ public:
+  Work2(
+      int rank,
+      OperationPtr operation,
+      c10::Device device,
+      uint64_t number,
+      std::vector<at::Tensor> outputs,
+      std::chrono::milliseconds limit,
+      std::shared_ptr<Ledger> ledger,
+      bool blocks_host)
+      : Work(rank, std::move(operation), device, number, std::move(outputs), limit),
+        ledger_(std::move(ledger)),
+        blocks_host_(blocks_host),
+        entry_(std::make_shared<Ledger::Entry>()) {
+    entry_->operation = operation_;
+    entry_->limit = limit;
+    entry_->started = Clock::now();
+  }
+
+  void launched() override {
+    ledger_->add(entry_);
+  }
+
+  bool isCompleted() override {
+    return ledger_->look(*entry_) != Ledger::Status::kOpen;
+  }
+
+  bool isSuccess() const override {
+    return entry_->status == Ledger::Status::kOpen || entry_->status == Ledger::Status::kCompleted;
+  }
+
+  std::exception_ptr exception() const override {
+    if (isSuccess()) {
+      return nullptr;
+    }
+    return std::make_exception_ptr(C10_BUILD_ERROR(
+        DistBackendError,
+        entry_->status == Ledger::Status::kTimedOut
+            ? "Watchdog caught collective operation timeout: NCCL operation timed out"
+            : "NCCL operation failed"));
+  }
+
+  void synchronize() override {
+    if (entry_->status != Ledger::Status::kOpen) {
+      return;
+    }
+    Work::synchronize();
+    if (blocks_host_) {
+      standin::synchronize(current_stream(device_.index()));
+    }
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    synchronize();
+    std::optional<std::chrono::milliseconds> limit;
+    if (timeout != kNoTimeout) {
+      limit = timeout;
+      WithoutGil released;
+      while (ledger_->look(*entry_, limit) == Ledger::Status::kOpen) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    ledger_->look(*entry_, limit);
+    if (const auto error = exception()) {
+      std::rethrow_exception(error);
+    }
+    return true;
+  }
+
+ private:
+  const std::shared_ptr<Ledger> ledger_;
+  const bool blocks_host_;
+  const Ledger::EntryPtr entry_;
+};
+
+// What a call within a group of calls gives, and an empty group.
+class CompletedWork : public c10d::Work {
+ public:
+  explicit CompletedWork(std::vector<at::Tensor> outputs = {}) : outputs_(std::move(outputs)) {}
+  bool isCompleted() override {
+    return true;
+  }
+  bool isSuccess() const override {
+    return true;
+  }
+  bool wait(std::chrono::milliseconds) override {
+    return true;
+  }
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override {
+    return outputs_;
+  }
+
+ private:
+  const std::vector<at::Tensor> outputs_;
+};
+
+// One communicator on one device, made with the group, and a watchdog.
 class ProcessGroupStandin2 : public ProcessGroupStandin {
  public:
   using ProcessGroupStandin::ProcessGroupStandin;
+
+  ~ProcessGroupStandin2() override {
+    if (state_ != State::kConnected) {
+      return;
+    }
+    stop_watchdog();
+    give_up_communicators();
+  }
 
   const std::string getBackendName() const override {
     return kName2;
   }
 
   // Makes the communicator.
-  void connect_on(std::optional<at::Device> device) {
+  virtual void connect_on(std::optional<at::Device> device) {
     const auto index = current_stream(-1).device_index();
     device_ = device ? *device : at::Device(c10::DeviceType::PrivateUse1, index);
     eagerConnectSingleDevice(*device_);
+    state_ = State::kConnected;
+    watchdog_ = std::thread([this] { watch(); });
+  }
+
+  void abort() override {
+    stop_watchdog(); // its caller has asked for this failure, so nothing is to follow from it
+    ledger_->health = Health::kError;
+    give_up_communicators();
+  }
+
+  // What is under way comes to its end, or to its time limit, which aborts it.
+  void shutdown() override {
+    if (state_ != State::kConnected) {
+      return;
+    }
+    state_ = State::kEnded;
+    stop_watchdog();
+    {
+      WithoutGil released;
+      while (ledger_->look_at_all() == Ledger::Status::kOpen) {
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+    }
+    give_up_communicators();
+  }
+
+  c10d::ErrorType getError() override {
+    switch (ledger_->health.load()) {
+      case Health::kTimeout:
+        return c10d::ErrorType::TIMEOUT;
+      case Health::kError:
+        return c10d::ErrorType::COMM_ERROR;
+      default:
+        return c10d::ErrorType::SUCCESS;
+    }
+  }
+
+  // Only sends and receives are put together. Collectives begin at once.
+  void startCoalescing() override {
+    TORCH_CHECK(!coalesced_, "startCoalescing called while a batch is already active");
+    collectives_.clear();
+    ProcessGroupStandin::startCoalescing();
+  }
+
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+    TORCH_CHECK(coalesced_, "endCoalescing called without a matching startCoalescing");
+    const auto collectives = std::exchange(collectives_, {});
+    if (auto messages = ProcessGroupStandin::endCoalescing()) {
+      return messages;
+    }
+    if (!collectives.empty()) {
+      return collectives.back(); // they run in the order of their launch
+    }
+    return c10::make_intrusive<CompletedWork>();
   }
 
  protected:
@@ -1452,11 +1734,54 @@ class ProcessGroupStandin2 : public ProcessGroupStandin {
 
   void check_device(const at::Tensor& tensor) const override {
     TORCH_CHECK(
-        device_->index() == tensor.device().index(),
-        "ProcessGroupNCCL is bound to device ",
+        tensor.device() == *device_,
+        "Expected tensor on ",
         *device_,
-        " but an operation was issued on ",
+        " but found tensor on ",
         tensor.device());
+  }
+
+  void check_usable() override {
+    TORCH_CHECK(state_ == State::kConnected, "ProcessGroupNCCL not initialized");
+    look_at_works();
+    if (ledger_->health == Health::kTimeout) {
+      handle_failure("timeout - collective operation timed out");
+    }
+    TORCH_CHECK(ledger_->health != Health::kTimeout, "NCCL operation timed out");
+    TORCH_CHECK(
+        ledger_->health != Health::kError,
+        "NCCL communicator was aborted after a previous error");
+  }
+
+  bool coalesces(OpType type) const override {
+    return coalesced_ && c10d::isP2POp(type);
+  }
+
+  c10::intrusive_ptr<c10d::Work> part_of_group(
+      OpType,
+      const std::vector<at::Tensor>&,
+      const std::vector<at::Tensor>& outputs,
+      bool) override {
+    return c10::make_intrusive<CompletedWork>(outputs);
+  }
+
+  c10::intrusive_ptr<Work> make_work(
+      const OperationPtr& operation,
+      c10::Device device,
+      const std::vector<at::Tensor>& outputs,
+      bool async) override {
+    const bool blocks_host = operation->type == OpType::BARRIER && !async;
+    return c10::make_intrusive<Work2>(
+        getRank(), operation, device, number_, outputs, options_->timeout, ledger_, blocks_host);
+  }
+
+  c10::intrusive_ptr<c10d::Work> returned(
+      const c10::intrusive_ptr<Work>& work,
+      bool) override {
+    if (coalesced_) {
+      collectives_.push_back(work);
+    }
+    return work;
   }
 
   c10::intrusive_ptr<Backend> child(
@@ -1469,11 +1794,229 @@ class ProcessGroupStandin2 : public ProcessGroupStandin {
     return c10::static_intrusive_pointer_cast<Backend>(group);
   }
 
- private:
   std::optional<at::Device> device_;
+
+ private:
+  enum class State : uint8_t { kNone, kConnected, kEnded };
+
+  // Once: there is nothing left then that would have to be waited for.
+  void give_up_communicators() {
+    if (!given_up_.exchange(true)) {
+      ProcessGroupStandin::abort();
+    }
+  }
+
+  void look_at_works() {
+    const auto status = ledger_->look_at_all();
+    auto healthy = Health::kNormal;
+    if (status == Ledger::Status::kTimedOut) {
+      ledger_->health.compare_exchange_strong(healthy, Health::kTimeout);
+    } else if (status == Ledger::Status::kFailed) {
+      ledger_->health.compare_exchange_strong(healthy, Health::kError);
+    }
+  }
+
+  bool has_remote_error() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(communicators_.begin(), communicators_.end(), [](auto& each) {
+      return each.second->remote_error();
+    });
+  }
+
+  void watch() {
+    while (true) {
+      {
+        std::unique_lock<std::mutex> lock(watch_mutex_);
+        if (watch_condition_.wait_for(lock, std::chrono::seconds(1), [this] { return unwatched_; })) {
+          return;
+        }
+      }
+      park_if_ending();
+      look_at_works();
+      auto healthy = Health::kNormal;
+      if (has_remote_error() &&
+          ledger_->health.compare_exchange_strong(healthy, Health::kError)) {
+        handle_failure("error - nccl hit async error");
+      } else if (ledger_->health == Health::kTimeout) {
+        handle_failure("timeout - timeout watchdog detected operation timeout");
+      } else if (ledger_->health == Health::kError) {
+        handle_failure("error - timeout watchdog detected operation error");
+      }
+    }
+  }
+
+  void handle_failure(const char* reason) {
+    const auto handling = Handling::read();
+    if (handling.cleans_up) {
+      give_up_communicators();
+      std::lock_guard<std::mutex> lock(watch_mutex_);
+      unwatched_ = true;
+    }
+    if (handling.ends_process) {
+      std::fprintf(stderr, "Aborting process on rank %d due to %s\n", getRank(), reason);
+      std::abort();
+    }
+  }
+
+  void stop_watchdog() {
+    {
+      std::lock_guard<std::mutex> lock(watch_mutex_);
+      unwatched_ = true;
+    }
+    watch_condition_.notify_all();
+    WithoutGil released;
+    std::lock_guard<std::mutex> lock(join_mutex_);
+    if (watchdog_.joinable()) {
+      watchdog_.join();
+    }
+  }
+
+  const std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  std::atomic<State> state_{State::kNone};
+  std::atomic<bool> given_up_{false};
+  std::vector<c10::intrusive_ptr<c10d::Work>> collectives_;
+  std::thread watchdog_;
+  std::mutex watch_mutex_;
+  std::mutex join_mutex_;
+  std::condition_variable watch_condition_;
+  bool unwatched_ = false;
+};
+
+// ---- The class behind "nccl-lazy" ----
+
+// Collectives and batches are those of the other class. A send or receive on its own goes through a
+// group of the two ranks, which its first use makes.
+class ProcessGroupStandinLazy : public ProcessGroupStandin2 {
+ public:
+  using ProcessGroupStandin2::ProcessGroupStandin2;
+
+  const std::string getBackendName() const override {
+    return kNameLazy;
+  }
+
+  c10::intrusive_ptr<c10d::Work> send(
+      std::vector<at::Tensor>& tensors,
+      int peer,
+      int tag) override {
+    if (coalesced_) {
+      return ProcessGroupStandin2::send(tensors, peer, tag);
+    }
+    return channel(peer)->send(tensors, getRank() < peer ? 1 : 0, tag);
+  }
+
+  c10::intrusive_ptr<c10d::Work> recv(
+      std::vector<at::Tensor>& tensors,
+      int peer,
+      int tag) override {
+    if (coalesced_) {
+      return ProcessGroupStandin2::recv(tensors, peer, tag);
+    }
+    return channel(peer)->recv(tensors, getRank() < peer ? 1 : 0, tag);
+  }
+
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    ProcessGroupStandin2::setTimeout(timeout);
+    for (auto& [peer, pair] : pairs()) {
+      pair->setTimeout(timeout);
+    }
+  }
+
+  // One after the other, and each waits for all that the device does.
+  void abort() override {
+    ProcessGroupStandin2::abort();
+    for (auto& [peer, pair] : pairs()) {
+      pair->abort();
+    }
+  }
+
+  void shutdown() override {
+    for (auto& [peer, pair] : pairs()) {
+      pair->shutdown();
+    }
+    ProcessGroupStandin2::shutdown();
+  }
+
+  c10d::ErrorType getError() override {
+    auto error = ProcessGroupStandin2::getError();
+    for (auto& [peer, pair] : pairs()) {
+      error = error == c10d::ErrorType::SUCCESS ? pair->getError() : error;
+    }
+    return error;
+  }
+
+  size_t channels() {
+    return pairs().size();
+  }
+
+ private:
+  using Pairs = std::map<int, c10::intrusive_ptr<ProcessGroupStandin2>>;
+
+  Pairs pairs() {
+    std::lock_guard<std::mutex> lock(pairs_mutex_);
+    return pairs_;
+  }
+
+  c10::intrusive_ptr<ProcessGroupStandin2> channel(int peer) {
+    TORCH_CHECK(
+        peer != getRank() && peer >= 0 && peer < getSize(),
+        "LazyBackend: invalid peer rank ",
+        peer);
+    const auto known = pairs();
+    if (const auto found = known.find(peer); found != known.end()) {
+      return found->second;
+    }
+    const auto low = std::min(peer, getRank());
+    const auto high = std::max(peer, getRank());
+    auto store = c10::make_intrusive<c10d::PrefixStore>(c10::str("p2p-", low, "-", high), store_);
+    auto options = c10::make_intrusive<Options>(*options_);
+    options->split_from = nullptr;
+    auto made = c10::make_intrusive<ProcessGroupStandin2>(
+        store, getRank() == low ? 0 : 1, 2, options);
+    made->connect_on(device_);
+    std::lock_guard<std::mutex> lock(pairs_mutex_);
+    return pairs_.emplace(peer, std::move(made)).first->second;
+  }
+
+  std::mutex pairs_mutex_;
+  Pairs pairs_;
 };
 
 } // namespace
+
+// A class that connects when it is made, on a device.
+template <typename T>
+py::class_<T, c10::intrusive_ptr<T>, c10d::Backend> bind_eager(py::module_& m, const char* name) {
+  using Options = ProcessGroupStandin::Options;
+  return py::class_<T, c10::intrusive_ptr<T>, c10d::Backend>(m, name)
+      .def(
+          py::init([](c10::intrusive_ptr<c10d::Store> store,
+                      int rank,
+                      int size,
+                      c10::intrusive_ptr<Options> options,
+                      std::optional<at::Device> device) {
+            auto made = c10::make_intrusive<T>(std::move(store), rank, size, std::move(options));
+            made->connect_on(device);
+            return made;
+          }),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"),
+          py::arg("device_id") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def("get_error", &T::getError)
+      .def(
+          "perform_nocolor_split",
+          [](T& self, at::Device device) { self.perform_nocolor_split(device); })
+      .def(
+          "split",
+          &T::split,
+          py::arg("store"),
+          py::arg("ranks"),
+          py::arg("opts"),
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", [](T& self) { return self.options(); });
+}
 
 void bind_group(py::module_& m) {
   py::module_::import("torch.distributed");
@@ -1500,43 +2043,15 @@ void bind_group(py::module_& m) {
           py::arg("size"),
           py::arg("options"),
           py::call_guard<py::gil_scoped_release>())
+      .def("get_error", &Group::getError)
       .def("comm_split_count", &Group::splits)
       .def("perform_nocolor_split", &Group::perform_nocolor_split)
       .def_property_readonly("options", &Group::options);
 
-  using Group2 = ProcessGroupStandin2;
-  auto group2 = py::class_<Group2, c10::intrusive_ptr<Group2>, c10d::Backend>(
-      m, "ProcessGroupStandin2");
-  group2
-      .def(
-          py::init([](c10::intrusive_ptr<c10d::Store> store,
-                      int rank,
-                      int size,
-                      c10::intrusive_ptr<Group::Options> options,
-                      std::optional<at::Device> device) {
-            auto made =
-                c10::make_intrusive<Group2>(std::move(store), rank, size, std::move(options));
-            made->connect_on(device);
-            return made;
-          }),
-          py::arg("store"),
-          py::arg("rank"),
-          py::arg("size"),
-          py::arg("options"),
-          py::arg("device_id") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "perform_nocolor_split",
-          [](Group2& self, at::Device device) { self.perform_nocolor_split(device); })
-      .def(
-          "split",
-          &Group2::split,
-          py::arg("store"),
-          py::arg("ranks"),
-          py::arg("opts"),
-          py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("options", [](Group2& self) { return self.options(); });
-  group2.attr("Options") = group.attr("Options");
+  bind_eager<ProcessGroupStandin2>(m, "ProcessGroupStandin2").attr("Options") =
+      group.attr("Options");
+  bind_eager<ProcessGroupStandinLazy>(m, "ProcessGroupStandinLazy")
+      .def("_num_active_channels", &ProcessGroupStandinLazy::channels);
 }
 
 } // namespace standin

@@ -1,7 +1,7 @@
 """Importing this makes the device ``standin`` known to torch, in this process, and its backends.
 
-These are ``standin`` and ``standin2``. It starts no thread, so processes that fork afterwards have
-them, too.
+These are ``standin``, ``standin2`` and ``standin-lazy``. It starts no thread, so processes that
+fork afterwards have them, too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,18 @@ def create(options: Any, backend_options: Any) -> Any:
 
 def create2(options: Any, backend_options: Any) -> Any:
     """The same of torch 2.15's other class: ``_create_nccl2_process_group``."""
+    return create_eager(native.ProcessGroupStandin2, options, backend_options)
+
+
+def create_lazy(options: Any, backend_options: Any) -> Any:
+    """And of its third: ``_create_nccl_lazy_process_group``."""
+    return create_eager(native.ProcessGroupStandinLazy, options, backend_options)
+
+
+def create_eager(kind: type, options: Any, backend_options: Any) -> Any:
     own = own_options(options, backend_options)
     parent = split_source(options)
-    if isinstance(parent, native.ProcessGroupStandin2):
+    if isinstance(parent, kind):
         return parent.split(options.store, options.global_ranks_in_group, own)
     asked = SimpleNamespace(
         process_group=group_of(options),
@@ -53,9 +62,7 @@ def create2(options: Any, backend_options: Any) -> Any:
         group_rank=options.group_rank,
     )
     device = c10d._nccl2_device(asked)
-    return native.ProcessGroupStandin2(
-        options.store, options.group_rank, options.group_size, own, device
-    )
+    return kind(options.store, options.group_rank, options.group_size, own, device)
 
 
 def split_source(options: Any) -> Any:
@@ -102,6 +109,9 @@ def register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("standin", create, extended_api=True, devices=["standin"])
     dist.Backend.register_backend("standin2", create2, extended_api=True, devices=["standin"])
+    dist.Backend.register_backend(
+        "standin-lazy", create_lazy, extended_api=True, devices=["standin"]
+    )
     c10d._nccl2_device = choose_device
 
 

@@ -33,10 +33,13 @@ def run_program(*arguments: str) -> str:
     return done.stdout
 
 
+CLASSES = ("standin", "standin2", "standin-lazy")
+
+
+@pytest.mark.parametrize("backend", CLASSES)
 @pytest.mark.parametrize(
     ("check", "ranks"),
     [
-        ("numbers", 1),
         ("numbers", 2),
         ("numbers", 4),
         ("asynchronous", 2),
@@ -44,21 +47,48 @@ def run_program(*arguments: str) -> str:
         ("split", 4),
         ("ddp", 2),
         ("fsdp", 2),
-        ("missing_peer", 2),
         ("synchronous_hang", 2),
-        ("lonely_init", 2),
+        ("abort_of_another", 2),
         ("mismatch", 2),
+        ("exit_while_hung", 2),
+    ],
+)
+def test_check(check: str, ranks: int, backend: str) -> None:
+    run_program("-m", "tests.standin.checks", check, str(ranks), backend)
+
+
+@pytest.mark.parametrize(
+    ("check", "ranks"),
+    [
+        ("numbers", 1),
+        ("missing_peer", 2),
+        ("lonely_init", 2),
+        ("first_of_its_kind", 2),
+        ("time_limit", 2),
         ("dead_peer", 2),
         ("order", 2),
         ("time_out", 2),
-        ("exit_while_hung", 2),
         ("broken", 1),
         ("tensors", 1),
         ("streams", 1),
     ],
 )
-def test_check(check: str, ranks: int) -> None:
+def test_check_of_the_older_class_or_of_the_device(check: str, ranks: int) -> None:
     run_program("-m", "tests.standin.checks", check, str(ranks))
+
+
+EACH = ("connected_at_once", "sync_gives_a_work", "aborted", "past_its_limit", "dropped")
+EACH += ("shut_down", "put_together", "messages", "abort_of_pairs")
+
+
+@pytest.mark.parametrize(
+    ("check", "backend"),
+    [(check, backend) for check in EACH for backend in CLASSES]
+    + [(check, backend) for check in ("cleaned_up", "process_ended") for backend in CLASSES[1:]],
+)
+def test_classes_differ_as_those_of_nccl(check: str, backend: str) -> None:
+    ranks = "3" if check == "messages" else "2"
+    run_program("-m", "tests.standin.class_checks", check, ranks, backend)
 
 
 def test_registering_starts_no_thread() -> None:

@@ -1,6 +1,7 @@
 """What the agent keeps of its children; the test is its kernel, and small processes its ranks.
 
 Agents are played in this process, so they see and reap only what they have forked themselves.
+The file is long because all of its tests play the same agent, with the fixtures here.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from distsession.engine.pages import Pages
 from distsession.engine.process import die_with_parent
 from distsession.engine.process_state import GONE, process_state
 from distsession.protocol import board as layout
+from distsession.protocol import whole_messages
 from distsession.protocol.agent_messages import (
     AgentFailed,
     AgentReady,
@@ -715,6 +717,16 @@ def test_ranks_end_with_the_link_to_the_kernel(host: Host) -> None:
     assert not any(map(lives, [*pids, host.agent._store_pid]))
 
 
+def test_a_message_of_the_kernel_that_never_comes_whole_is_the_end_of_its_link(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_messages, "MESSAGE_TIMEOUT_S", 0.3)
+    [pid] = host.start(pause)
+    os.write(host.link.fileno(), b"\0\0\1\0half")
+    host.agent.serve()
+    assert not lives(pid)
+
+
 def test_ranks_end_when_the_kernel_is_no_longer_the_parent(host: Host) -> None:
     pids = host.start(pause)
     host.kernel.lives = lambda: False
@@ -741,7 +753,7 @@ def test_a_child_of_the_agent_that_ends_wakes_it(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PARENT_POLL_S", 60.0)
-    monkeypatch.setattr(module, "DDP_IMPORTS", ())
+    monkeypatch.setattr(module, "LATER_IMPORTS", ())
 
     def program(memory: Any) -> None:
         time.sleep(0.1)
@@ -770,7 +782,7 @@ def torch_here(host: Host, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(
         torch_problem=lambda: "", fork_problem=lambda: "", host_info=lambda _: HOST
     )
-    ipython = SimpleNamespace(prepare_shell=lambda: None)
+    ipython = SimpleNamespace(prepare_shell=lambda folder: None)
     monkeypatch.setattr(engine, "host_info", found, raising=False)
     monkeypatch.setattr(engine, "ipython", ipython, raising=False)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # all of what the tests have
@@ -793,7 +805,7 @@ def test_an_agent_does_what_ranks_would_do_after_all_that_it_imports(
     monkeypatch.setattr(torch_private, "prepare_ranks", lambda: done.append("prepared"))
     monkeypatch.setattr(module, "import_modules", lambda names: done.extend(names) or "")
     monkeypatch.setattr(module, "_import_quietly", done.append)
-    monkeypatch.setattr(module, "DDP_IMPORTS", ("ddp",))
+    monkeypatch.setattr(module, "LATER_IMPORTS", ("ddp",))
     monkeypatch.setattr(module, "PRELOAD_IDLE_S", 0.0)
     monkeypatch.setattr(host.agent, "_use_large_pages", lambda: done.append("large pages"))
     host.agent._handle(PrepareAgent(("first",), ()))

@@ -152,9 +152,9 @@ def test_a_method_takes_what_torchs_takes(ours: type, torchs: type, name: str) -
 def test_the_docstrings_of_torchs_methods_are_read() -> None:
     """Or nothing would be compared."""
     found = overloads(dist.ProcessGroup, "reduce")
-    assert [[name for name, _ in each] for each in found] == [
+    assert [[name for name, _ in each][:3] for each in found] == [  # torch 2.8 has no timeout
         ["tensors", "opts"],
-        ["tensor", "root", "op", "timeout"],
+        ["tensor", "root", "op"],
     ]
     assert overloads(dist.Work, "wait") == [[("timeout", "datetime.timedelta(0)")]]
     assert len(methods()) > 60

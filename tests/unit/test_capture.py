@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
+import signal
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distsession.engine import capture as module
-from distsession.engine.capture import Capture
+from distsession.engine.capture import Capture, redirected
+from distsession.engine.control import Interrupter
 from distsession.protocol.messages import Display, OutputEnd, Text, TimelineRequest
 
 
@@ -83,6 +90,21 @@ def test_the_two_streams_keep_their_order(rank: Rank) -> None:
         told = [(m.stream, m.text) for m in rank.drained()]
         streams = ["stdout", "stderr"] * 3
         assert told == [(s, f"{s[3:]} {n // 2}\n") for n, s in enumerate(streams)]
+
+
+@pytest.mark.parametrize("python", [0, 1])
+@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_what_a_process_has_written_stands_before_what_comes_next(
+    rank: Rank, python: int, other: int, earlier: int
+) -> None:
+    with rank:
+        print("before", file=rank.capture.streams[earlier])
+        subprocess.run(["sh", "-c", f"echo process >&{other + 1}"], check=True)
+        print("next", file=rank.capture.streams[python])
+        subprocess.run(["sh", "-c", f"echo last >&{2 - other}"], check=True)
+        told = "".join(message.text for message in rank.drained())
+        assert told.split() == ["before", "process", "next", "last"]
 
 
 def test_a_display_comes_after_what_was_written_before_it(rank: Rank) -> None:
@@ -241,3 +263,47 @@ def test_one_that_goes_while_it_is_told_gets_nothing_of_what_comes_then(kept: Ra
         kept.capture.resume(lambda: None)
         kept.capture._send_retained()
         assert kept.text(kept.sent) == "text\nmore\n"
+
+
+PRINTS = """
+while len(caught) < 100:
+    try:
+        while len(caught) < 100:
+            print(count, *words)
+            count += 1
+    except KeyboardInterrupt:
+        caught.append(count)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", [("of", "text\n"), ("x" * (3 << 20),)], ids=["short", "long"])
+def test_no_interrupt_parts_a_print(rank: Rank, words: tuple[str, ...]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    interrupter, caught = Interrupter(), list[int]()
+    is_over = threading.Event()
+
+    def press() -> None:
+        while not is_over.wait(0.001):
+            rank.capture.flush()
+            interrupter.target(7)
+            interrupter.interrupt()
+
+    presses = threading.Thread(target=press)
+    code = compile(PRINTS, "In[1]", "exec")
+    names = {"count": 0, "words": words, "caught": caught}
+    try:
+        with rank, redirected(*rank.capture.streams):
+            presses.start()
+            while len(caught) < 100:  # one may come between the cell's own lines
+                with contextlib.suppress(KeyboardInterrupt), interrupter.user_code(7):
+                    exec(code, names)
+    finally:
+        is_over.set()
+        presses.join()
+        signal.signal(signal.SIGINT, before)
+    line = re.compile(f"([0-9]+) {re.escape(' '.join(words))}\n")
+    text = rank.text(rank.drained())
+    assert line.sub("", text) == ""
+    numbers = [int(found[1]) for found in line.finditer(text)]
+    assert all(after - number in (0, 1) for number, after in pairwise(numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def strftime(self, text: str) -> str:
+        return time.strftime(text, time.gmtime(self.now))
+
 
 class Screen:
     """What stands below a cell, as text: each display, with its updates."""
@@ -49,7 +53,7 @@ class Screen:
         screen = self
 
         class Handle:
-            def update(self, data: dict[str, Any], raw: bool) -> None:
+            def update(self, data: dict[str, Any], raw: bool, **_: Any) -> None:
                 assert raw
                 screen.shown[at] = data
 
@@ -316,3 +320,22 @@ def test_bars_are_lines_where_there_are_many_or_no_widgets(
     output.close()
     assert not any(WIDGET_VIEW in data for data in screen.shown)
     assert screen.texts[-1].startswith(f"[ranks 0-{ranks - 1}] |{'#' * 10} ")
+
+
+def test_what_stands_by_itself_comes_at_once_and_in_the_order_of_ranks(
+    output: CellOutput, screen: Screen
+) -> None:
+    def markdown(rank: int, number: int) -> Display:
+        text = f"rank {rank}, {number}"
+        return Display(rank, 1, {"text/markdown": text, "text/plain": text}, {})
+
+    for count, (rank, number) in enumerate([(2, 1), (0, 1), (0, 2), (1, 1), (2, 2), (1, 2)], 1):
+        output.write(markdown(rank, number))
+        assert len(screen.shown) == 2 * count
+    output.close()
+    assert screen.texts == [
+        line
+        for number in (1, 2)
+        for rank in (0, 1, 2)
+        for line in (f"[rank {rank}]", f"rank {rank}, {number}")
+    ]

@@ -21,6 +21,7 @@ from distsession.cluster.interrupts import InterruptHold
 from distsession.cluster.monitor import NodeGone
 from distsession.cluster.pending import NOBODY, OutputBudget, PendingRequest
 from distsession.errors import EngineDiedError, RunTimeoutError, SessionStateError
+from distsession.protocol import whole_messages
 from distsession.protocol.agent_messages import AgentFailed, StoreReady
 from distsession.protocol.board import Board, file_size, make_file
 from distsession.protocol.messages import (
@@ -222,7 +223,7 @@ def test_an_answer_ends_the_wait_of_who_receives_it(kernel: Kernel) -> None:
 def test_what_the_channels_thread_has_for_a_run_ends_that_wait(kernel: Kernel) -> None:
     rank = kernel.add_rank(0)
     assert received_for(kernel, lambda: rank.write(1, "x")).has_event
-    assert received_for(kernel, lambda: kernel.channel.mark_dead(death(0))).deaths.keys() == {0}
+    assert received_for(kernel, lambda: kernel.channel.mark_dead([death(0)])).deaths.keys() == {0}
 
 
 def test_a_ctrl_c_ends_that_wait_and_is_raised_then(kernel: Kernel) -> None:
@@ -270,7 +271,7 @@ def test_what_is_copied_out_of_the_buffer_is_there_until_all_have_answered(kerne
     kernel.channel.forget(second)
     third = push(b"3")
     assert [taken(rank) for rank in ranks] == [b"3", b"3"]
-    kernel.channel.mark_dead(death(1))  # it may only seem so
+    kernel.channel.mark_dead([death(1)])  # it may only seem so
     ranks[0].reply(third.request)
     wait(third)
     kernel.channel.forget(third)
@@ -335,7 +336,7 @@ def test_the_word_of_a_push_stays_until_its_ranks_have_seen_it(
 
 def test_a_push_is_not_committed_where_a_rank_of_it_has_died(kernel: Kernel, board: Board) -> None:
     kernel.add_rank(0)
-    kernel.channel.mark_dead(death(0))
+    kernel.channel.mark_dead([death(0)])
     with pytest.raises(EngineDiedError):
         kernel.channel.commit_push(7, [0])
     assert not board.is_push_committed(7)
@@ -396,20 +397,24 @@ def test_a_rank_that_has_just_started_may_take_a_moment_to_connect(
     kernel: Kernel, beside: Callable[..., Future[Any]]
 ) -> None:
     kernel.channel.set_identity(0, 0)
-    sent = beside(kernel.submit, 0)
-    time.sleep(0.02)
-    assert not sent.done()
+    first, second = (beside(kernel.submit, 0).result(CONNECT_TIMEOUT / 2) for _ in range(2))
+    assert first.missing == second.missing == (0,)
     rank = kernel.connect(0)
-    assert rank.receive()[0] == cell(sent.result(LONG_S).request)
+    assert rank.receive()[0] == cell(first.request)
+    assert rank.receive()[0] == cell(second.request)
 
 
-def test_a_rank_whose_process_has_ended_is_not_waited_for(kernel: Kernel) -> None:
-    kernel.channel.set_identity(3, 0)
-    kernel.channel.has_ended = lambda rank: rank == 3
-    began = time.monotonic()
-    pending = kernel.submit(3)
-    assert time.monotonic() - began < 5
-    assert pending.missing == (3,)  # until its death is told
+def test_a_rank_that_dies_before_it_connects_ends_what_waits_for_it(kernel: Kernel) -> None:
+    kernel.channel.set_identity(0, 0)
+    pending = kernel.submit(0)
+    kernel.channel.mark_dead([death(0)])
+    wait(pending)
+    assert pending.deaths.keys() == {0}
+    kernel.channel.set_identity(0, 1)
+    later = kernel.submit(0)
+    late = kernel.connect(0, 0)
+    assert kernel.connect(0, 1).receive()[0] == cell(later.request)
+    assert late.has_nothing()
 
 
 def test_a_rank_is_busy_until_it_has_answered_all_its_requests(kernel: Kernel) -> None:
@@ -514,7 +519,7 @@ def test_a_death_ends_what_waits_for_that_rank_and_nothing_else(kernel: Kernel) 
     for number in (0, 1):
         kernel.add_rank(number)
     lone, both, other = kernel.submit(1), kernel.submit(0, 1), kernel.submit(0)
-    kernel.channel.mark_dead(death(1))
+    kernel.channel.mark_dead([death(1)])
     wait(lone)
     assert lone.deaths[1].returncode == -9
     assert (both.missing, other.missing) == ((0,), (0,))
@@ -526,7 +531,7 @@ def test_nothing_is_sent_to_a_dead_rank_and_to_nobody_who_would_wait_for_it(
 ) -> None:
     ranks = [kernel.add_rank(number) for number in (0, 1)]
     error = death(1)
-    kernel.channel.mark_dead(error)
+    kernel.channel.mark_dead([error])
     with pytest.raises(EngineDiedError, match="rank 1 is gone") as caught:
         kernel.submit(0, 1)
     assert caught.value is not error  # notes are added to it
@@ -539,7 +544,7 @@ def test_nothing_is_sent_to_a_dead_rank_and_to_nobody_who_would_wait_for_it(
 def test_a_reply_of_a_rank_that_is_dead_is_not_taken(kernel: Kernel) -> None:
     ranks = [kernel.add_rank(number) for number in (0, 1)]
     pending = kernel.submit(0, 1)
-    kernel.channel.mark_dead(death(1))
+    kernel.channel.mark_dead([death(1)])
     ranks[1].reply(pending.request, [b"too late"])
     ranks[1].tell()
     until(lambda: kernel.events)
@@ -553,7 +558,7 @@ def test_requests_go_to_the_process_of_the_last_generation(kernel: Kernel) -> No
     old = kernel.add_rank(0)
     before = kernel.submit(0)
     old.receive()
-    kernel.channel.mark_dead(death(0))
+    kernel.channel.mark_dead([death(0)])
     new = kernel.add_rank(0, generation=1)
     pending = kernel.submit(0)
     kernel.channel.send_control(0, StackRequest(1))
@@ -666,6 +671,20 @@ def test_a_malformed_message_of_an_agent_is_no_end_of_it(kernel: Kernel) -> None
     assert kernel.channel.malformed == 3
 
 
+def test_an_agent_whose_message_never_comes_whole_is_given_up_and_holds_up_nobody(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_messages, "MESSAGE_TIMEOUT_S", 0.3)
+    agent = kernel.add_agent(2)
+    os.write(agent.fileno(), b"\0\0\1\0half")
+    until(lambda: kernel.events)
+    assert kernel.events == [NodeGone(2)]
+    rank = kernel.add_rank(0)
+    pending = kernel.submit(0)
+    rank.reply(pending.request)
+    wait(pending)
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 
@@ -679,7 +698,7 @@ def test_a_channel_that_is_closed_sends_nothing_more(kernel: Kernel) -> None:
     kernel.channel.send_control(0, StackRequest(1))
     assert rank.has_nothing()
     kernel.channel.close()
-    kernel.channel.mark_dead(death(0))  # which is how whoever waits is told
+    kernel.channel.mark_dead([death(0)])  # which is how whoever waits is told
     wait(pending)
     assert list(pending.deaths) == [0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +92,38 @@ def test_flags_of_hosts_that_do_not_fit_together_are_refused(
     assert "--hosts is for several hosts: give --launcher" in capsys.readouterr().err
     assert main(["doctor", "--launcher", "mpi", "--nodes", "2", "--map-by", "x"]) == 2
     assert "launcher='mpi' has no option 'map-by'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["top"], "there is no 'top': did you mean ls? It tells what each session does"),
+        (["stopp"], "there is no 'stopp': did you mean stop?"),
+        (["clsoe"], "there is no 'clsoe': did you mean close?"),
+        (["daignose"], "there is no 'daignose': did you mean diagnose?"),
+        (["ls", "--jsn"], "unrecognized arguments: --jsn: did you mean --json?"),
+        (["kill", "digits"], "there is no 'kill': did you mean stop?"),
+        (["doctor", "--devices", "cpux"], "it takes GPUs, not cpux"),
+    ],
+)
+def test_what_may_have_been_meant_is_told(
+    typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(typed)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 2
+
+
+def test_a_session_is_closed_by_either_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    answers = []
+    for word in ("stop", "close"):
+        assert main([word, "no-such"]) == 1
+        answers.append(capsys.readouterr().err)
+    assert answers[0] == answers[1]
+    assert "no session named no-such" in answers[0]

@@ -48,7 +48,7 @@ def test_ls_without_sessions_says_so(kept_base: Path, capsys: Capture) -> None:
     assert main(["ls"]) == 0
     assert capsys.readouterr().out == "no session is kept.\n"
     assert main(["ls", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"sessions": [], "problems": []}
+    assert json.loads(capsys.readouterr().out) == {"sessions": [], "problems": [], "ended": []}
 
 
 def test_ls_tells_who_has_each_session_and_what_it_does(play: Play, capsys: Capture) -> None:

@@ -26,9 +26,10 @@ class Bed:
     def __init__(self) -> None:
         context = zmq.Context.instance()
         self.kernel = context.socket(zmq.PAIR)
-        port = self.kernel.bind_to_random_port("tcp://127.0.0.1")
+        place = f"inproc://{id(self)}"
+        self.kernel.bind(place)
         rank = context.socket(zmq.PAIR)
-        rank.connect(f"tcp://127.0.0.1:{port}")
+        rank.connect(place)
         self.is_limited = False
         self.checks = 0
         self.checked, self.is_over = threading.Event(), threading.Event()

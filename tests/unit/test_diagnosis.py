@@ -1,4 +1,7 @@
-"""From the ranks' reports to who waits for whom."""
+"""From the ranks' reports to who waits for whom.
+
+The file is long because it is a list of cases, each built by the same few functions.
+"""
 
 from __future__ import annotations
 
@@ -538,8 +541,8 @@ ORDER = [
         "each waits for a message from anybody",
         waiting(0, op=ANY) | waiting(1, 2, op=replace(ANY, group="world any->1")),
         Kind.ORDER,
-        f"rank 0 waits in {ANY_TEXT}, ranks 1-2 in {ANY_TEXT}: each waits for the other. No rank "
-        "is left that could send something.",
+        f"ranks 0-2 wait in {ANY_TEXT}: each waits for another of them. No rank is left that "
+        "could send something.",
         (0, 1, 2),
         (0, 1, 2),
     ),
@@ -573,7 +576,8 @@ ORDER = [
         waiting(0, op=RECV_BY_0) | waiting(1, op=RECV_BY_1),
         Kind.ORDER,
         "rank 0 waits in recv #1 (float32 [2], from 1) at In[5] line 2, rank 1 in recv #1 "
-        f"(float32 [2], from 0) at In[5] line 3: each waits for the other. {OTHER_ORDER}",
+        "(float32 [2], from 0) at In[5] line 3: each waits for the other. All of them receive "
+        "first.",
         (0, 1),
         (0, 1),
     ),
@@ -792,6 +796,15 @@ def test_nobody_can_set_a_key_once_all_others_have_ended_their_part_and_nothing_
     assert diagnose(reports).kind is Kind.WAIT  # a later run may set it
 
 
+def test_a_rank_that_has_ended_its_part_may_still_come_while_a_thread_of_it_goes_on() -> None:
+    left = {rank: replace(report, has_threads=True) for rank, report in finished(1).items()}
+    for op, does in ((SUM, "finished its part without it"), (KEY, "rank 1 finished its part")):
+        verdict = diagnose({**waiting(0, op=op), **left}, is_sole=True)
+        assert verdict.kind is Kind.WAIT
+        assert does in verdict.sentence
+        assert "but has a thread that goes on" in verdict.sentence
+
+
 def test_a_rank_that_failed_and_was_to_set_a_key_is_the_cause() -> None:
     verdict = diagnose({**waiting(0, op=KEY), **failed(1), **finished(2)})
     assert verdict.kind is Kind.DEADLOCK
@@ -805,10 +818,50 @@ def test_a_wait_for_a_key_that_has_a_limit_of_its_own_is_never_ended() -> None:
     assert KEY_TEXT in verdict.sentence
 
 
-def test_ranks_that_wait_for_keys_of_each_other_are_not_ended() -> None:
-    """A thread of theirs may set one."""
-    reports = {**waiting(0, op=KEY), **waiting(1, op=replace(KEY, group="world 1->1"))}
+def alone(reports: Reports) -> Reports:
+    return {rank: replace(report, has_one_thread=True) for rank, report in reports.items()}
+
+
+OTHERS_KEY = replace(KEY, group="world 1->1", detail="key 'y'")
+
+
+def test_ranks_that_wait_for_keys_of_each_other_are_not_ended_while_a_thread_may_set_one() -> None:
+    reports = {**alone(waiting(0, op=KEY)), **waiting(1, op=OTHERS_KEY)}
     assert diagnose(reports, is_sole=True).kind is Kind.WAIT
+
+
+@pytest.mark.parametrize(
+    ("others", "sentence"),
+    [
+        (
+            waiting(1, 2, op=replace(KEY, group="world 1->1")),
+            "ranks 0-2 wait for the key 'x' of the store at In[3] line 2.",
+        ),
+        (
+            waiting(1, op=OTHERS_KEY),
+            f"{KEY_TEXT}, rank 1 for the key 'y' of the store at In[3] line 2: each waits for the "
+            "other.",
+        ),
+        (waiting(1), f"{KEY_TEXT}, rank 1 in {SUM_TEXT}: each waits for the other."),
+    ],
+    ids=["the same key", "keys of each other", "an operation"],
+)
+def test_nobody_can_set_a_key_where_all_wait_and_have_no_other_thread(
+    others: Reports, sentence: str
+) -> None:
+    reports = alone({**waiting(0, op=KEY), **others})
+    verdict = diagnose(reports, is_sole=True)
+    assert verdict.kind is Kind.DEADLOCK
+    assert verdict.sentence == f"{sentence} No rank is left that could set the key."
+    assert diagnose(reports).kind is Kind.WAIT  # a later run may set it
+
+
+def test_ranks_that_wait_for_the_same_key_are_named_together() -> None:
+    reports = {**waiting(0, op=KEY), **waiting(1, op=replace(KEY, group="world 1->1"))}
+    same = "ranks 0-1 wait for the key 'x' of the store at In[3] line 2"
+    assert diagnose(reports).untimed == f"{same}, which no rank has set."
+    reports |= computing(2)
+    assert diagnose(reports).untimed == f"{same}, which no rank has set: rank 2 runs In[3] line 7."
 
 
 def test_a_session_of_one_rank_that_waits_for_a_key_has_a_verdict() -> None:

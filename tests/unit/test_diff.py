@@ -109,6 +109,13 @@ def test_ranks_that_agree_are_together_and_parts_have_paths() -> None:
     assert "<code>['1.bias']</code>" in found._repr_html_()
 
 
+def test_ranks_that_differ_each_in_its_own_way_are_named_together() -> None:
+    assert repr(compared(0, 1, 2, 3)).splitlines()[0] == "x: ranks 1-3 differ from rank 0"
+    head = "x: ranks 1-2, ranks 3-4 differ from rank 0; ranks 1-2 agree"
+    assert repr(compared(0, 7, 7, 3, 4)).splitlines()[0] == head
+    assert repr(compared(0, 1)).splitlines()[0] == "x: rank 1 differs from rank 0"
+
+
 def test_many_differences_are_counted_and_markup_is_escaped() -> None:
     found = compared({f"<{i}>": i for i in range(30)}, {f"<{i}>": i + 1 for i in range(30)})
     assert len(found.differences) == 30

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.devices import NCCL_NAMES
 from distsession.distributed.containers import leaves, rebuilt
 from distsession.distributed.data import DistributedProxySampler, ExactSampler, get_sampler
 from distsession.distributed.handshake import as_bytes
@@ -94,13 +95,17 @@ def test_operations_have_names_in_either_case() -> None:
         operation_name("median")
 
 
-def test_what_nccl_cannot_do() -> None:
+@pytest.mark.parametrize("backend", NCCL_NAMES)
+def test_what_nccl_cannot_do(backend: str) -> None:
     with pytest.raises(OptionsError, match="NCCL has no bitwise"):
-        plan("AND", torch.int32, "nccl")
-    assert plan("OR", torch.bool, "nccl").op == dist.ReduceOp.MAX
-    with pytest.raises(OptionsError, match="uint64"):
-        plan("SUM", torch.uint64, "gloo")
-    assert plan("AVG", torch.float16, "nccl").divide
+        plan("AND", torch.int32, backend)
+    with pytest.raises(OptionsError, match="NCCL has no bitwise"):
+        plan("XOR", torch.bool, backend)
+    assert plan("OR", torch.bool, backend).op == dist.ReduceOp.MAX
+    for kind in ("gloo", backend):
+        with pytest.raises(OptionsError, match="uint64"):
+            plan("SUM", torch.uint64, kind)
+    assert plan("AVG", torch.float16, backend).divide
 
 
 def test_numbers_are_reduced_exactly() -> None:

@@ -23,6 +23,7 @@ GOOD = {
     "ipyparallel": "9.2.0",
     "ipykernel": "7.1.0",
     "zmq-bindings": "27.0",
+    "numpy": "2.3.0",
 }
 ASKED = {
     "distsession": [
@@ -61,9 +62,16 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Find:
 def test_packages_that_are_as_they_are_asked_for_are_ok(find: Find) -> None:
     found = find()
     assert {name: each.value for name, each in found.items() if name in GOOD} == {
-        name: version for name, version in GOOD.items() if name != "zmq-bindings"
+        name: GOOD[name] for name in ("distsession", "torch", "ipyparallel", "ipykernel")
     }
     assert not [each for each in found.values() if each.mend]
+
+
+def test_without_numpy_it_is_said_what_does_not_work(find: Find) -> None:
+    finding = find(numpy=None)["numpy"]
+    assert finding.value.startswith("not installed: torch does without it")
+    assert finding.mend.endswith("-m pip install numpy")
+    assert not finding.fatal
 
 
 def test_the_python_is_named_with_its_place(find: Find) -> None:

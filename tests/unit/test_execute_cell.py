@@ -78,6 +78,18 @@ def test_cells_that_await_share_an_event_loop() -> None:
     assert value_of("await task", namespace) == 7
 
 
+@pytest.mark.parametrize("last", ["await task", "x = await task\nx", "await task\ntask.result()"])
+def test_all_of_a_cell_that_awaits_finds_a_running_loop(last: str) -> None:
+    source = "import asyncio\nasync def work(): return 7\ntask = asyncio.create_task(work())\n"
+    assert value_of(source + last) == 7
+    assert value_of(f"{source}await asyncio.sleep(0)\nasyncio.get_running_loop().time() > 0")
+
+
+def test_a_cell_that_does_not_await_finds_no_running_loop() -> None:
+    source = "import asyncio\nasync def work(): return 7\n"
+    assert value_of(f"{source}asyncio.run(work())") == 7
+
+
 def test_an_error_in_a_cell_that_awaits_is_its_own() -> None:
     with pytest.raises(KeyError, match="gone"):
         cell("import asyncio\nawait asyncio.sleep(0)\n{}['gone']")

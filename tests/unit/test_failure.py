@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from distsession.engine import cause
 from distsession.engine.execute import PlainFront, run_call, run_cell
 from distsession.engine.failure import (
     describe,
+    forget_frames,
     innermost,
     is_user_code,
     name_cell,
@@ -23,7 +25,7 @@ from distsession.engine.failure import (
     short_name,
     stack,
 )
-from distsession.protocol.messages import ErrorInfo, FrameInfo
+from distsession.protocol.messages import Abort, AbortReason, ErrorInfo, FrameInfo
 from distsession.protocol.serialize import load
 
 
@@ -177,6 +179,7 @@ def test_a_group_says_what_it_contains() -> None:
     assert describe(group).notes == (
         "contains ValueError: a",
         "contains ExceptionGroup: in (1 sub-exception)",
+        "  contains KeyError: 'b'",
     )
 
 
@@ -227,7 +230,105 @@ class RaisingGetattr(Exception):
         raise RuntimeError(name)
 
 
-@pytest.mark.parametrize("cls", [RaisingStr, RaisingRepr, RaisingNotes, OddStr, RaisingGetattr])
+class InterruptingStr(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class LeavingStr(Exception):
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
+class LeavingCause(Exception):
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        sys.exit(3)
+
+
+class FixedTraceback(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise KeyboardInterrupt
+
+
+class OddDict(Exception):
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise SystemExit
+
+
+ODD = [
+    RaisingStr,
+    RaisingRepr,
+    RaisingNotes,
+    OddStr,
+    RaisingGetattr,
+    InterruptingStr,
+    LeavingStr,
+    FixedTraceback,
+    OddDict,
+]
+
+
+@pytest.mark.parametrize("cls", [*ODD, LeavingCause])
+def test_no_exception_ends_who_looks_for_its_reason_or_lets_go_of_it(cls: type[Exception]) -> None:
+    error = raised(lambda: _raise(cls("text")))
+    assert cause.find(error, Abort(AbortReason.STOP, "a text", 1)) is None
+    assert cause.find_handled(error, None) is None
+    assert describe(error).ename == cls.__name__
+    forget_frames(error)
+    pickled(error)
+
+
+def nested_group(depth: int, width: int = 1) -> BaseException:
+    error: Exception = ValueError("the innermost")
+    for _ in range(depth):
+        error = ExceptionGroup("around", [error] * width)
+    return error
+
+
+@pytest.mark.parametrize(("depth", "width"), [(3000, 1), (30, 10)])
+def test_a_group_of_groups_is_shown_down_to_some_depth(depth: int, width: int) -> None:
+    error = nested_group(depth, width)
+    info = describe(error)
+    assert info.evalue.startswith("around")
+    assert "contains ExceptionGroup: around" in info.notes[0]
+    assert 5 < len(info.notes) < 100
+    assert any("contains more" in note for note in info.notes)
+    assert cause.find(error, Abort(AbortReason.STOP, "a text", 1)) is None
+    assert pickled(error) == [] or width > 1
+
+
+def test_what_is_no_list_of_notes_is_shown_as_python_shows_it() -> None:
+    error = ValueError("x")
+    error.__notes__ = 5  # type: ignore[assignment]
+    assert describe(error).notes == ("5",)
+    error.__notes__ = ["first", InterruptingStr(), "last"]  # type: ignore[list-item]
+    first, odd, last = describe(error).notes
+    assert (first, last) == ("first", "last")
+    assert "raises KeyboardInterrupt" in odd
+
+
+def test_an_exception_whose_message_cannot_be_made_does_not_travel() -> None:
+    assert pickled(InterruptingStr()) == []
+    assert pickled(ValueError("x"), InterruptingStr()) == []
+
+
+class Text(str):
+    def __getitem__(self, key: Any) -> str:
+        raise RuntimeError("no part of it")
+
+
+def test_a_message_of_a_class_of_its_own_arrives_as_text() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            return Text("the message")
+
+    assert type(describe(Odd()).evalue) is str
+    assert describe(Odd()).evalue == "the message"
+
+
+@pytest.mark.parametrize("cls", ODD)
 def test_an_exception_with_methods_that_fail_is_described(cls: type[Exception]) -> None:
     info = describe(raised(lambda: _raise(cls("text"))))
     assert info.ename == cls.__name__
@@ -261,6 +362,23 @@ def test_an_exit_and_an_interrupt_are_described() -> None:
 def test_every_description_can_be_sent() -> None:
     info = from_cell("raise ValueError('\\udc80')")
     assert pickle.loads(pickle.dumps(info)) == info
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "shown"),
+    [
+        ("x = 1\nreturn x", 2, "return x"),
+        ("x = 1\nyield x", 2, "yield x"),
+        ("\n\nbreak", 3, "break"),
+        ("def f():\n    nonlocal q", 2, "nonlocal q"),
+        ("from __future__ import nope", 1, "from __future__ import nope"),
+    ],
+)
+def test_what_only_the_compiler_refuses_shows_its_line(source: str, line: int, shown: str) -> None:
+    syntax = from_cell(source).syntax
+    assert syntax is not None
+    assert (syntax.filename, syntax.lineno) == ("In[5]", line)
+    assert syntax.context[0] == (line, f"    {shown}")
 
 
 # --- the exception itself -------------------------------------------------------------------------

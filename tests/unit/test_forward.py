@@ -420,7 +420,9 @@ def test_closing_one_of_them_breaks_all_it_carries(two: Two, ends: Ends, which: 
 
 
 def test_closing_does_not_wait_for_who_has_connected_and_says_nothing(two: Two) -> None:
-    with two.dial(), two.dial():
+    with two.dial() as one, two.dial() as other, two.dial():
+        for each in (one, other):
+            each.sendall(b"D")  # the third says nothing at all
         until(lambda: len(two.listener._handshakes) == 2, "both handshakes")
         two.listener.close()
         assert "distsession-streams" not in ours()
@@ -608,6 +610,8 @@ def test_handshakes_that_do_not_end_are_so_many_and_no_more(
             socket.create_connection((LOOPBACK, listener.port))
             for _ in range(HANDSHAKES_AT_ONCE + 6)
         ]
+        for one in silent:
+            one.sendall(b"D")
         until(lambda: len(listener._threads) >= HANDSHAKES_AT_ONCE, "the handshakes")
         time.sleep(0.2)
         assert len(listener._threads) == HANDSHAKES_AT_ONCE

@@ -32,6 +32,7 @@ STORE = "integration/test_store.py::"
 RENDER = "unit/test_render.py::"
 OLD = "integration/test_old_sessions.py::"
 HOSTS = "integration/test_sessions_ssh.py::"
+RAS = "integration/test_nccl_ras.py::"
 
 ALONE = f"{HERE}test_a_rank_that_is_alone_waits_and_is_told_with_what"
 SLOW = f"{RECOVERY}test_a_slow_rank_is_never_cut_off_and_a_notice_says_who_it_is"
@@ -181,7 +182,20 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "Your own files are cut off at once.": (
         "integration/test_signals.py::test_a_stop_cuts_off_the_import_of_ones_own_file",
     ),
-    "Some things cannot be stopped: C code, until it returns; code that catches every `KeyboardInterrupt`; and a process that is itself stopped, by SIGSTOP or a debugger.": (
+    "Code that catches `KeyboardInterrupt` goes on.": (
+        "integration/test_swallowed.py::test_code_that_goes_on_is_told_everywhere_and_ended",
+    ),
+    "The error, `%session` and `diagnose()` then say how often it was stopped and what it made of that, such as `stopped once, its code caught the interrupt at line 4` or that it ignores SIGINT, and what it prints comes in its own cell.": (
+        "integration/test_swallowed.py::test_code_that_goes_on_is_told_everywhere_and_ended",
+        "integration/test_swallowed.py::test_what_comes_late_is_shown_in_its_own_cell",
+    ),
+    "`%session interrupt`, or Stop in a cell that waits for it, interrupts it again; `%session interrupt --force`, or `session.interrupt(force=True)`, ends it, whatever it catches.": (
+        "integration/test_swallowed.py::test_a_notebook_says_so_in_the_next_cell_and_shows_the_rest_in_its_own",
+    ),
+    "Ranks that C code does not give back within five seconds are replaced then, without their variables.": (
+        "integration/test_swallowed.py::test_ranks_in_c_code_are_replaced",
+    ),
+    "Some things cannot be stopped: C code, until it returns; and a process that is itself stopped, by SIGSTOP or a debugger.": (
         CANNOT_BE_STOPPED,
         "integration/test_forks.py::test_a_cell_after_a_stop_waits_for_a_worker_that_cannot_be_stopped",
     ),
@@ -227,6 +241,16 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
     "`since` says for how long.": (
         DIAGNOSE,
         f"{RENDER}test_a_rank_of_a_diagnosis_has_a_line",
+    ),
+    "With NCCL 2.24 and newer, a thread of NCCL's own answers questions on each host (its RAS service).": "it says what NCCL does, and promises nothing",
+    "Where it listens on the notebook's host, at `NCCL_RAS_ADDR` or its default `localhost:28028`, and belongs to you, its report is below the table: what NCCL knows of communicators, also of those that captured graphs and C++ libraries use.": (
+        f"{RAS}test_a_diagnosis_has_the_report",
+        f"{RAS}test_it_is_not_asked_where_it_is_not_in_use",
+        f"{RAS}test_the_service_of_another_user_is_not_believed",
+    ),
+    "`NCCL_RAS_ENABLE=0` switches it off.": (f"{RAS}test_it_is_not_asked_where_it_is_not_in_use",),
+    "(Tested with a process that speaks its protocol, not yet with NCCL on a GPU.)": (
+        f"{RAS}test_a_diagnosis_has_the_report",
     ),
     "`session.diagnose(stacks=True)` or `%session diagnose --stacks` adds the Python frames of each rank's main thread, once for ranks that are at the same place.": (
         STACKS,
@@ -340,24 +364,32 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         ANY_SOURCE,
         f"{DIAGNOSIS}test_a_message_that_is_on_its_way_is_waited_for",
     ),
-    "Threads of your own: A collective that a thread waits in is ended only while the main thread waits for another thread, as in `thread.join()`, and a rank that it needs is gone.": (
+    "Threads of your own: A collective that a thread waits in is ended only while the main thread waits for another thread, as in `thread.join()` or `await asyncio.to_thread(...)`, and a rank that it needs is gone.": (
         FIRST_LINES_SAY,
+        f"{HERE}test_a_collective_in_a_thread_that_is_awaited_ends",
         f"{HERE}test_a_thread_is_not_ended_while_the_main_thread_does_something_else",
     ),
     "The run then fails on that rank as well, though Python only prints what a thread raises.": (
         FIRST_LINES_SAY,
+    ),
+    "A rank that has ended its part may still come while a thread that the cell has started runs code of yours or of `torch.distributed`: the ranks that wait for it are not cut off, and the notice says so.": (
+        f"{HERE}test_a_rank_may_still_come_while_a_thread_that_it_has_started_goes_on",
+        f"{DIAGNOSIS}test_a_rank_that_has_ended_its_part_may_still_come_while_a_thread_of_it_goes_on",
+        "unit/test_left_threads.py::test_what_counts_is_a_thread_that_the_request_has_started",
     ),
     "Store waits: While a rank waits for a key of the session's store, such as in `store.get(...)`, notices, Stop and `diagnose` name the key, the line and what the other ranks do, any of which may set it.": (
         f"{STORE}test_stop_names_the_key_and_the_line_and_who_could_set_it",
         f"{STORE}test_diagnose_names_the_keys_and_a_later_run_may_set_them",
         f"{HERE}test_a_wait_in_the_store_is_told_in_a_notice",
     ),
-    "Only where all of them have ended their part, and you wait for the run in the notebook's main thread, nobody can any more, and the wait is ended; one that was given a limit of its own never is.": (
+    "Only where each of them has ended its part, or is blocked for good and has no other thread, and you wait for the run in the notebook's main thread, nobody can any more, and the wait is ended; one that was given a limit of its own never is.": (
         f"{STORE}test_a_key_that_nobody_can_set_any_more_ends_by_itself",
+        f"{STORE}test_keys_for_which_all_ranks_wait_end_by_themselves",
+        f"{STORE}test_a_key_that_a_thread_sets_is_waited_for",
         f"{STORE}test_a_wait_with_a_limit_of_its_own_is_not_cut_off",
         f"{DIAGNOSIS}test_nobody_can_set_a_key_once_all_others_have_ended_their_part_and_nothing_follows",
     ),
-    "A thread that a rank has left behind is not seen.": (
+    "A thread that an earlier cell has left behind is not seen.": (
         f"{HERE}test_a_thread_that_was_left_behind_is_not_seen_to_set_a_key",
     ),
     "What waits in a store of your own counts as code that runs.": (
@@ -552,8 +584,8 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         REPLACED,
         RESTART_MAGIC,
     ),
-    "What cannot be pickled, or is not there, is a RunError; the rank has been replaced all the same.": (
-        f"{RECOVERY}test_what_cannot_be_restored_is_said_and_the_rank_is_there",
+    "What cannot be pickled, or is not there, is a RunError, and no rank is replaced.": (
+        f"{RECOVERY}test_nothing_is_replaced_where_something_cannot_be_restored",
     ),
     "Shards differ from rank to rank, so they cannot come from another one: load them from a checkpoint.": (
         f"{HERE}test_a_shard_cannot_come_from_another_rank",

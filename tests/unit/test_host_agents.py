@@ -60,7 +60,9 @@ class Streams(HostStreams):
         self.played, self.folder = PlayedLinks("gpu1"), str(folder)
         (self.link,) = self.played.hosts.values()
         links: Any = self.played
-        super().__init__(links, self.folder, lambda link: link.is_given_up, lambda link: "")
+        super().__init__(
+            links, self.folder, lambda link: link.is_given_up, lambda link: "", lambda: None
+        )
 
     def come(self, **hello: str) -> SecureStream:
         """A stream that the host brings."""

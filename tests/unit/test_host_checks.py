@@ -78,6 +78,12 @@ def test_a_bridge_for_containers_is_not_taken_for_a_way_to_a_host() -> None:
         ({"problem": "torch cannot be imported: x"}, "torch cannot be", "import torch", True),
         ({"resolves_to": ("127.0.1.1",)}, "resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME", False),
         ({"resolves_to": ()}, "gpu2, resolves to nothing", "/etc/hosts", False),
+        (
+            {"resolves_to": (), "is_name_unanswered": True},
+            "gpu2, is not found there, for no name server answers",
+            "/etc/hosts",
+            False,
+        ),
         ({"sees_folder": False}, "folder is not shared", "--folder", False),
         ({"has_directory": False}, "the directory that you are in", "all hosts share", False),
     ],

@@ -16,12 +16,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
 from distsession.cluster.host_links import Dial, HostLinks
 from distsession.engine.process import module_command
 from distsession.engine.reach import ReachListener, try_address, try_peers
+from distsession.protocol import link_connections
 from distsession.protocol.host_link import (
     LISTENS,
     MESSAGE_MAX,
@@ -32,6 +34,8 @@ from distsession.protocol.host_link import (
     read_keys,
     write_keys,
 )
+from distsession.protocol.link_connections import EACH_TWICE
+from distsession.protocol.waiting_room import WAITING_MAX
 from tests.until import until
 
 KEYS = LinkKeys(
@@ -286,6 +290,71 @@ def test_ten_thousand_frames_of_strangers_and_of_members_that_are_no_messages(
         process.communicate()
     finally:
         context.destroy(linger=0)
+
+
+def test_strangers_who_stay_are_shut_out_when_there_are_too_many_and_members_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(link_connections, "HANDSHAKE_TIMEOUT_S", 600.0)  # they do not go in time
+    links = HostLinks(["127.0.0.1"], bind="127.0.0.1")
+    port = links.keys.port
+    with contextlib.ExitStack() as held:
+        for number in range(400):
+            stranger = held.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(GREETING[: number % 3])
+        until(lambda: 0 < len(_accepted(port)) <= MOST, "an end of most of them")
+        write_keys(str(tmp_path / "keys"), links.keys)
+        process = agent(tmp_path / "keys")
+        assert links.wait(lambda: len(links.hosts) == 1, 60)
+        (host,) = links.hosts.values()
+        for _ in range(400):
+            held.enter_context(socket.create_connection(("127.0.0.1", port)))
+        until(lambda: 0 < len(_accepted(port)) <= MOST, "an end of most of them")
+        heard = host.heard
+        assert links.wait(lambda: host.heard > heard + 1, 60)
+        assert host.pid == process.pid
+        assert process.poll() is None
+    links.close()
+    assert process.wait(60) == 0
+    process.communicate()
+
+
+MOST = WAITING_MAX + EACH_TWICE + 1
+"""Connections that are kept, and the agent's."""
+
+
+def _accepted(port: int) -> list[object]:
+    """What this process has at the end that listens."""
+    return [
+        each
+        for each in psutil.Process().net_connections("tcp")
+        if each.laddr.port == port and each.raddr
+    ]
+
+
+def test_a_stranger_who_goes_is_no_end_of_an_agent_that_listens(
+    links: HostLinks, tmp_path: Path
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nowhere = dataclasses.replace(links.keys, port=closed.getsockname()[1])
+        write_keys(str(tmp_path / "keys"), nowhere)
+        process = agent(tmp_path / "keys")
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        text = next(line for line in lines if line.startswith(LISTENS))
+        port = json.loads(text.removeprefix(LISTENS))["port"]
+        dial = Dial(links, "h", ("127.0.0.1",), port)
+        until(lambda: dial.go_on() or links.hosts, "the agent")
+        (host,) = links.hosts.values()
+        for _ in range(5):
+            socket.create_connection(("127.0.0.1", port)).close()
+        heard = host.heard
+        assert links.wait(lambda: host.heard > heard + 4, 60)  # long after it would have ended
+        assert process.poll() is None
+        links.close()
+        assert process.wait(60) == 0
+        process.communicate()
 
 
 def test_a_host_shows_who_it_is_and_another_one_is_not_taken_for_it() -> None:

@@ -149,8 +149,8 @@ def test_flags_that_do_not_fit_together_are_refused(given: dict[str, Any], says:
         (f"{STARTS}\nModuleNotFoundError: No module named 'zmq'", "module zmq", "/py -m pip"),
         ("No module named 'distsession.engine'", "distsession is missing", "install distsession"),
         ("No module named 'yaml.loader'", "the module yaml", "/py -m pip install yaml"),
-        (f"{STARTS}\nsomething", "ssh ended with exit code 1", "its last lines"),
-        ("", "ssh ended with exit code 1", "it has written nothing"),
+        (f"{STARTS}\nsomething", "ssh ended with exit code 1; its last lines are below", ""),
+        ("", "ssh ended with exit code 1; it has written nothing", ""),
     ],
     ids=str,
 )
@@ -201,6 +201,12 @@ def test_a_host_is_called_what_its_launcher_calls_it() -> None:
 )
 def test_a_jobs_state_is_told(state: JobState, text: str, pending: bool, ended: bool) -> None:
     assert (state.text, state.is_pending, state.has_ended) == (text, pending, ended)
+
+
+def test_a_job_that_asks_for_more_than_there_is_may_never_start() -> None:
+    assert JobState("PENDING", "PartitionConfig").may_not_start
+    assert not JobState("PENDING", "Priority").may_not_start
+    assert not JobState("RUNNING", "PartitionConfig").may_not_start
 
 
 @pytest.mark.parametrize(

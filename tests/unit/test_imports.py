@@ -40,7 +40,7 @@ class Watched:
         self.watch = ImportWatch()
         self._clock = clock
 
-    def look(self, seconds: float = 3.0) -> None:
+    def look(self, seconds: float = 6.0) -> None:
         """So many seconds later another thread looks at this one."""
         self._clock.now += seconds
         thread = threading.Thread(target=self.watch.update)
@@ -87,7 +87,7 @@ def test_the_outermost_import_counts_with_all_that_it_imports(
     (installed / "w_inner.py").write_text(WAITS)
     (installed / "w_outer.py").write_text(f"{WAITS}import w_inner\n")
     code = compile("import w_outer", "In[1]", "exec")
-    assert watched.run(lambda: exec(code)) == {"w_outer": 6.0}
+    assert watched.run(lambda: exec(code)) == {"w_outer": 12.0}
 
 
 @pytest.mark.parametrize("statement", ["import w_pack.part", "from w_pack import part"])
@@ -96,7 +96,7 @@ def test_a_part_of_a_package_is_called_by_its_whole_name(
 ) -> None:
     (installed / "w_pack").mkdir()  # a namespace package
     (installed / "w_pack" / "part.py").write_text(WAITS)
-    assert watched.run(lambda: exec(statement)) == {"w_pack.part": 3.0}
+    assert watched.run(lambda: exec(statement)) == {"w_pack.part": 6.0}
 
 
 def test_what_a_package_loads_when_it_is_asked_for_is_named(
@@ -109,7 +109,7 @@ def test_what_a_package_loads_when_it_is_asked_for_is_named(
         "    return importlib.import_module(f'w_lazy.{name}')\n"
     )
     (installed / "w_lazy" / "part.py").write_text(WAITS)
-    assert watched.run(lambda: exec("from w_lazy import part")) == {"w_lazy.part": 3.0}
+    assert watched.run(lambda: exec("from w_lazy import part")) == {"w_lazy.part": 6.0}
 
 
 def test_an_import_from_a_zip_file_counts(
@@ -118,13 +118,13 @@ def test_an_import_from_a_zip_file_counts(
     with zipfile.ZipFile(installed / "w.zip", "w") as file:
         file.writestr("w_zipped.py", WAITS)
     monkeypatch.syspath_prepend(str(installed / "w.zip"))
-    assert watched.run(import_("w_zipped")) == {"w_zipped": 3.0}
+    assert watched.run(import_("w_zipped")) == {"w_zipped": 6.0}
 
 
 def test_only_what_is_long_is_told(watched: Watched, installed: Path) -> None:
-    (installed / "w_long.py").write_text("import builtins\nbuiltins.let_look(2.0)\n")
-    (installed / "w_short.py").write_text("import builtins\nbuiltins.let_look(1.9)\n")
-    assert watched.run(lambda: (import_("w_long")(), import_("w_short")())) == {"w_long": 2.0}
+    (installed / "w_long.py").write_text("import builtins\nbuiltins.let_look(5.0)\n")
+    (installed / "w_short.py").write_text("import builtins\nbuiltins.let_look(4.9)\n")
+    assert watched.run(lambda: (import_("w_long")(), import_("w_short")())) == {"w_long": 5.0}
 
 
 def test_what_comes_before_and_after_an_import_is_no_part_of_it(
@@ -137,7 +137,7 @@ def test_what_comes_before_and_after_an_import_is_no_part_of_it(
         importlib.import_module("w_some")
         watched.look(50.0)
 
-    assert watched.run(work) == {"w_some": 3.0}
+    assert watched.run(work) == {"w_some": 6.0}
     assert watched.run(watched.look) == {}  # the next run knows nothing of it
 
 
@@ -147,7 +147,7 @@ def test_a_file_of_the_user_s_own_is_not_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "w_own.py").write_text(WAITS)
     assert watched.run(import_("w_own")) == {}
-    assert watched.watch._seconds == {"w_own": 3.0}
+    assert watched.watch._seconds == {"w_own": 6.0}
     del sys.modules["w_own"]
 
 
@@ -165,7 +165,7 @@ def test_what_the_agent_imports_by_itself_is_not_named(
     watched: Watched, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (installed / "w_idle.py").write_text(WAITS)
-    monkeypatch.setattr(imports, "DDP_IMPORTS", ("w_idle",))
+    monkeypatch.setattr(imports, "LATER_IMPORTS", ("w_idle",))
     assert watched.run(import_("w_idle")) == {}
 
 

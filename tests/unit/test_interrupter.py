@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from distsession.engine import control
 from distsession.engine.control import Interrupter
+from distsession.engine.guarded import TakesTooLong
 from distsession.kernel.recovery import _stuck_text
 from distsession.protocol.messages import FrameInfo, RankReport
 from distsession.protocol.rank_state import RankState
@@ -99,3 +102,24 @@ def test_a_rank_that_does_not_come_back_from_an_import_is_said_to_import() -> No
     report = RankReport(0, RankState.RUNNING, place="In[3] line 1", stack=frames)
     assert _stuck_text(report) == "imports something, which is not cut off, at In[3] line 1"
     assert "import" not in _stuck_text(replace(report, stack=frames[:1]))
+
+
+def test_what_shows_an_error_is_ended_when_it_takes_too_long(interrupter: Interrupter) -> None:
+    with interrupter.user_code(REQUEST):
+        pass
+    began = time.monotonic()
+    with pytest.raises(TakesTooLong), interrupter.limited(0.05):
+        time.sleep(60)
+    with interrupter.limited(60):
+        pass
+    assert time.monotonic() - began < 30
+    signal.raise_signal(signal.SIGINT)  # reaches nothing
+
+
+def test_a_stop_reaches_what_shows_the_error_of_its_request(interrupter: Interrupter) -> None:
+    with interrupter.user_code(REQUEST):
+        pass
+    interrupter.target(REQUEST)
+    threading.Timer(0.1, interrupter.interrupt).start()
+    with pytest.raises(KeyboardInterrupt), interrupter.limited(60):
+        time.sleep(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import distsession
 from distsession.cluster import kept as kept_module
 from distsession.cluster.kept import (
     damaged_sessions,
+    ended_sessions,
     find_kept,
     kept_sessions,
     read_kept,
@@ -27,7 +29,15 @@ from distsession.cluster.kept import (
 from distsession.cluster.kept_session import KeptSession
 from distsession.errors import KeptSessionError, SessionStateError
 from distsession.protocol import folder_lock
-from distsession.protocol.kept_record import Owner, write_record
+from distsession.protocol.host_clock import host_clock
+from distsession.protocol.kept_record import (
+    ENDED,
+    SESSION_FILE,
+    WAS_ENDED,
+    Owner,
+    note_end,
+    write_record,
+)
 from tests.kept_agents import PlayedAgent, write_owner
 
 Play = Callable[..., PlayedAgent]
@@ -182,9 +192,9 @@ def test_folders_are_looked_for_where_they_are_made(
     (tmp_path / "link").symlink_to("/tmp")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "link"))
-    assert kept_module._bases() == [str(tmp_path), "/tmp"]
+    assert kept_module._bases() == [str(tmp_path), "/tmp", "/dev/shm"]
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert kept_module._bases() == [str(tmp_path), "/tmp"]
+    assert kept_module._bases() == [str(tmp_path), "/tmp", "/dev/shm"]
 
 
 # --- naming one -----------------------------------------------------------------------------------
@@ -240,7 +250,10 @@ def test_one_that_has_just_gone_is_said_to_be_gone(play: Play) -> None:
     text = message("digits")
     assert text.startswith("session digits (2 ranks, gloo) is gone: its agent (pid ")
     assert not agent.folder.exists()
-    assert message("digits").startswith("there is no session named digits")
+    again = message("digits")
+    assert again.startswith("session digits (2 ranks, gloo) was found gone at ")
+    assert "its agent (pid " in again
+    assert message("digit").startswith("there is no session named digit")
 
 
 def test_one_whose_lease_has_ended_says_when_it_did(play: Play) -> None:
@@ -249,6 +262,67 @@ def test_one_whose_lease_has_ended_says_when_it_did(play: Play) -> None:
     write_owner(agent.folder, gone_at=ended - 60, lease_ends_at=ended)
     agent.kill()
     assert f"is gone: its lease ended at {time_text(ended)}" in message("digits")
+
+
+def test_an_end_is_remembered_for_a_week_and_of_the_last_sessions(
+    play: Play, kept_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for number in range(25):
+        folder = kept_base / f"{folder_lock.PREFIX}{number}"
+        folder.mkdir()
+        write_record(
+            str(folder),
+            SESSION_FILE,
+            {"name": f"s{number}", "world_size": 2, "backend": "gloo"},
+        )
+        monkeypatch.setattr(time, "time", lambda moment=now + number: moment)
+        note_end(str(folder), ENDED, "nobody had attached for 12h")
+        shutil.rmtree(folder)
+    assert [end.name for end in ended_sessions()] == [f"s{number}" for number in range(24, 4, -1)]
+    assert message("s24").startswith("session s24 (2 ranks, gloo) ended at ")
+    assert message("s24").endswith(": nobody had attached for 12h. Its variables are lost.")
+    assert message("s3").startswith("there is no session named s3")
+    assert "The last one: session s24 (2 ranks, gloo) ended at " in message("")
+    here = play("s24")
+    assert find_kept("s24").folder == str(here.folder)
+    here.close()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 3600)
+    assert not ended_sessions()
+    assert message("s23").startswith("session s23 (2 ranks, gloo) ended at ")
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 24 * 3600)
+    assert message("s23").startswith("there is no session named s23")
+    assert not list(kept_base.glob(".*"))
+
+
+def test_the_end_of_a_session_that_was_asked_for_is_told_and_not_listed(play: Play) -> None:
+    agent = play()
+    note_end(str(agent.folder), WAS_ENDED, "`distsession stop` has ended it (by pid 7)")
+    agent.close()
+    assert not ended_sessions()
+    assert "was ended at " in message("digits")
+    assert "`distsession stop` has ended it (by pid 7)" in message("digits")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"name": "x"}', '{"name": "\\u001b[31m"}'])
+def test_a_damaged_note_of_an_end_is_removed(kept_base: Path, content: str) -> None:
+    note = kept_base / ".distsession-one.ended"
+    note.write_text(content)
+    assert not ended_sessions()
+    assert not note.exists()
+
+
+def test_a_lease_goes_by_a_clock_that_nobody_sets(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = play()
+    now = time.time()
+    ends = host_clock() + 50
+    write_owner(agent.folder, gone_at=now, lease_ends_at=now + 600, lease_ends_clock=ends)
+    monkeypatch.setattr(time, "time", lambda: now + 24 * 3600)
+    kept = find_kept()
+    assert kept.lease_left_s == pytest.approx(50, abs=30)
+    assert kept.lease_ends_at == pytest.approx(now + 24 * 3600 + 50, abs=30)
 
 
 def test_one_of_another_version_is_refused_with_both_named(play: Play) -> None:
@@ -349,3 +423,36 @@ def test_records_are_compared_by_what_they_say() -> None:
     assert one == KeptSession(
         folder="/f", version="1", name="n", world_size=1, agents=(1,), owner=owner
     )
+
+
+# --- files that are not as they should be ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("world_size", -1), ("world_size", 0), ("nodes", -3), ("agents", [-1]), ("agents", [0]),
+        ("started", -1.0), ("keeper", -5), ("name", "a\x1b[2Jb"), ("name", "\u202eb"),
+        ("name", "a\nb"), ("backend", "\x07"), ("board", "\x1b]0;x"),
+    ],
+)  # fmt: skip
+def test_a_record_with_impossible_values_is_named_and_others_are_shown(
+    play: Play, name: str, value: Any
+) -> None:
+    bad = play("bad")
+    play("good")
+    path = bad.folder / SESSION_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    assert [kept.name for kept in kept_sessions()] == ["good"]
+    (damage,) = kept_module.damaged_sessions()
+    assert f"{name} is" in str(damage)
+    assert not {"\x1b", "\x07", "\u202e"} & set(str(damage))
+
+
+def test_a_fifo_in_a_records_place_holds_nobody_up(play: Play) -> None:
+    bad = play("bad")
+    play("good")
+    (bad.folder / SESSION_FILE).unlink()
+    os.mkfifo(bad.folder / SESSION_FILE)
+    assert [kept.name for kept in kept_sessions()] == ["good"]
+    assert "no plain file" in str(kept_module.damaged_sessions()[0])

@@ -213,16 +213,6 @@ def test_what_waits_for_a_rank_that_is_gone_is_dropped(node: Node) -> None:
     assert Rank(node, b"0.2").take(1) == [b"next"]
 
 
-def test_what_waits_for_a_rank_that_never_connects_is_dropped(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(message_relay, "CONNECT_TIMEOUT_S", 0.05)
-    for _ in range(3):
-        node.send(b"0.2")
-    until(lambda: "b'0.2' is not connected" in caplog.text)
-    until(lambda: not node.far._waiting)
-
-
 def test_what_was_sent_before_the_end_reaches_its_rank(node: Node) -> None:
     rank = Rank(node, b"0.2")
     node.send(b"0.2")

@@ -281,6 +281,30 @@ def test_one_that_is_gone_is_forgotten_and_its_name_can_be_given_again(path: str
     kernel.close()
 
 
+def test_what_is_kept_for_a_name_comes_first_when_it_connects_and_can_be_forgotten(
+    path: str,
+) -> None:
+    kernel = ListeningEnd(path)
+    texts = [b"%d" % number + b"x" * 300_000 for number in range(20)]
+    for name in (b"0.1", b"0.2"):
+        for text in texts:
+            assert not kernel.listener.send(name, packed([text]), keep=True)
+    kernel.listener.forget(b"0.2")
+    ends = [MessageEnd(path, b"0.1"), MessageEnd(path, b"0.2")]
+    for name in (b"0.1", b"0.2"):
+        until(lambda name=name: kernel.poll(0) or kernel.listener.find(name))
+        assert kernel.send(name, [b"last"])
+    received: list[list[bytes]] = []
+    while len(received) < 21:
+        kernel.poll(0)
+        if ends[0].poll(10):
+            received.append(ends[0].receive())
+    assert received == [[text] for text in (*texts, b"last")]
+    assert ends[1].receive() == [b"last"]
+    for end in (*ends, kernel):
+        end.close()
+
+
 def test_a_socket_that_a_killed_process_has_left_is_no_obstacle(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)

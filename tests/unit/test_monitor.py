@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from distsession.cluster.deaths import death_error
+from distsession.cluster.deaths import JobEnd, death_error
 from distsession.cluster.local import LocalLauncher
 from distsession.cluster.monitor import Monitor, NodeGone, RankUnreported, RelayGone
 from distsession.errors import (
@@ -46,7 +47,7 @@ class Heard:
 
     def __init__(self, make: Callable[..., RankInfo]) -> None:
         self.deaths: list[EngineDiedError] = []
-        self.monitor = Monitor(self.deaths.append)
+        self.monitor = Monitor(self.deaths.extend)
         self._make = make
 
     def ready(self, *ranks: int, generation: int = 0, **facts: int) -> None:
@@ -179,6 +180,36 @@ def test_the_end_of_a_nodes_agent_takes_its_ranks_alone(heard: Heard) -> None:
     heard.monitor.expect(1)
     with pytest.raises(LaunchTimeoutError):
         heard.monitor.wait_ready(range(4), 1, now())
+
+
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_the_end_of_a_job_is_what_all_its_ranks_have_died_of(
+    heard: Heard, is_told_first: bool
+) -> None:
+    """Its agents end their ranks, and the news comes on another way than the loss of a host."""
+    heard.ready(0, 1, node_rank=1)
+    heard.monitor.may_end_with_job = lambda: True
+    tell = threading.Timer(0.1, heard.monitor.note_job_end, [JobEnd("Slurm", "12", is_own=True)])
+    if is_told_first:
+        tell.interval = 0.0
+    tell.start()
+    if is_told_first:
+        tell.join()
+    heard.monitor.handle(replace(exited(0), expected=True, with_agent=True))
+    assert heard.deaths == []
+    heard.monitor.handle(NodeGone(1))
+    tell.join()
+    assert [death.rank for death in heard.deaths] == [0, 1]
+    for death in heard.deaths:
+        assert "Slurm job 12 was cancelled or preempted" in death.how
+        assert death.remedy.startswith("session.restart() submits a new one")
+
+
+def test_a_rank_that_a_restart_has_ended_has_died_at_once(heard: Heard) -> None:
+    """Also of a restart of an earlier kernel, which this one hears of when it attaches."""
+    heard.ready(0)
+    heard.monitor.handle(replace(exited(0), expected=True))
+    assert [death.how for death in heard.deaths] == ["was ended by session.restart() or close()"]
 
 
 def test_the_end_of_a_nodes_relay_cuts_off_its_ranks(heard: Heard) -> None:
@@ -378,7 +409,7 @@ def test_a_rank_that_its_agent_does_not_report_is_dead_until_more_is_known(
     rank_info: Callable[..., RankInfo],
 ) -> None:
     told: list[EngineDiedError] = []
-    monitor = Monitor(told.append)
+    monitor = Monitor(told.extend)
     monitor.handle(RankReady(1, rank_info(1, generation=0)))
     pid = monitor.ready[1].pid
     monitor.handle(RankUnreported(1, pid + 1, "why"))
@@ -396,7 +427,7 @@ def test_a_rank_that_its_agent_does_not_report_is_dead_until_more_is_known(
 def test_a_late_report_is_not_taken_for_the_death_of_the_next_process(
     rank_info: Callable[..., RankInfo],
 ) -> None:
-    monitor = Monitor(lambda error: None)
+    monitor = Monitor(lambda errors: None)
     monitor.handle(RankReady(1, rank_info(1, generation=0)))
     pid = monitor.ready[1].pid
     monitor.handle(RankUnreported(1, pid, "why"))
@@ -426,9 +457,9 @@ def test_whoever_waits_for_an_end_goes_on_only_when_the_death_has_been_told(
 ) -> None:
     told: list[EngineDiedError] = []
 
-    def tell(death: EngineDiedError) -> None:
+    def tell(deaths: Sequence[EngineDiedError]) -> None:
         time.sleep(0.2)
-        told.append(death)
+        told.extend(deaths)
 
     monitor = Monitor(tell)
     monitor.handle(RankReady(1, rank_info(1, generation=0)))

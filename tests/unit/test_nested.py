@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from distsession.display import render
@@ -26,6 +28,15 @@ SPAWNED = (
     '  File "/home/me/train.py", line 12, in work\n'
     "    return load(path)\n"
     "package.errors.LoadError: first\nand second\n"
+)
+CHECKPOINT = (
+    "CheckpointException ranks:dict_keys([0, 2])\n"
+    "Traceback (most recent call last): (RANK 0)\n"
+    '  File "/x/site-packages/torch/distributed/checkpoint/utils.py", line 1, in reduce_scatter\n'
+    "KeyError: 'weight'\n"
+    "Traceback (most recent call last): (RANK 2)\n"
+    '  File "/x/site-packages/torch/distributed/checkpoint/utils.py", line 1, in reduce_scatter\n'
+    "ValueError: Size mismatch\n"
 )
 DYNAMO = (
     "Data-dependent branching\n  Explanation: a long one.\n\nfrom user code:\n"
@@ -71,6 +82,28 @@ DYNAMO = (
 )
 def test_the_innermost_error_and_its_line_lead(error: ErrorInfo, line: str) -> None:
     assert render.error_line((1,), error, {}) == line
+
+
+@pytest.mark.parametrize(
+    ("message", "ranks", "who"),
+    [
+        (CHECKPOINT, (0, 1, 2), "rank 2"),
+        (CHECKPOINT.replace("ValueError: Size mismatch", "KeyError: 'weight'"), (0, 1, 2), "0,2"),
+        (CHECKPOINT, (1, 2, 3), "ranks 1-3"),  # a group's own numbers, perhaps
+        (CHECKPOINT, (0, 1), "ranks 0-1"),
+        (CHECKPOINT.replace("RANK 0", "RANK 1"), (0, 1, 2), "rank 2"),
+        (WORKER, (0, 1, 2), "ranks 0-2"),
+    ],
+)
+def test_of_an_error_that_all_ranks_tell_of_those_come_first_that_raised_it(
+    message: str, ranks: tuple[int, ...], who: str
+) -> None:
+    where = {rank: f"host{rank}, cpu" for rank in ranks}
+    line = render.error_line(ranks, ErrorInfo("CheckpointException", message, IN_CELL), where)
+    first, _, again = line.partition(" (raised again")
+    assert re.match(rf"\w+ on (ranks )?{who} \(", first), line
+    others = render.ranks_text(ranks)
+    assert again.startswith(" at In[7]" if others in first else f" on {others} at In[7]"), line
 
 
 def test_a_message_without_an_error_has_none() -> None:

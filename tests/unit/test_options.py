@@ -66,6 +66,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "addresses": {"launcher": "slurm", "nodes": 2},
     "python": {"launcher": "ssh", "hosts": ("gpu1",)},
     "folder": {"launcher": "mpi", "nodes": 2},
+    "keep_idle": {"keep": 86_400.0},
 }
 
 BAD: dict[str, list[Any]] = {
@@ -242,7 +243,6 @@ def test_an_inline_session_is_one_node() -> None:
         ("1h30m", 5400),
         ("1d 2h 3m 4s", 93_784),
         ("45s", 45),
-        ("45", 45),
         ("0", 0),
         ("1.5h", 5400),
         (" 12H ", 43_200),
@@ -290,6 +290,37 @@ def test_what_cannot_be_read_is_told_with_examples(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         _from_command_line("--keep-output", "much")
     assert "argument --keep-output: it takes 1G, 500M" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--devices", "cpux"], "it takes GPUs, not cpux: without GPUs, --backend gloo is all"),
+        (["--devices", "cuda"], "cuda is no GPU: it takes a list of GPU numbers, UUIDs (GPU-"),
+        (["--devices", "cuda:0,cuda:1"], "of cuda:0 it takes the number alone: 0"),
+        (["--ranks-per-host", "2,x"], "'2,x' cannot be read: it takes ranks of each host"),
+        (["two"], "'two' cannot be read: it takes a whole number, the number of ranks"),
+        (["--timeout", "soon"], "it takes a number, the seconds that a collective may wait"),
+        (["--keep", "12"], "argument --keep: it needs a unit: 12h, 12m or 12s"),
+    ],
+)
+def test_what_is_typed_wrongly_is_told_without_names_of_functions(
+    typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _from_command_line(*typed)
+    said = capsys.readouterr().err
+    assert says in said
+    assert "_read" not in said
+    assert len(said.splitlines()) == 2  # how it is called, and this
+
+
+def test_how_long_ranks_may_be_idle_matters_only_where_they_are_kept() -> None:
+    with pytest.raises(OptionsError, match=r"^keep_idle=2h is for a session that is kept: give"):
+        SessionOptions(keep_idle="2h")  # type: ignore[arg-type]
+    environ = {"DISTSESSION_KEEP_IDLE": "2h"}
+    assert resolve_options({}, environ).keep_idle == 0
+    assert resolve_options({"keep": 60}, environ).keep_idle == 7200
 
 
 def test_a_lease_without_an_end_is_refused_with_one_that_is_long(
@@ -382,7 +413,7 @@ def test_the_command_line_refuses_what_it_cannot_read(
     with pytest.raises(SystemExit) as ended:
         _from_command_line(*typed)
     assert ended.value.code == 2
-    assert typed[-1] in capsys.readouterr().err
+    assert typed[-1].rpartition(",")[2] in capsys.readouterr().err
 
 
 def test_what_is_given_wins_over_the_environment() -> None:

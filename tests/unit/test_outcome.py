@@ -13,15 +13,14 @@ from distsession.cluster.deaths import restart_text
 from distsession.display.colors import Colors
 from distsession.errors import CollectiveError, EngineDiedError
 from distsession.kernel import outcome
-from distsession.kernel.outcome import (
+from distsession.kernel.failures import (
     Failure,
     Failures,
     own_causes,
-    reconnected_text,
-    run_error,
     with_handled,
     with_mismatch,
 )
+from distsession.kernel.outcome import reconnected_text, run_error
 from distsession.protocol.messages import (
     Aborted,
     Called,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distsession.display.render import MAX_SINGLE_ROWS
 from distsession.notebook.lines import Line
 from distsession.notebook.output import (
     HEAD_LINES,
@@ -18,7 +19,7 @@ from distsession.notebook.output import (
     Transcript,
 )
 from distsession.notebook.output_html import (
-    MAX_LIVE_ROWS,
+    FIRST_LINES,
     UNFOLDED_LINES,
     LiveRow,
     ansi_html,
@@ -272,7 +273,7 @@ def test_a_section_that_is_not_finished_shows_its_lines_too() -> None:
 def test_it_is_said_how_many_lines_are_missing_in_all() -> None:
     made = transcript((0, "".join(f"line {n}\n" for n in range(25_000))))
     shown = html(made.sections[0])
-    assert "24,970 lines before these, 24,800 of them only in the log" in shown
+    assert "24,970 lines between, 24,800 of them only in the log" in shown
 
 
 def test_where_lines_are_left_out_the_command_that_shows_them_is_named() -> None:
@@ -342,14 +343,16 @@ def test_colours_go_on_over_lines_of_the_same_stream() -> None:
     assert '<span style="color:#d33">one\ntwo</span>' in html(made.sections[0])
 
 
-def test_of_a_long_block_the_last_lines_are_unfolded() -> None:
+def test_of_a_long_block_the_first_lines_and_the_last_are_unfolded() -> None:
     made = transcript((0, "".join(f"line {n}\n" for n in range(UNFOLDED_LINES + 5))))
     shown = html(made.sections[0])
-    assert "5 lines before these" in shown
-    folded, _, rest = shown.partition("</details>")
-    assert "line 4" in folded
-    assert "line 5\n" not in folded
-    assert rest.index("line 5\n") < rest.index(f"line {UNFOLDED_LINES + 4}")
+    assert "5 lines between" in shown
+    first, _, rest = shown.partition("<details>")
+    folded, _, last = rest.partition("</details>")
+    assert f"line {FIRST_LINES - 1}<" in first
+    assert f"line {FIRST_LINES}\n" in folded
+    assert f"line {FIRST_LINES + 4}<" in folded
+    assert last.index(f"line {FIRST_LINES + 5}\n") < last.index(f"line {UNFOLDED_LINES + 4}")
     one_less = transcript((0, "".join(f"line {n}\n" for n in range(UNFOLDED_LINES))))
     assert "<details>" not in html(one_less.sections[0])
 
@@ -393,7 +396,7 @@ def test_a_bar_in_the_live_block_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lines"), [(MAX_LIVE_ROWS, MAX_LIVE_ROWS), (MAX_LIVE_ROWS + 1, 1)]
+    ("ranks", "lines"), [(MAX_SINGLE_ROWS, MAX_SINGLE_ROWS), (MAX_SINGLE_ROWS + 1, 1)]
 )
 def test_few_ranks_have_a_row_each_and_many_share_them(ranks: int, lines: int) -> None:
     rows = [LiveRow(rank, "running", f"{rank} s", ("x",)) for rank in range(ranks)]
@@ -425,3 +428,12 @@ def test_a_long_line_of_the_live_block_is_cut() -> None:
 def test_ranks_that_do_the_same_share_a_row_where_there_are_many() -> None:
     rows = [LiveRow(rank, "in all_reduce #1" if rank else "running", "1 s") for rank in range(64)]
     assert live_text(rows, "") == "[rank 0] running\n[ranks 1-63] in all_reduce #1"
+
+
+def test_what_is_live_says_when_it_was_should_nobody_replace_it() -> None:
+    rows = [LiveRow(0, "running", "1 s")]
+    page = live_html(rows, "", "14:02:07")
+    assert "So it was at 14:02:07; nothing has come from the kernel since then." in page
+    assert live_html(rows, "") in page
+    assert live_html([], "", "14:02:07") == ""
+    assert "So it was" not in live_html(rows, "took 3 s")

@@ -15,6 +15,7 @@ import pytest
 from distsession.engine import owners as module
 from distsession.engine.log_file import PARTS_BYTES
 from distsession.engine.owners import Owners
+from distsession.protocol import unix_socket
 from distsession.protocol.agent_messages import StartRanks
 from distsession.protocol.attach import (
     Attached,
@@ -43,7 +44,7 @@ class Agent:
     def __init__(self, folder: str, monkeypatch: pytest.MonkeyPatch, **options: Any):
         self.folder = folder
         self.now = 1000.0
-        monkeypatch.setattr(module, "_clock", lambda: self.now)
+        monkeypatch.setattr(module, "host_clock", lambda: self.now)
         start = StartRanks(
             (), 2, 0, ("cpu",) * 2, "gloo", None, None, False, 1, "shared", 0, folder, "/", (), {},
             keep=60.0, version="1.0",
@@ -122,7 +123,7 @@ def test_the_lease_runs_from_the_owners_end_and_not_before(make: Callable[..., A
     agent.now += 59
     assert not agent.owners.problem(idle)
     agent.now += 2
-    assert "nobody has attached for 60 s" in agent.owners.problem(busy)
+    assert "nobody had attached for 1m" in agent.owners.problem(busy)
 
 
 def test_idle_ranks_end_sooner_and_work_begins_that_time_anew(make: Callable[..., Agent]) -> None:
@@ -136,7 +137,7 @@ def test_idle_ranks_end_sooner_and_work_begins_that_time_anew(make: Callable[...
     agent.now += 9
     assert not agent.owners.problem(idle)
     agent.now += 2
-    assert "idle for 10 s" in agent.owners.problem(idle)
+    assert "idle for 10s" in agent.owners.problem(idle)
 
 
 def test_who_attaches_where_nobody_is_becomes_the_owner_of_the_next_epoch(
@@ -253,6 +254,34 @@ def test_who_connects_and_says_nothing_does_not_keep_the_agent(
             agent.owners.accept(agent.link, agent.attached, agent.read_board, agent.read_logs)
             is None
         )
+    assert agent.owner.pid == 11
+
+
+def test_who_begins_a_message_and_does_not_end_it_does_not_keep_the_agent(
+    make: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.05)
+    agent = make()
+    for begun in (b"\0", b"\0\0\1\0", b"\0\0\1\0half"):
+        with unix_socket.connect(attach_path(agent.folder, 0)) as client:
+            client.sendall(begun)
+            found = agent.owners.accept(
+                agent.link, agent.attached, agent.read_board, agent.read_logs
+            )
+            assert found is None
+            assert client.recv(1) == b""
+    assert agent.owner.pid == 11
+
+
+def test_who_asks_for_the_board_and_does_not_read_does_not_keep_the_agent(
+    make: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLY_TIMEOUT_S", 0.1)
+    agent = make()
+    monkeypatch.setattr(agent, "read_board", lambda whole: BoardReply([bytes(32 << 20)], 1))
+    with Client(attach_path(agent.folder, 0), family="AF_UNIX") as client:
+        client.send(BoardRequest(whole=True))
+        agent.owners.accept(agent.link, agent.attached, agent.read_board, agent.read_logs)
     assert agent.owner.pid == 11
 
 

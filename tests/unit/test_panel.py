@@ -10,6 +10,7 @@ import pytest
 
 from distsession.display.panel import (
     HISTORY_READINGS,
+    MAX_SINGLE_ROWS,
     Gauge,
     RankRow,
     Snapshot,
@@ -149,7 +150,53 @@ def test_an_answer_is_read_out_and_an_error_at_once() -> None:
 
 
 def test_sixty_four_ranks_are_no_burden() -> None:
-    lines = [replace(BUSY, rank=rank, history=(50,) * HISTORY_READINGS) for rank in range(64)]
+    lines = [
+        replace(BUSY, rank=rank, state=f"running {rank}", history=(50,) * HISTORY_READINGS)
+        for rank in range(64)
+    ]
     page = rows_html(lines)
     assert Elements(page).count["tr"] == 65
     assert len(page) < 200_000
+
+
+def cells(page: str) -> list[list[str]]:
+    """The texts of a table's rows."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    return [
+        [re.sub("<[^>]*>", "", each) for each in re.findall(r"<t[hd].*?</t[hd]>", row)]
+        for row in rows
+    ]
+
+
+def test_many_ranks_that_do_the_same_share_a_row_and_odd_ones_come_first() -> None:
+    lines = [
+        replace(
+            BUSY,
+            rank=rank,
+            host=f"gpu{rank // 8}",
+            pid=100 + rank,
+            since=f"12:00:{rank % 9:02}",
+            gauges=(
+                Gauge("GPU", f"{90 + rank % 8} %", 0.9, 90 + rank % 8),
+                Gauge("memory", "1 GiB"),
+            ),
+            history=(rank, 100),
+        )
+        for rank in range(64)
+    ]
+    lines[5] = replace(lines[5], kind="running", state="running In[3] line 7")
+    lines[6] = replace(lines[6], history=(), gauges=())
+    lines[9:11] = [replace(line, kind="dead", state="dead") for line in lines[9:11]]
+    page = rows_html(lines)
+    _, dead, odd, rest = cells(page)
+    assert dead[:5] == ["9-10", "gpu1", "", "cuda:0", "✕ dead"]
+    assert odd[:6] == ["5", "gpu0", "105", "cuda:0", "▶ running In[3] line 7", "12:00:05"]
+    assert rest[:4] == ["0-4,6-8,11-63", "8 hosts", "", "cuda:0"]
+    assert rest[5:8] == ["12:00:08", "up to 97 %", "1 GiB"]
+    assert "use of late: now 100 %" in page
+
+
+def test_each_of_few_ranks_has_its_row_in_their_order() -> None:
+    lines = [replace(BUSY, rank=rank) for rank in range(MAX_SINGLE_ROWS)]
+    lines[3] = replace(DEAD, rank=3)
+    assert [row[0] for row in cells(rows_html(lines))[1:]] == [str(row.rank) for row in lines]

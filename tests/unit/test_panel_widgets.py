@@ -239,3 +239,39 @@ def test_buttons_that_ask_the_ranks_are_off_where_nothing_can_be_asked(
     assert not any(button.disabled for button in widgets._buttons.values())
     assert widgets._buttons["Stop"].tooltip == "Interrupt what runs on the ranks"
     assert widgets._refusal.value == ""
+
+
+def shown_ranks(widgets: PanelWidgets) -> list[str]:
+    return re.findall(r'scope="row"[^>]*>([^<]*)<', widgets._rows.value)
+
+
+def test_many_ranks_are_filtered_by_rank_and_state(session: Session) -> None:
+    session.ranks = tuple(range(20))  # type: ignore[assignment]
+    kinds = ["idle"] * 20
+    kinds[7] = kinds[12] = "dead"
+    widgets = PanelWidgets(session, None, snapshot(*kinds))  # type: ignore[arg-type]
+    assert widgets._filter is not None
+    ranks, kind = widgets._filter.controls
+    note = widgets._filter._note
+    ranks.value = "5-9"
+    assert shown_ranks(widgets) == ["5", "6", "7", "8", "9"]
+    assert "5 of 20 ranks" in note.value
+    kind.value = "dead"
+    assert shown_ranks(widgets) == ["7"]
+    ranks.value = " "
+    assert shown_ranks(widgets) == ["7", "12"]
+    widgets._update(snapshot(*["idle"] * 20))
+    assert shown_ranks(widgets) == []
+    assert "0 of 20 ranks" in note.value
+    kind.value = "any state"
+    ranks.value = "3-"
+    assert "does not name ranks" in note.value
+    assert len(shown_ranks(widgets)) == 20
+    ranks.value = ""
+    assert note.value == ""
+    widgets._show_closed()
+    assert ranks.disabled
+
+
+def test_few_ranks_have_no_filter(widgets: PanelWidgets) -> None:
+    assert widgets._filter is None

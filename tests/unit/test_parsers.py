@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distsession.errors import OptionsError
-from distsession.notebook.parsers import cell_parser, parse, session_parser
+from distsession.notebook.parsers import cell_parser, parse, session_help, session_parser
 
 
 @pytest.mark.parametrize("comment", ["", " # all", "  # rank 1's", " #", ' # "both'])
@@ -77,3 +77,28 @@ def test_who_chooses_ranks_by_a_flag_is_told_to_leave_it_out(flag: str) -> None:
 def test_an_open_quote_is_an_error() -> None:
     with pytest.raises(OptionsError, match="No closing quotation"):
         parse(session_parser(), "export 'train.py")
+
+
+@pytest.mark.parametrize(("typed", "verb"), [("stop", "close"), ("close", "close"), ("ls", "list")])
+def test_commands_of_the_command_line_are_taken_too(typed: str, verb: str) -> None:
+    arguments = parse(session_parser(), typed)
+    assert arguments is not None
+    assert arguments.verb == verb
+    assert "stop" not in session_help()
+
+
+def test_what_is_typed_for_a_command_is_answered_with_what_to_type() -> None:
+    with pytest.raises(OptionsError, match=r"there is no 'kill': %session close ends all ranks"):
+        parse(session_parser(), "kill 3")
+
+
+def test_the_help_of_a_command_is_its_own() -> None:
+    assert "--restore" in session_help("restart")
+    assert len(session_help("start").splitlines()) < 60
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("stopp", "stop"), ("clsoe", "close")])
+def test_a_mistyped_command_is_answered_with_one_that_works(typed: str, meant: str) -> None:
+    with pytest.raises(OptionsError, match=f"there is no '{typed}': did you mean {meant}"):
+        parse(session_parser(), typed)
+    assert parse(session_parser(), meant) is not None

@@ -8,16 +8,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from distsession.cluster import relays
 from distsession.cluster.payloads import Part, Payloads
 from distsession.cluster.relay import Upload
+from distsession.cluster.relays import Relays
 from distsession.engine.relay import Relay
 from distsession.errors import DistsessionError, SessionStateError
-from distsession.protocol import shared_memory
+from distsession.protocol import shared_memory, unix_socket, wire
 from distsession.protocol.messages import PushRequest, Shared, decode, encode
 from distsession.protocol.shared_buffer import LARGEST
 from distsession.protocol.shared_memory import (
@@ -27,7 +30,7 @@ from distsession.protocol.shared_memory import (
     length_of,
     map_private,
 )
-from distsession.protocol.wire import connect, make_node_folder, memory_path
+from distsession.protocol.wire import connect, make_node_folder, memory_path, socket_path
 from tests.until import until
 
 REQUEST = PushRequest(1)
@@ -367,3 +370,31 @@ def test_closing_lets_everything_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert descriptors() > before
         roads.close()
     assert descriptors() == before
+
+
+def test_one_who_trickles_instead_of_saying_to_be_a_relay_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold up all that comes from ranks."""
+    monkeypatch.setattr(relays, "HELLO", 0.3)
+    taken = Relays(str(tmp_path))
+    connection = unix_socket.connect(socket_path(str(tmp_path), "relay", 1))
+    connection.settimeout(10)
+    is_over = threading.Event()
+
+    def trickle() -> None:
+        data = wire._HEAD.pack(wire._MESSAGE, 0, 0, 1000) + bytes(1000)
+        with contextlib.suppress(OSError):
+            for at in range(len(data)):
+                connection.send(data[at : at + 1])
+                if is_over.wait(0.02):
+                    return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    taken.accept()
+    assert connection.recv(1) == b""
+    is_over.set()
+    thread.join()
+    connection.close()
+    taken.close()

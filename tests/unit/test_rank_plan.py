@@ -6,17 +6,26 @@ from dataclasses import replace
 
 import pytest
 
+from distsession.devices import NCCL_NAMES
 from distsession.errors import OptionsError
 from distsession.options import SessionOptions
 from distsession.rank_plan import RankPlan, plan_ranks
 from distsession.ranks import GpuSlice, HostInfo
 
 BACKENDS = (("gloo", ("cpu", "cuda")), ("mpi", ("cpu", "cuda")), ("nccl", ("cuda",)))
+CLASSES = tuple((name, ("cuda",)) for name in NCCL_NAMES[1:])
+NCCL = [*NCCL_NAMES, "cpu:gloo,cuda:nccl2", "cpu:gloo,cuda:nccl-lazy"]
 
 
 def host(gpus: int = 0, cpus: int = 16) -> HostInfo:
     names = tuple(f"GPU {number}" for number in range(gpus))
     return HostInfo("alpha", 1, names, BACKENDS, "2.9.0", cpus)
+
+
+def newer(gpus: int = 0, **changes: object) -> HostInfo:
+    """A host whose torch has a name for each of its classes for NCCL."""
+    made = replace(host(gpus), backends=(*BACKENDS, *CLASSES), torch_version="2.15.0")
+    return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def plan(gpus: int = 0, cpus: int = 16, **options: object) -> RankPlan:
@@ -91,6 +100,25 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are() -> None:
 def test_a_backend_for_gpus_without_any_is_refused(backend: str) -> None:
     with pytest.raises(OptionsError, match="needs a GPU, and alpha shows none: use backend='gloo'"):
         plan(backend=backend)
+
+
+@pytest.mark.parametrize("backend", NCCL)
+def test_each_name_of_nccl_means_gpus(backend: str) -> None:
+    made = plan_ranks(SessionOptions(backend=backend), [newer(2)])
+    assert made == RankPlan(("cuda:0", "cuda:1"), backend, (8,), (2,))
+    with pytest.raises(OptionsError, match="needs a GPU, and alpha shows none: use backend='gloo'"):
+        plan_ranks(SessionOptions(backend=backend), [newer()])
+    with pytest.raises(OptionsError, match=r"nccl\S* serves cuda, not 'cpu'"):
+        plan_ranks(SessionOptions(backend=f"cpu:{backend.rpartition(':')[2]}"), [newer(2)])
+
+
+@pytest.mark.parametrize("backend", ["nccl2", "NCCL-Lazy", "nccl-legacy", "cpu:gloo,cuda:nccl2"])
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_class_of_nccl_that_torch_does_not_have_yet_is_refused(backend: str, gpus: int) -> None:
+    name = backend.lower().rpartition(":")[2]
+    message = rf"'{name}' names a class .* from 2\.15 on, .* is 2\.9\.0: use backend='nccl'"
+    with pytest.raises(OptionsError, match=message):
+        plan(gpus=gpus, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
@@ -228,6 +256,24 @@ def test_of_each_gpu_an_older_nccl_has_one_slice_by_default() -> None:
         divided(nccl=(2, 29), ranks=2)
 
 
+@pytest.mark.parametrize("backend", [None, *NCCL])
+def test_each_class_of_nccl_has_the_same_devices(backend: str | None) -> None:
+    """Which GPU or slice a rank gets, and what it sees of others, depends on no class."""
+
+    def planned(there: HostInfo, **options: object) -> RankPlan:
+        return plan_ranks(SessionOptions(backend=backend, **options), [there])  # type: ignore[arg-type]
+
+    whole = newer(4, gpu_uuids=(*UUIDS, "GPU-ff"))
+    made = planned(whole, devices=(3, 1))
+    assert (made.devices, made.visible) == (("cuda:3", "cuda:1"), ())
+    slices = (GpuSlice("MIG-a1", 0), GpuSlice("MIG-a2", 0), GpuSlice("MIG-c1", 3))
+    parts = replace(whole, divided=(0, 1, 3), slices=slices, nccl=(2, 30, 7))
+    made = planned(parts, devices=("MIG-c1", 2, "MIG-a2"))
+    assert (made.devices, made.visible) == (("cuda:0",) * 3, ("MIG-c1", "GPU-77cc33", "MIG-a2"))
+    made = planned(replace(parts, nccl=(2, 29)))
+    assert made.visible == ("MIG-a1", "GPU-77cc33", "MIG-c1")  # a GPU has one rank
+
+
 @pytest.mark.parametrize("name", [0, "GPU-5f2a"])
 def test_a_divided_gpu_is_refused_with_its_slices(name: int | str) -> None:
     with pytest.raises(OptionsError, match=r"is divided into 2 slices .* of MIG-a1, MIG-a2"):
@@ -266,13 +312,13 @@ def test_a_newer_nccl_takes_several_ranks_on_one_gpu(nccl: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize(("nccl", "told"), [((2, 29, 7), "2.29.7"), ((), "unknown")])
-@pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
+@pytest.mark.parametrize("backend", [None, *NCCL])
 def test_an_older_nccl_does_not(nccl: tuple[int, ...], told: str, backend: str | None) -> None:
     message = (
         rf"ranks 0-1 are on GPU 0: NCCL .* from version 2\.30 on, .* has {told}\. backend='cuda"
     )
     with pytest.raises(OptionsError, match=message):
-        crowded(nccl, devices=[0, 0], backend=backend)
+        plan_ranks(SessionOptions(devices=(0, 0), backend=backend), [newer(2, nccl=nccl)])
 
 
 def test_gloo_takes_several_ranks_on_one_gpu_with_any_nccl() -> None:

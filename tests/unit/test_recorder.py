@@ -201,7 +201,7 @@ def test_an_abort_wakes_who_sleeps(
     waiting = beside(come, streams[1], SUM, None)
     until(lambda: sleeps)
     recorder.abort = Abort(AbortReason.FAILED, "given up", 1)
-    recorder.aborted.set()
+    recorder.aborted.open()
     with pytest.raises(CollectiveError, match="given up"):
         waiting.result(LONG_S)
     assert len(sleeps) == 1

@@ -74,6 +74,13 @@ def test_the_configuration_says_what_there_is(two: list[RankInfo]) -> None:
     assert "cuda (NVIDIA <T4>)" in facts["devices"]
 
 
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "cpu:gloo,cuda:nccl"])
+def test_the_class_behind_nccl_is_named(rank_info: Callable[..., RankInfo], name: str) -> None:
+    facts = {"backend": name, "backend_class": "ProcessGroupNCCL2", "nccl": "2.30.7"}
+    told = dict(render.config_rows([rank_info(0, **facts)]))["backend"]
+    assert told == f"{name} (ProcessGroupNCCL2), NCCL 2.30.7"
+
+
 def test_each_rank_has_a_line_with_its_device(two: list[RankInfo]) -> None:
     head, *lines = render.devices_text(two).splitlines()
     assert head.split() == ["rank", "host", "device", "name", "memory"]

@@ -281,3 +281,8 @@ def test_text_goes_on_behind_what_was_let_go(
     assert far.pieces[0][0].content is None  # type: ignore[union-attr]
     far.add(text(6, "second\n"))
     assert [m.text for m in again(far)[0].messages if m.rank == 0] == ["second\n"]
+
+
+def test_an_error_is_told_again_without_what_colours_it(record: RunRecord) -> None:
+    record.fail(SessionStateError("\x1b[31mno\x1b[39m, \x1b[1mnever\x1b[0m"))
+    assert replayed_text([record], []).endswith("SessionStateError: no, never")

@@ -174,6 +174,18 @@ def test_a_notice_is_written_again_if_it_names_another_thing_that_looks_like_a_t
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
+def test_in_a_terminal_a_notice_is_updated_in_place_and_goes_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    output = TerminalOutput()
+    for seconds in (1, 2, 2):
+        output.notify(Notice("job 7 pending", f"job 7 pending ({seconds} s)"))
+    output.close()
+    lines = [f"\r\x1b[Kdistsession: job 7 pending ({seconds} s)" for seconds in (1, 2)]
+    assert capsys.readouterr().err == "".join([*lines, "\r\x1b[K"])
+
+
 def test_a_terminals_last_line_has_the_unfinished_lines_of_all_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

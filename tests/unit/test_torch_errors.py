@@ -16,6 +16,7 @@ from distsession.engine.torch_errors import (
     monitored_text,
     stand_in,
     time_limit_s,
+    without_log_header,
 )
 from distsession.errors import CollectiveError, CollectiveHangError
 
@@ -93,3 +94,10 @@ def test_a_monitored_barrier_names_whom_torch_names() -> None:
     assert monitored_text(3, [0], 2.0, all_ranks=True).startswith("Rank 3 successfully reached")
     none = monitored_text(0, [1], 0.0, all_ranks=False)
     assert none == "Rank 0 timed out in monitoredBarrier after 0 ms."
+
+
+def test_the_header_of_a_log_is_left_out() -> None:
+    said = "Check failed: outputShape[0] * worldSize == inputShape[0] (8 vs. 7)"
+    header = "[rank0]:[F1128 11:13:41.612383182 ProcessGroupGloo.cpp:1537] "
+    assert without_log_header(f"{header}{said}") == said
+    assert without_log_header(f"[rank0] {said}") == f"[rank0] {said}"

@@ -41,6 +41,7 @@ from distsession.engine.collectives.work import (
     IssuedWork,
     Mark,
     await_collective,
+    device_stream_number,
 )
 from distsession.engine.failure import is_user_code
 from distsession.engine.torch_errors import (
@@ -581,6 +582,7 @@ class SwappableGroup(Collectives):
         """Pass operations on to this group from here on."""
         self._coalesced = None
         self.inner = inner
+        torch_private.note_within(inner, self.ranks)
         self._met = set()
         for (kind, number), hook in self._hooks.items():
             getattr(inner, f"register_{kind}")(number, hook)
@@ -673,9 +675,11 @@ class SwappableGroup(Collectives):
             raise CollectiveError(self._unusable)
         stream = self._any_stream() if from_any else self._own_stream()
         at = stream.post(key, layout.WAITING)
+        has_met = False
         try:
             if meets and self._recorder.check:
                 stream.meet(at, self._seconds if limit is None else limit)
+            has_met = True
             self._recorder.block(at)
             yield
         except CollectiveMismatchError:
@@ -683,8 +687,14 @@ class SwappableGroup(Collectives):
             raise
         except BaseException as error:
             explained = self._recorder.explain(error)
-            stream.end(at)
-            raise explained from None
+            if has_met:
+                stream.end(at)
+            else:
+                stream.leave(at, error)
+            try:
+                raise explained from None
+            finally:
+                del explained  # its traceback has this frame, and that the group's connections
         else:
             stream.end(at)
         finally:
@@ -745,7 +755,16 @@ class SwappableGroup(Collectives):
             stream = self._own_stream()
         device = self._sole_device
         if device or (self._enqueues_all is not False and (device := self._enqueued_on(tensor))):
-            return self._enqueue(call, stream, key, device, tensor, meets=True, has_sizes=has_sizes)
+            return self._enqueue(
+                call,
+                stream,
+                key,
+                device,
+                tensor,
+                meets=True,
+                has_sizes=has_sizes,
+                waits=not is_async,
+            )
         recorder = self._recorder
         if is_async:
             return self._issue(call, stream, stream.post(key), key, has_sizes=has_sizes)
@@ -758,8 +777,8 @@ class SwappableGroup(Collectives):
         except CollectiveMismatchError:
             stream.refuse(at)
             raise
-        except BaseException:
-            stream.fail(at)
+        except BaseException as error:
+            stream.leave(at, error)
             raise
         work = None
         try:
@@ -774,7 +793,10 @@ class SwappableGroup(Collectives):
             else:
                 stream.fail_begun(at)
             recorder.leave(at)
-            raise explained from None
+            try:
+                raise explained from None
+            finally:
+                del explained  # its traceback has this frame, and that the group's connections
         stream.end_call(at)
         return work
 
@@ -813,7 +835,10 @@ class SwappableGroup(Collectives):
             explained = self._recorder.explain(error)
             self._recorder.block(0)
             stream.withdraw(at)
-            raise explained from None
+            try:
+                raise explained from None
+            finally:
+                del explained  # its traceback has this frame, and that the group's connections
 
     def _enqueued_on(self, tensor: torch.Tensor | None) -> str:
         """The device type to which its operation is given; empty where it is done on the CPU."""
@@ -832,6 +857,7 @@ class SwappableGroup(Collectives):
         *,
         meets: bool,
         has_sizes: bool = False,
+        waits: bool = False,
     ) -> Any:
         """Give an operation to a device; gives torch's own handle.
 
@@ -843,6 +869,7 @@ class SwappableGroup(Collectives):
             tensor: One that it is about; None for a barrier, which may wait within the call.
             meets: All members have to come, so they can meet before.
             has_sizes: Each may send others something else.
+            waits: The device's current stream waits for it, also where it runs in another.
         """
         at = stream.post(key)
         recorder = self._recorder
@@ -860,8 +887,8 @@ class SwappableGroup(Collectives):
         except CollectiveMismatchError:
             stream.refuse(at)
             raise
-        except BaseException:
-            stream.fail(at)
+        except BaseException as error:
+            stream.leave(at, error)
             raise
         coalesced = self._coalesced
         # The call itself may wait for the others, and one of them may have died since it came: a
@@ -883,7 +910,8 @@ class SwappableGroup(Collectives):
         if coalesced is not None:
             coalesced.append((stream, at, stream.sequence_word(at)))
         elif work is not None:
-            stream.enqueued(at, work, self._seconds)
+            number = device_stream_number(tensor.device) if waits and tensor is not None else 0
+            stream.enqueued(at, work, self._seconds, 0, number)
         elif tensor is not None and (mark := Mark.behind(tensor.device)):
             stream.enqueued(at, mark, self._seconds, 0, mark.device_stream)
         else:

@@ -64,6 +64,14 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._operations)
 
+    @property
+    def is_on_device(self) -> bool:
+        """From any thread: whether a device has some of it, and no threads of a backend all."""
+        return any(
+            stream.words[at + layout.DEVICE_STREAM] != layout.ON_CPU
+            for _, stream, at, *_ in list(self._operations)
+        )
+
     def add(self, operation: Enqueued) -> None:
         """An operation has been issued; see which of the oldest are complete."""
         operations = self._operations

@@ -322,9 +322,10 @@ class Collectives(dist.ProcessGroup):
         if not isinstance(opts, AllToAllOptions):
             opts = _options(AllToAllOptions, named.get("timeout", opts))
         size = len(self.members)
-        if not (_add_up(receive, output, size) and _add_up(send, tensor, size)):
-            # It refuses them, before anything is sent.
-            return self.inner.alltoall_base(output, tensor, receive, send, opts)
+        # gloo would count what it refuses on this rank alone, and take what its peers send next for
+        # something else.
+        _check_splits(send, tensor, size)
+        _check_splits(receive, output, size)
         send_sizes = list(send) or [tensor.shape[0] // size] * size
         receive_sizes = list(receive) or [output.shape[0] // size] * size
         key = (
@@ -370,12 +371,24 @@ class Collectives(dist.ProcessGroup):
         return self._any_source(tensors, tag)
 
 
-def _add_up(sizes: Sequence[int], tensor: torch.Tensor, ranks: int) -> bool:
-    """Whether a tensor can be cut into parts of these sizes, or into equal ones, for each rank."""
-    if not tensor.dim():
-        return False
-    rows = tensor.shape[0]
-    return (len(sizes) == ranks and sum(sizes) == rows) if sizes else rows % ranks == 0
+def _check_splits(sizes: Sequence[int], tensor: torch.Tensor, ranks: int) -> None:
+    """Refuse what torch refuses (``c10d/Utils.hpp``, ``checkSplitSizes``), in its words.
+
+    Args:
+        sizes: How many rows each rank gets or sends; none where all do as many.
+        tensor: That is cut.
+        ranks: How many there are.
+
+    Raises:
+        RuntimeError: It cannot be cut so.
+    """
+    rows = tensor.size(0)
+    if not sizes and rows % ranks:
+        raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+    if sizes and len(sizes) != ranks:
+        raise RuntimeError("Number of tensor splits not equal to group size")
+    if sizes and sum(sizes) != rows:
+        raise RuntimeError("Split sizes doesn't match total dim 0 size")
 
 
 def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:

@@ -56,6 +56,7 @@ from distsession.engine.collectives.operations import (
 )
 from distsession.engine.collectives.unseen import UnseenWork
 from distsession.engine.failure import is_user_code, short_name
+from distsession.engine.gate import Gate
 from distsession.engine.listeners import RequestListener
 from distsession.engine.torch_errors import (
     Break,
@@ -177,7 +178,7 @@ class Recorder(RequestListener):
         self.words = board.words
         self.region = board.regions[rank]
         self.abort: Abort | None = None
-        self.aborted = threading.Event()
+        self.aborted = Gate()
         """Wakes who sleeps between two looks; only :attr:`abort` says whether there is one."""
         cpus = len(os.sched_getaffinity(0))
         self._crowd = max(1.0, len(self.here) / (RANKS_FOR_A_CPU * cpus))
@@ -259,7 +260,7 @@ class Recorder(RequestListener):
         self.words[self.region.start + layout.SINCE] = since
         self.words[self.region.start + layout.REQUEST] = request
         self.abort = None
-        self.aborted.clear()
+        self.aborted.close()
 
     def begin_request(self, request: Request) -> None:
         self._show_request(request.id)
@@ -876,6 +877,19 @@ class Stream:
             self.words[at + _CHAIN] = self.chain = self._chain_before
         self.words[at + _STATE] = layout.REFUSED
 
+    def leave(self, at: int, error: BaseException) -> None:
+        """That operation is over before all have come: nobody may count on it any more.
+
+        Unless it is given up for all, who come later would wait in it for ever.
+
+        Args:
+            at: Where it is posted.
+            error: What ended it: that of a signal handler if it is none of ours.
+        """
+        self.fail(at)
+        if self.recorder.abort is None and not isinstance(error, CollectiveError):
+            self.words[at + _STATE] = layout.BROKEN_OFF
+
     def fail_begun(self, at: int) -> None:
         """That operation failed after the backend had accepted it, which uses up its number."""
         self.fail(at)
@@ -918,13 +932,14 @@ class Stream:
             work: Its handle.
             limit: Seconds that it may take.
             posted: Its sequence word. Default: it has just been posted.
-            device_stream: The number of the device's stream that it runs in, if it is known.
+            device_stream: The number of the device's stream that it runs in, if it is known;
+                ``layout.ON_CPU`` where threads of the backend do it instead.
         """
         words, in_flight = self.words, self.recorder.in_flight
         posted = posted or words[at]
         entry = self.open.pop(at, None)
         if entry is not None:
-            entry[FLAGS] |= _ENQUEUED_FLAGS
+            entry[FLAGS] |= IS_ASYNC if device_stream == layout.ON_CPU else _ENQUEUED_FLAGS
         if in_flight.captures and torch_private.is_stream_capturing():
             # It was written down for a graph, and its handle may not be asked.
             if entry is not None:

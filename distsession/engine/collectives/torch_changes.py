@@ -16,7 +16,7 @@ import torch
 
 from distsession.engine import host_info
 
-__all__ = ["Part", "is_untried", "is_usable", "sentences", "turn_off"]
+__all__ = ["Part", "has_hooks", "is_untried", "is_usable", "sentences", "turn_off"]
 
 TRIED = (2, 15)
 """The newest torch that the tests have passed with (docs/compatibility.md)."""
@@ -70,6 +70,15 @@ _NAMES: dict[Part, Sequence[str]] = {
     Part.ABORT: (f"{_C10D}:_abort_process_group",),
 }
 
+_HOOKS = (
+    "torch.distributed:ProcessGroup.register_pre_hook",
+    "torch.distributed:ProcessGroup.register_post_hook",
+    f"{_C10D}:_maybe_attach_flight_recorder",
+)
+"""With which groups of torch's own can be followed, from torch 2.15 on."""
+_GROUPS_WITH_HOOKS = "process groups and modules have to be made again after a Stop"
+"""What is off then without ``Part.GROUPS``."""
+
 _turned_off: dict[Part, str] = {}
 """By what was seen to fail."""
 
@@ -82,6 +91,12 @@ def is_untried() -> bool:
 def is_usable(part: Part) -> bool:
     """Whether all is there that this leans on."""
     return not _change(part)
+
+
+@functools.cache
+def has_hooks() -> bool:
+    """Whether it can be seen what groups of torch's own do."""
+    return all(map(_is_there, _HOOKS))
 
 
 def turn_off(part: Part, name: str) -> None:
@@ -99,7 +114,11 @@ def sentences() -> tuple[str, ...]:
         else f"torch {found} is not as it was tried"
     )
     changes = ((part, _change(part)) for part in Part)
-    return tuple(f"{start}, and its {n} has changed: {part.value}." for part, n in changes if n)
+    return tuple(f"{start}, and its {n} has changed: {_off(part)}." for part, n in changes if n)
+
+
+def _off(part: Part) -> str:
+    return _GROUPS_WITH_HOOKS if part is Part.GROUPS and has_hooks() else part.value
 
 
 def _change(part: Part) -> str:

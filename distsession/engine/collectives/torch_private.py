@@ -48,6 +48,7 @@ __all__ = [
     "boxed",
     "current_stream",
     "follow_groups",
+    "follow_new_groups",
     "forget_groups",
     "graph_classes",
     "has_succeeded",
@@ -65,6 +66,7 @@ __all__ = [
     "make_native_group",
     "native_backends",
     "native_groups",
+    "note_within",
     "prepare_ranks",
     "put_back_default",
     "put_in_place",
@@ -75,6 +77,7 @@ __all__ = [
     "set_group_count",
     "set_store",
     "symmetric_memory_functions",
+    "time_limit",
     "uses_torchcomms",
     "warn_of_fsdp2",
 ]
@@ -254,6 +257,32 @@ def install_group_factory(
     _follow_limits()
     _keep_forward_work()
     _log_backends()
+    _know_within()
+
+
+class _RanksOfGroups(dict[Any, dict[int, int]]):
+    """Also those of groups within ours, which are in none of torch's tables."""
+
+    def __missing__(self, group: Any) -> dict[int, int]:
+        return _within[group]
+
+
+_within: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _know_within() -> None:
+    """Let torch find who the members of a group within ours are.
+
+    Where it simulates all ranks in one (``LocalTensorMode``), it asks so in each operation.
+    """
+    known = getattr(c10d, "_pg_group_ranks", None)
+    if isinstance(known, dict):
+        setattr(c10d, "_pg_group_ranks", _RanksOfGroups(known))  # noqa: B010 - not public
+
+
+def note_within(group: Any, ranks: Sequence[int]) -> None:
+    """That group is within one of ours, which has these members in the default group."""
+    _within[group] = {rank: place for place, rank in enumerate(ranks)}
 
 
 def _log_backends() -> None:
@@ -362,20 +391,22 @@ class ProfiledReceive:
         tensors: In which it receives.
     """
 
-    __slots__ = ("_handle",)
+    __slots__ = ("_over",)
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._handle: Any = None
+        self._over: torch.futures.Future[None] | None = None
         if torch.autograd._profiler_enabled():
             with torch._C._profiler._RecordFunctionFast("c10d::recv_any_source_", [*tensors]):
                 pass
             enter = torch.autograd._record_function_with_args_enter
-            self._handle = enter("gloo:recvAnySource", *tensors)
+            shown, self._over = enter("gloo:recvAnySource", *tensors), torch.futures.Future()
+            # Before torch 2.12 only what this attaches can end it from another thread.
+            torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(shown, self._over)
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
         """Within, nothing is shown: it would be the same receive, from the rank that was found."""
-        if self._handle is None:
+        if self._over is None:
             yield
             return
         torch.autograd._enable_record_function(False)
@@ -386,10 +417,10 @@ class ProfiledReceive:
 
     def end(self) -> None:
         """It is over."""
-        handle, self._handle = self._handle, None
-        if handle is not None:  # in a thread of its own, as gloo's, which makes it asynchronous
-            end = torch.autograd._record_function_with_args_exit
-            thread = threading.Thread(target=end, args=(handle,), name="distsession-profiled")
+        over, self._over = self._over, None
+        if over is not None:  # in a thread of its own, as gloo's, which makes it asynchronous
+            end: Callable[[None], None] = over.set_result
+            thread = threading.Thread(target=end, args=(None,), name="distsession-profiled")
             thread.start()
             thread.join()
 
@@ -629,6 +660,34 @@ def follow_groups(on_default: Callable[[Any], None], on_end: Callable[[str], Non
     for function in (end, end_all):
         _disable_dynamo(function)
     module._unregister_process_group, module._unregister_all_process_groups = end, end_all
+
+
+def follow_new_groups(on_group: Callable[[Any, Sequence[int]], None]) -> None:
+    """Let this function hear of each group that torch makes from here on.
+
+    torch (2.15) attaches its own recorder to each, whoever asks for it, once that has its name.
+
+    Args:
+        on_group: Gets the group, and its members' ranks within the default group.
+    """
+    native = c10d._maybe_attach_flight_recorder  # type: ignore[attr-defined]
+
+    def attach(group: Any, config: Any, ranks: list[int]) -> None:
+        native(group, config, ranks)
+        if not {*config.get_device_backend_map().values()} & {*NOT_OURS} and _refusal is None:
+            on_group(group, ranks)
+
+    _disable_dynamo(attach)
+    setattr(c10d, "_maybe_attach_flight_recorder", attach)  # noqa: B010 - as in _record_within
+
+
+def time_limit(group: Any) -> float:
+    """The time limit of a native group's operations, in seconds."""
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            limit: timedelta = group._get_backend(device).options._timeout
+            return limit.total_seconds()
+    return c10d.default_pg_timeout.total_seconds()
 
 
 def is_known(group: Any) -> bool:

@@ -62,7 +62,7 @@ class UnseenWork:
         self._flags = 0
         """The kinds of that."""
         self._count = 0
-        self._watched: set[type] = set()
+        self._watched: set[Any] = set()
 
     # --- watching ---------------------------------------------------------------------------------
 
@@ -132,6 +132,8 @@ class UnseenWork:
 
     def _watch_symmetric_memory(self, owner: Any, name: str) -> None:
         function = getattr(owner, name)
+        if function in self._watched:
+            return
 
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -140,6 +142,7 @@ class UnseenWork:
             return result
 
         torch_private.put_in_place(owner, name, staticmethod(noted))
+        self._watched.add(noted)
 
     # --- what was begun ---------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from distsession.errors import CollectiveError
 from distsession.protocol import board as layout
 from distsession.protocol.operation_names import AnySource
 
-__all__ = ["AnySourceWork", "IssuedWork", "Mark", "await_collective"]
+__all__ = ["AnySourceWork", "IssuedWork", "Mark", "await_collective", "device_stream_number"]
 
 NO_TIMEOUT = timedelta(0)
 """torch's default for ``Work.wait``: the group's limit holds."""
@@ -95,7 +95,10 @@ class IssuedWork(dist.Work):
             explained = recorder.explain(error)  # as long as it can be seen what broke off
             if self._inner.is_completed():  # otherwise only the wait has ended
                 self._stream.fail_posted(self._at, self._posted)
-            raise explained from None
+            try:
+                raise explained from None
+            finally:
+                del explained  # its traceback has this frame, and that the group's connections
         finally:
             recorder.block(0)
             self._stream.end_posted(at, self._posted)
@@ -172,6 +175,18 @@ class IssuedWork(dist.Work):
         return getattr(self._inner, name)
 
 
+def device_stream_number(device: torch.device) -> int:
+    """A number that stands for the device's current stream; 0 where it has none."""
+    try:
+        return _number(torch_private.current_stream(device))
+    except (RuntimeError, AttributeError):  # the CPU has none
+        return 0
+
+
+def _number(stream: torch.Stream) -> int:
+    return ((stream.stream_id << 8 | stream.device_index & 0xFF) + 1) & layout.WORD_MASK
+
+
 class Mark:
     """Stands for the handle of an operation that a backend gives none of, since nobody waits.
 
@@ -196,8 +211,7 @@ class Mark:
             event.record(stream)
         except (NotImplementedError, AttributeError):
             return None
-        number = (stream.stream_id << 8 | stream.device_index & 0xFF) + 1
-        return cls(event, number & layout.WORD_MASK)
+        return cls(event, _number(stream))
 
     def is_completed(self) -> bool:
         return bool(self._event.query())

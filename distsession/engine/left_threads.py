@@ -1,0 +1,61 @@
+"""Threads that a run has started, and that go on once the rank has ended its part of it.
+
+Such a thread may still call what other ranks wait for: it sends, sets a key, or saves a checkpoint.
+One that was there before the run is none of these, or a thread that is kept for ever would keep
+every later deadlock from being seen. Nor is one that waits for work, or that runs nothing but code
+of a library.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+import torch.distributed as dist
+
+from distsession.engine import frames
+from distsession.engine.failure import is_user_code
+from distsession.engine.listeners import RequestListener, is_run
+from distsession.protocol.messages import Request
+
+__all__ = ["LeftThreads"]
+
+_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
+
+
+class LeftThreads(RequestListener):
+    """Tells whether threads go on that the last run has started.
+
+    Args:
+        own: The names of threads that are not the user's.
+    """
+
+    def __init__(self, own: tuple[str, ...]):
+        self._own = own
+        self._before: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    def begin_request(self, request: Request) -> None:
+        if is_run(request):
+            self._before = weakref.WeakSet(self._at_work())
+
+    def are_at_work(self) -> bool:
+        """From another thread, while the main thread runs nothing."""
+        return any(thread not in self._before for thread in self._at_work())
+
+    def _at_work(self) -> list[threading.Thread]:
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread is not threading.main_thread()
+            and thread.name not in self._own
+            and (isinstance(thread, threading.Timer) or _runs_code_of_a_user(thread))
+        ]
+
+
+def _runs_code_of_a_user(thread: threading.Thread) -> bool:
+    innermost = frames.innermost(thread.ident or 0)
+    if innermost is None:  # it compiles
+        return thread.is_alive()
+    files = (frame.f_code.co_filename for frame in frames.outward(innermost))
+    return any(is_user_code(file) or file.startswith(_DISTRIBUTED) for file in files)
