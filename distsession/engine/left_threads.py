@@ -1,14 +1,15 @@
-"""Threads that a run has started, and that go on once the rank has ended its part of it.
+"""Threads beside the main one, which go on while it waits or once it has ended its part of a run.
 
 Such a thread may still call what other ranks wait for: it sends, sets a key, or saves a checkpoint.
-One that was there before the run is none of these, or a thread that is kept for ever would keep
-every later deadlock from being seen. Nor is one that waits for work, or that runs nothing but code
-of a library.
+One that waits for work does not, nor one that runs nothing but code of a library. Once the rank
+has ended its part, nor does one that was there before the run, or a thread that is kept for ever
+would keep every later deadlock from being seen.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 
@@ -43,19 +44,30 @@ class LeftThreads(RequestListener):
         """From another thread, while the main thread runs nothing."""
         return any(thread not in self._before for thread in self._at_work())
 
+    def any_at_work(self) -> bool:
+        """From another thread, while the main thread waits: whether another one does something."""
+        if self._at_work():
+            return True
+        known = {thread.ident for thread in threading.enumerate()}
+        return any(_runs_code_of_a_user(n) for n in sys._current_frames().keys() - known)
+
     def _at_work(self) -> list[threading.Thread]:
         return [
             thread
             for thread in threading.enumerate()
             if thread is not threading.main_thread()
             and thread.name not in self._own
-            and (isinstance(thread, threading.Timer) or _runs_code_of_a_user(thread))
+            and (isinstance(thread, threading.Timer) or _is_at_work(thread))
         ]
 
 
-def _runs_code_of_a_user(thread: threading.Thread) -> bool:
-    innermost = frames.innermost(thread.ident or 0)
+def _is_at_work(thread: threading.Thread) -> bool:
+    return thread.is_alive() and _runs_code_of_a_user(thread.ident or 0)
+
+
+def _runs_code_of_a_user(ident: int) -> bool:
+    innermost = frames.innermost(ident)
     if innermost is None:  # it compiles
-        return thread.is_alive()
+        return True
     files = (frame.f_code.co_filename for frame in frames.outward(innermost))
     return any(is_user_code(file) or file.startswith(_DISTRIBUTED) for file in files)

@@ -839,10 +839,6 @@ class Rank:
         """From the control thread: whether no thread that runs user code has anything to do."""
         if self._recorder.region.request or self._interrupter.is_running:
             return False
-        return self._has_one_thread()
-
-    def _has_one_thread(self) -> bool:
-        """From the control thread: whether only the main thread runs user code."""
         own = {t.ident for t in threading.enumerate() if t.name in OWN_THREADS}
         return sys._current_frames().keys() <= own | {threading.main_thread().ident}
 
@@ -946,7 +942,7 @@ class Rank:
             is_device_wait,
             unseen.texts(),
             instruction,
-            has_one_thread=self._has_one_thread(),
+            has_one_thread=not self._left_threads.any_at_work(),
             interrupted=self._interrupter.fate(),
         )
 

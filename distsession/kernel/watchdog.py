@@ -23,8 +23,9 @@ NOTICE_AFTER_S = 10.0
 NOTICE_EVERY_S = 2.0
 ASLEEP_S = 1.0
 """Seconds without any processor time after which a main thread within torch counts as blocked."""
-ASLEEP_AFTER_FAILURE_S = 0.2
-"""The same once another rank has failed, whose error the user should see soon."""
+ASLEEP_IN_VAIN_S = 0.2
+"""The same once another rank has failed, whose error the user should see soon, or where a member
+of an operation has ended without it."""
 STILL_S = 1.0
 """Seconds at one instruction after which a main thread counts as blocked by a device that can
 never go on."""
@@ -272,7 +273,6 @@ class Watchdog:
             or (report.outcome is not None and report.outcome.ending is Ending.FAILED)
             for report in reports.values()
         )
-        asleep = ASLEEP_AFTER_FAILURE_S if has_failed else ASLEEP_S
         # A finished rank sees only when it is asked that its device is done with a graph, too,
         # or that its threads have ended.
         suspects = [
@@ -284,6 +284,8 @@ class Watchdog:
             suspects += [r for r, report in reports.items() if report.state == RankState.RUNNING]
         for rank, report in reports.items():
             waits = report.operations and not report.operations[-1].is_waiting
+            is_soon = has_failed or any(is_in_vain(op, reports) for op in report.operations)
+            asleep = ASLEEP_IN_VAIN_S if is_soon else ASLEEP_S
             if (
                 report.state != RankState.RUNNING
                 or not waits

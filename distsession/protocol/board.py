@@ -100,6 +100,9 @@ SEQUENCE, FINGERPRINT, SIGNATURE, PLACE, BEGAN, STATE = range(6)
 DEVICE_STREAM = 6  # of what is ENQUEUED: the number of the device's stream that it runs in, or 0
 ON_CPU = 1 << 63
 """In its place: no device was given it, but threads of a backend such as gloo's."""
+IN_GROUP_ORDER = 1 << 62
+"""A bit beside that number: the group's backend runs its operations in order, messages too."""
+STREAM_NUMBER_MASK = IN_GROUP_ORDER - 1
 ACCEPTED = 6
 """Of what gloo does, the same word: the sequence again, once gloo is known to have accepted it."""
 CHAIN = 7
@@ -777,7 +780,9 @@ class Region:
                 if slot.signature == OVERWRITTEN:
                     title, detail = OVERWRITTEN, ""
                 device_stream = slots[offset + DEVICE_STREAM]
+                is_enqueued = slots[offset + STATE] == ENQUEUED
                 is_on_cpu = device_stream == ON_CPU
+                is_given = is_enqueued and not is_on_cpu
                 operation = Operation(
                     name=title,
                     group=head.name,
@@ -788,8 +793,9 @@ class Region:
                     seconds=max(0.0, (now - slot.began) / 1e9),
                     is_waiting=blocked == word,
                     in_thread=blocked != word and slots[offset + STATE] == WAITING,
-                    is_enqueued=(is_enqueued := slots[offset + STATE] == ENQUEUED),
-                    device_stream=device_stream if is_enqueued and not is_on_cpu else 0,
+                    is_enqueued=is_enqueued,
+                    device_stream=device_stream & STREAM_NUMBER_MASK if is_given else 0,
+                    in_group_order=is_given and bool(device_stream & IN_GROUP_ORDER),
                     is_on_cpu=is_enqueued and is_on_cpu,
                     stream_key=words[at + KEY],
                     thread=slot.thread,

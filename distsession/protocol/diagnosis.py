@@ -9,7 +9,8 @@ part cannot, unless its device still works at a replayed graph, which may hold w
 or a thread that its part has started goes on.
 A rank that waits for its device, and not certainly for an operation that is seen, counts as one
 that computes. An operation that a device was given behind another one, in the same stream, has not
-begun there. A rank that waits for a key of the store misses all others, any of which may set it:
+begun there. Some backends run all operations of a group in one stream, messages too. A rank that
+waits for a key of the store misses all others, any of which may set it:
 nobody can only if each has died, has ended its part or is blocked for good and has one thread, and
 nothing more can be asked of them. What follows from these rules is certain, so a verdict of
 deadlock is too.
@@ -293,13 +294,13 @@ class _Findings:
     def _is_behind(self, rank: int, operation: Operation) -> bool:
         """Whether a rank's device comes to an operation only after what the rank waits in."""
         before = self.blocked.get(rank)
-        if before is None or not before.device_stream:
+        if before is None or not (before.device_stream or before.in_group_order):
             return False
         key = (operation.group, operation.sequence)
         return key != (before.group, before.sequence) and any(
             (op.group, op.sequence) == key
-            and op.device_stream == before.device_stream
             and op.seconds < before.seconds
+            and _is_in_line(before, op)
             for op in self.reports[rank].operations
         )
 
@@ -603,6 +604,16 @@ def _takes_part(report: RankReport, operation: Operation) -> bool:
     return key not in report.refused and report.sequences.get(key[0], 0) >= key[1]
 
 
+def _is_in_line(before: Operation, operation: Operation) -> bool:
+    """Whether a device begins an operation only after an earlier one has ended."""
+    if before.thread != operation.thread:  # they may have been given to it the other way round
+        return False
+    if before.device_stream and before.device_stream == operation.device_stream:
+        return True
+    is_ordered = before.in_group_order and operation.in_group_order
+    return is_ordered and _group_name(before.group) == _group_name(operation.group)
+
+
 def _left_by(report: RankReport, operation: Operation) -> Left | None:
     """Where a rank has left the group of an operation; another one may have its name by now."""
     left = report.left.get(_group_name(operation.group))
@@ -612,9 +623,11 @@ def _left_by(report: RankReport, operation: Operation) -> Left | None:
 
 
 def _needed(operation: Operation, rank: int) -> frozenset[int]:
-    """The ranks without whose part a rank's own part of a collective cannot come to its end."""
+    """The ranks without whose part a rank's own part of an operation cannot come to its end."""
     others = frozenset(operation.members) - {rank}
     if operation.name in _OF_ALL:
+        return others
+    if operation.name == "recv":  # what is sent may go into a buffer, and the sender on
         return others
     sizes = SplitSizes.from_description(operation.detail)
     if sizes is not None:

@@ -752,6 +752,8 @@ class Operation(Message):
         is_enqueued: A device was given it, and has not been seen to complete it.
         device_stream: The number of the device's stream in which it runs, after whatever the rank
             has given to that stream before; 0 where that is not known.
+        in_group_order: A device was given it, and the group's backend runs one operation after the
+            other there, messages between two ranks too.
         is_on_cpu: Threads of a backend do it, such as gloo's, and no device.
         stream_key: Tells its group from others that had the same name.
         thread: The number of the thread that has issued it; 0 for the main thread.
@@ -768,6 +770,7 @@ class Operation(Message):
     in_thread: bool = False
     is_enqueued: bool = False
     device_stream: int = 0
+    in_group_order: bool = False
     is_on_cpu: bool = False
     stream_key: int = field(default=0, compare=False)
     thread: int = field(default=0, compare=False)

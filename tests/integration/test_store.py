@@ -386,7 +386,23 @@ def test_a_key_that_nobody_can_set_any_more_ends_by_itself(session: Session) -> 
     )
 
 
-def test_keys_for_which_all_ranks_wait_end_by_themselves(session: Session) -> None:
+BESIDE = {
+    "nothing": "",
+    "a pool without work": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor(2)\npool.submit(int).result()"
+    ),
+    "the pool of an event loop": (
+        "import asyncio\nloop = asyncio.new_event_loop()\n"
+        "loop.run_until_complete(loop.run_in_executor(None, int))"
+    ),
+    "a thread of a library's": "import tqdm\nbar = tqdm.tqdm(range(3))\nnext(iter(bar))",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_keys_for_which_all_ranks_wait_end_by_themselves(session: Session, beside: str) -> None:
+    session.execute(beside)
     with pytest.raises(errors.CollectiveHangError) as caught:
         session.execute(
             f"{STORE}if rank != 1:\n    store.set(f'of {{rank}}', '')\n"
@@ -406,6 +422,15 @@ def test_a_key_that_a_thread_sets_is_waited_for(session: Session) -> None:
         "if rank == 1:\n    threading.Timer(2.5, store.set, ['by a thread', '']).start()\n"
         "if rank == 0:\n    store.get('by a thread')\n"
         "dist.barrier()"
+    )
+
+
+def test_a_key_that_a_thread_of_a_waiting_rank_sets_is_waited_for(session: Session) -> None:
+    session.execute(
+        f"{STORE}import threading, time\n"
+        "def later():\n    time.sleep(2.5)\n    store.set('by a thread of a waiting rank', '')\n"
+        "if rank == 1:\n    threading.Thread(target=later).start()\n"
+        "store.get('by a thread of a waiting rank')"
     )
 
 

@@ -83,6 +83,7 @@ def pair(name: str, source: int, target: int, place: str, sequence: int = 1) -> 
 
 
 RECV_BY_0 = pair("recv", 1, 0, "In[5] line 2")
+SEND_BY_1 = pair("send", 1, 0, "In[5] line 5")
 RECV_BY_1 = pair("recv", 0, 1, "In[5] line 3")
 SEND_BY_0 = pair("send", 0, 1, "In[5] line 4")
 ON_A = Operation("all_reduce", "a", (0, 1), 3, "float32 [4], sum", "In[5] line 2", 9.0)
@@ -1006,10 +1007,19 @@ def test_a_rank_that_has_died_replays_no_graph() -> None:
 # --- what devices were given in different orders --------------------------------------------------
 
 
-def queued(rank: int, *operations: Operation, stream: int = 1) -> Reports:
+def queued(
+    rank: int, *operations: Operation, stream: int = 1, in_group_order: bool = False
+) -> Reports:
     """A rank that waits for its device, which has these in one stream."""
     given = [
-        replace(op, is_enqueued=True, device_stream=stream, seconds=9.0 - n, is_waiting=n == 0)
+        replace(
+            op,
+            is_enqueued=True,
+            device_stream=stream,
+            in_group_order=in_group_order,
+            seconds=9.0 - n,
+            is_waiting=n == 0,
+        )
         for n, op in enumerate(operations)
     ]
     begun = {op.group: op.sequence for op in operations}
@@ -1021,7 +1031,22 @@ def cast(root: int) -> Operation:
     return replace(ON_B, name="broadcast", detail=f"float32 [4], root {root}")
 
 
+def in_order(rank: int, *operations: Operation) -> Reports:
+    """A rank that waits for its device, where each group has a stream for all that is its own."""
+    return queued(rank, *operations, stream=0, in_group_order=True)
+
+
 CROSSED = {
+    "behind a message that nobody takes": in_order(0, SEND_BY_0, SUM)
+    | in_order(1, SUM)
+    | in_order(2, SUM)
+    | in_order(3, SUM),
+    "behind a message that nobody sends": in_order(1, RECV_BY_1, SUM)
+    | in_order(0, SUM)
+    | in_order(2, SUM)
+    | in_order(3, SUM),
+    "each sends behind a receive": in_order(0, RECV_BY_0, SEND_BY_0)
+    | in_order(1, RECV_BY_1, SEND_BY_1),
     "each has both": queued(0, ON_A, ON_B) | queued(1, ON_B, ON_A),
     "one has not issued the other yet": queued(0, ON_A, ON_B) | queued(1, ON_B),
     "one of them comes from the other's root": queued(0, ON_A, cast(0)) | queued(1, cast(0), ON_A),
@@ -1034,6 +1059,12 @@ NOT_CROSSED = {
     "in one order": queued(0, ON_A, ON_B) | queued(1, ON_A, ON_B),
     "in two streams": queued(0, ON_A)
     | {1: replace(queued(1, ON_B)[1], operations=queued(1, ON_A, stream=2)[1].operations)},
+    "a message that is received": in_order(0, SEND_BY_0, SUM) | in_order(1, RECV_BY_1, SUM),
+    "groups that each have a stream": in_order(0, ON_A, ON_B) | in_order(1, ON_B, ON_A),
+    "a message beside a group's stream": queued(0, SEND_BY_0, ON_A, stream=0)
+    | queued(1, ON_A, stream=0),
+    "each sends before a receive": in_order(0, SEND_BY_0, RECV_BY_0)
+    | in_order(1, SEND_BY_1, RECV_BY_1),
     "in streams that are not known": queued(0, ON_A, ON_B, stream=0)
     | queued(1, ON_B, ON_A, stream=0),
     "a root that need not wait": queued(0, ON_A, cast(1)) | queued(1, cast(1), ON_A),

@@ -382,14 +382,14 @@ SENTENCES: dict[str, tuple[str, ...] | str] = {
         f"{STORE}test_diagnose_names_the_keys_and_a_later_run_may_set_them",
         f"{HERE}test_a_wait_in_the_store_is_told_in_a_notice",
     ),
-    "Only where each of them has ended its part, or is blocked for good and has no other thread, and you wait for the run in the notebook's main thread, nobody can any more, and the wait is ended; one that was given a limit of its own never is.": (
+    "Only where each of them has ended its part, or is blocked for good and runs no code of yours in another thread, and you wait for the run in the notebook's main thread, nobody can any more, and the wait is ended; one that was given a limit of its own never is.": (
         f"{STORE}test_a_key_that_nobody_can_set_any_more_ends_by_itself",
         f"{STORE}test_keys_for_which_all_ranks_wait_end_by_themselves",
         f"{STORE}test_a_key_that_a_thread_sets_is_waited_for",
         f"{STORE}test_a_wait_with_a_limit_of_its_own_is_not_cut_off",
         f"{DIAGNOSIS}test_nobody_can_set_a_key_once_all_others_have_ended_their_part_and_nothing_follows",
     ),
-    "A thread that an earlier cell has left behind is not seen.": (
+    "Of a rank that has ended its part, a thread that an earlier cell has left behind is not seen.": (
         f"{HERE}test_a_thread_that_was_left_behind_is_not_seen_to_set_a_key",
     ),
     "What waits in a store of your own counts as code that runs.": (

@@ -1,7 +1,8 @@
-"""Which threads of the user's count as going on once a rank has ended its part of a run."""
+"""Which threads of the user's go on, beside the main thread and after its part of a run."""
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,11 @@ def end() -> Iterator[threading.Event]:
 
 def run(left: LeftThreads) -> None:
     left.begin_request(CellRequest(1, "", "In[1]"))
+
+
+def beside_the_tests() -> LeftThreads:
+    """One for which those do not count that run the tests: their time limit has a timer."""
+    return LeftThreads(tuple(thread.name for thread in threading.enumerate()))
 
 
 def test_what_counts_is_a_thread_that_the_request_has_started(end: threading.Event) -> None:
@@ -78,3 +84,32 @@ def test_a_thread_of_a_pool_counts_while_it_has_work_of_the_request(end: threadi
         end.set()
         work.result()
         until(lambda: not left.are_at_work())
+
+
+def test_while_the_main_thread_waits_an_earlier_thread_counts(end: threading.Event) -> None:
+    left = beside_the_tests()
+    thread = threading.Thread(target=lambda: end.wait())
+    thread.start()
+    until(left.any_at_work)
+    run(left)
+    assert left.any_at_work()
+    end.set()
+    thread.join()
+    assert not left.any_at_work()
+
+
+def test_while_the_main_thread_waits_a_pool_without_work_counts_for_nothing() -> None:
+    left = beside_the_tests()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(int).result()
+        until(lambda: not left.any_at_work())
+
+
+def test_a_thread_that_is_no_object_of_pythons_counts(end: threading.Event) -> None:
+    left = beside_the_tests()
+    over = threading.Event()
+    _thread.start_new_thread(lambda: (end.wait(), over.set()), ())
+    until(left.any_at_work)
+    end.set()
+    assert over.wait(10)
+    until(lambda: not left.any_at_work())

@@ -525,6 +525,8 @@ class SwappableGroup(Collectives):
             next(iter(enqueues)) if self._enqueues_all and len(enqueues) == 1 else ""
         )
         """The device type to which every operation is given, if there is but one."""
+        self._order = 0
+        """``layout.IN_GROUP_ORDER`` where its backend runs one operation after the other."""
         self._takes_parts = not recipe.is_gloo
         self._met: set[str] = set()
         """Device types whose communicator has been used, so that all members have made it."""
@@ -583,6 +585,7 @@ class SwappableGroup(Collectives):
         self._coalesced = None
         self.inner = inner
         torch_private.note_within(inner, self.ranks)
+        self._order = layout.IN_GROUP_ORDER if torch_private.runs_in_order(inner) else 0
         self._met = set()
         for (kind, number), hook in self._hooks.items():
             getattr(inner, f"register_{kind}")(number, hook)
@@ -911,9 +914,9 @@ class SwappableGroup(Collectives):
             coalesced.append((stream, at, stream.sequence_word(at)))
         elif work is not None:
             number = device_stream_number(tensor.device) if waits and tensor is not None else 0
-            stream.enqueued(at, work, self._seconds, 0, number)
+            stream.enqueued(at, work, self._seconds, 0, number | self._order)
         elif tensor is not None and (mark := Mark.behind(tensor.device)):
-            stream.enqueued(at, mark, self._seconds, 0, mark.device_stream)
+            stream.enqueued(at, mark, self._seconds, 0, mark.device_stream | self._order)
         else:
             stream.end(at)
         return work
@@ -945,7 +948,7 @@ class SwappableGroup(Collectives):
         seen = work if work is not None or not together else Mark.behind(device)
         for stream, at, posted in together:
             if seen is not None:
-                stream.enqueued(at, seen, self._seconds, posted)
+                stream.enqueued(at, seen, self._seconds, posted, self._order)
             else:
                 stream.end(at)
         return work

@@ -932,8 +932,9 @@ class Stream:
             work: Its handle.
             limit: Seconds that it may take.
             posted: Its sequence word. Default: it has just been posted.
-            device_stream: The number of the device's stream that it runs in, if it is known;
-                ``layout.ON_CPU`` where threads of the backend do it instead.
+            device_stream: The number of the device's stream that it runs in, if it is known, with
+                ``layout.IN_GROUP_ORDER`` if that holds; ``layout.ON_CPU`` where threads of the
+                backend do it instead.
         """
         words, in_flight = self.words, self.recorder.in_flight
         posted = posted or words[at]

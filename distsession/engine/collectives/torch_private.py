@@ -74,6 +74,7 @@ __all__ = [
     "refresh_modules",
     "refuse_groups",
     "replace_init_process_group",
+    "runs_in_order",
     "set_group_count",
     "set_store",
     "symmetric_memory_functions",
@@ -879,6 +880,20 @@ def backend_classes(group: Any) -> set[type]:
             if "gloo" not in kind.__name__.lower() and not issubclass(kind, dist.ProcessGroup):
                 found.add(kind)
     return found
+
+
+def runs_in_order(group: Any) -> bool:
+    """Whether all that a native group gives to a device runs there in the order of its issue.
+
+    ``ProcessGroupNCCL2`` has one stream for collectives and messages. ``ProcessGroupNCCL`` and
+    ``ProcessGroupNCCLLazy`` have others for pairs of ranks. Source: torch 2.15,
+    ``nccl2/ProcessGroupNCCLBackend.cpp`` and ``lazy/LazyBackend.hpp``. A backend's class may say so
+    by an attribute ``runs_in_order``.
+    """
+    kinds = backend_classes(group)
+    return bool(kinds) and all(
+        getattr(kind, "runs_in_order", kind.__name__ == "ProcessGroupNCCL2") for kind in kinds
+    )
 
 
 def native_backends() -> list[type]:

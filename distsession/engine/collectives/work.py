@@ -184,7 +184,7 @@ def device_stream_number(device: torch.device) -> int:
 
 
 def _number(stream: torch.Stream) -> int:
-    return ((stream.stream_id << 8 | stream.device_index & 0xFF) + 1) & layout.WORD_MASK
+    return ((stream.stream_id << 8 | stream.device_index & 0xFF) + 1) & layout.STREAM_NUMBER_MASK
 
 
 class Mark:
