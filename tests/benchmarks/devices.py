@@ -1,24 +1,22 @@
-"""What recording costs, and how soon a Stop has worked, where ranks wait for a device.
+"""What recording costs where work is given to a device, beside torch alone.
 
 On NCCL where there are GPUs, otherwise on the stand-in of the tests.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from distsession import RunInterrupt, Session
+from distsession import Session
+from tests.benchmarks import device_faults, device_moves
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.figures import OURS, Figure, Row, Target
 from tests.benchmarks.processes import end_tree, program, run_program, snapshot
-from tests.benchmarks.programs.hangs import Fault
 from tests.gpu import target as targets
 
 POSTING_RANKS = 8
@@ -28,7 +26,6 @@ STEPS = 12
 """In a block, as long as a short cell: what a call costs is no part of a step."""
 MOST_OF_A_STEP = 1.01
 MOST_OF_AN_ALL_REDUCE = 1.05
-STOP_RANKS = 4
 UNIT = "us"
 BARE = "torch's own group"
 APART = "processes without a session"
@@ -51,24 +48,9 @@ def times(group, count):
     return 1e6 * (time.perf_counter() - wall) / count, 1e6 * cpu / count
 """
 
-HANG = """
-import time
-tensor = torch.ones(4, device=device)
-if rank == 1:
-    time.sleep(60)
-dist.all_reduce(tensor)
-tensor.sum().item()
-"""
-
-WORK = """
-total = torch.ones(4, device=device)
-dist.all_reduce(total)
-total = total.tolist()
-"""
-
 
 def devices(bench: Bench) -> Iterator[Row]:
-    """Posting, a small all_reduce, a training step, and a Stop in a hang."""
+    """On the device that there is."""
     yield from _posting(bench)
     try:
         target = targets.nccl()
@@ -80,9 +62,16 @@ def devices(bench: Bench) -> Iterator[Row]:
         except targets.NotHereError as missing:
             yield Row("a device backend", OURS, note=str(missing))
             return
+    yield from beside_torch(bench, target)
+
+
+def beside_torch(bench: Bench, target: targets.Target) -> Iterator[Row]:
+    """A small all_reduce, training steps, what ends a hang, and tensors that are moved."""
     yield from _all_reduce(bench, target)
     yield from _step(bench, target)
-    yield from _stop(bench, target)
+    yield from _sharded_step(bench, target)
+    yield from device_faults.faults(bench, target)
+    yield from device_moves.moves(bench, target)
 
 
 def _options(target: targets.Target, ranks: int) -> dict[str, object]:
@@ -135,8 +124,8 @@ def _all_reduce(bench: Bench, target: targets.Target) -> Iterator[Row]:
 class _Apart:
     """The same training in processes as torchrun starts them."""
 
-    def __init__(self, bench: Bench, target: targets.Target, count: int):
-        arguments = (target.backend, bench.folder / "device-store", count)
+    def __init__(self, bench: Bench, target: targets.Target, count: int, kind: str = "Training"):
+        arguments = (target.backend, bench.folder / f"device-store-{kind}", count, kind)
         several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if target.is_nccl else {}
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         # As torchrun has it, and a session: the threads that play a device go by this alone.
@@ -222,6 +211,34 @@ def _step(bench: Bench, target: targets.Target) -> Iterator[Row]:
     yield Row(name, OURS, ratio=Figure(shares), beside=APART, target=Target(MOST_OF_A_STEP))
 
 
+def _sharded_step(bench: Bench, target: targets.Target) -> Iterator[Row]:
+    """The same of FSDP2, whose groups find each other by name: so there is no third arm."""
+    rounds = 12 if bench.quick else 40
+    before = snapshot()
+    apart = _Apart(bench, target, STEPS, "Sharded")
+    try:
+        apart.begin()
+        with Session(RANKS, **_options(target, RANKS)) as session:
+            session.execute(
+                "from tests.benchmarks.programs.device_steps import Sharded\nours = Sharded(device)"
+            )
+            pairs = []
+            for number in range(rounds):
+                arms = [apart.measure, lambda: session.evaluate(f"ours.time({STEPS})")[0]]
+                found = {n: arms[n]() for n in ((0, 1) if number % 2 else (1, 0))}
+                pairs.append((found[0], found[1]))
+    finally:
+        apart.close()
+        bench.sweep(OURS, before)
+    for number, what in enumerate(("wall time", "processor time of rank 0")):
+        name = f"{what} of a step of FSDP2 on {target.backend}, N={RANKS}"
+        theirs, mine = ([each[number] for each in arm] for arm in zip(*pairs, strict=True))
+        ratio = Figure(tuple(b / a for a, b in zip(theirs, mine, strict=True)))
+        aim = Target(MOST_OF_A_STEP) if target.is_nccl and not number else None
+        yield Row(name, APART, Figure(tuple(theirs)), UNIT)
+        yield Row(name, OURS, Figure(tuple(mine)), UNIT, ratio, APART, aim)
+
+
 def _beside_apart(
     name: str, times: Mapping[str, Sequence[float]], target: Target | None = None
 ) -> Iterator[Row]:
@@ -242,27 +259,3 @@ def _step_by_step(name: str, pairs: Sequence[tuple[float, float]]) -> Iterator[R
     mine, theirs = zip(*pairs, strict=True)
     yield Row(name, bare, Figure(theirs), UNIT)
     yield Row(name, OURS, Figure(mine), UNIT, ratio, bare, Target(MOST_OF_A_STEP))
-
-
-# --- Stop -----------------------------------------------------------------------------------------
-
-
-def _stop(bench: Bench, target: targets.Target) -> Iterator[Row]:
-    """While rank 1 sleeps and the others wait for their device."""
-    ranks = min(STOP_RANKS, target.ranks)
-    times = []
-    with bench.session(ranks, **_options(target, ranks)) as session:
-        session.execute(WORK)
-        for _ in range(max(bench.repeats, 3)):
-            fault = Fault(session.interrupt)
-            with contextlib.suppress(RunInterrupt):
-                session.execute(HANG)
-                raise RuntimeError("the cell ended by itself")
-            session.execute(WORK)
-            times.append(time.monotonic() - fault.at)
-            found = dict(session.evaluate("total"))
-            if any(total != [float(ranks)] * 4 for total in found.values()):
-                raise RuntimeError(f"the next collective gave {found}")
-    name = f"Stop where ranks wait for a device ({target.backend}) to a collective that works"
-    limit = Target(2.0 if target.is_nccl else 0.3)
-    yield Row(f"{name}, N={ranks}", OURS, Figure(tuple(times)), "s", target=limit)

@@ -2,6 +2,7 @@
 
 The exit status is 0 where all checks have held, and 1 otherwise. ``--write`` adds the run to the
 table of ``docs/backends.md`` and to the README, in the place of one of the same day and versions.
+``--compare`` then measures beside bare torch, and how soon ranks are free, as the benchmarks do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ import torch
 
 import distsession
 from distsession.engine.host_info import nccl_version
+from tests.benchmarks import devices
+from tests.benchmarks.bench import Bench
+from tests.benchmarks.figures import Row
+from tests.benchmarks.processes import own_world
+from tests.benchmarks.table import table
 from tests.gpu import seen
 from tests.gpu.checks import CHECKS, Bed, Outcome, attempt
 from tests.gpu.target import TARGETS, NotHereError, Target
@@ -48,6 +54,8 @@ def _driver() -> str:
 
 
 WORDS = ("held", "FAILED", "skipped")
+REPEATS = 3
+"""Rounds of what is measured."""
 ROOT = Path(__file__).parents[2]
 PAGE, README = ROOT / "docs/backends.md", ROOT / "README.md"
 
@@ -63,7 +71,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="another page with such a table, which --write rehearses with",
     )
+    parser.add_argument("--compare", action="store_true", help="measure beside bare torch as well")
     arguments = parser.parse_args(argv)
+    if arguments.compare and arguments.backend == "gloo":
+        parser.error("--compare measures work that is given to a device, and gloo gives it none")
     if arguments.to and not arguments.write:
         parser.error("--to FILE says where --write writes: give both")
     if arguments.write and not arguments.to:
@@ -114,6 +125,13 @@ def write(run: seen.Seen, to: Path | None) -> list[Path]:
     return list(pages)
 
 
+def compare(target: Target) -> list[Row]:
+    """Measure beside bare torch, with few repeats."""
+    with own_world() as folder:
+        bench = Bench(REPEATS, True, folder)
+        return [*devices.beside_torch(bench, target), *bench.left_behind()]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks one after the other."""
     arguments = _arguments(argv)
@@ -143,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.write:
         written = write(_seen(bed, outcomes), arguments.to)
         print(f"written: {', '.join(map(str, written))}")
+    if arguments.compare:
+        print(table(compare(target)))
     return int("FAILED" in words)
 
 

@@ -863,27 +863,37 @@ def test_sharded_parameters_live_on_after_a_pass_that_was_given_up(cluster: Clus
     session = cluster.session
     session.execute(
         "from torch.distributed.fsdp import fully_shard\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)\n"
+        "    def forward(self, x, fails):\n"
+        "        hidden = self.first(x)\n"
+        "        if fails: hidden.register_hook(fail)\n"
+        "        return self.last(hidden)\n"
+        "def fail(grad): raise ValueError\n"
         "def make():\n"
         "    torch.manual_seed(2)\n"
-        "    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
-        "    for layer in layers: fully_shard(layer)\n"
-        "    return fully_shard(layers)\n"
-        "def sharded_step(model, fails=False):\n"
+        "    net = Net()\n"
+        "    fully_shard(net.first)\n"
+        "    return fully_shard(net)\n"  # which has the other's parameters itself
+        "def sharded_step(model, fails=False, fails_in_backward=False):\n"
         "    sgd = torch.optim.SGD(model.parameters(), lr=0.01)\n"
         "    sgd.zero_grad()\n"
-        "    total = model(torch.ones(2, 8)).sum()\n"
+        "    total = model(torch.ones(2, 8), fails_in_backward).sum()\n"
         "    if fails: raise ValueError\n"
         "    total.backward()\n"
         "    sgd.step()\n"
         "    return total.item()\n"
         "undisturbed, disturbed = make(), make()\n"
-        "expected = [sharded_step(undisturbed) for _ in range(3)]\n"
+        "expected = [sharded_step(undisturbed) for _ in range(5)]\n"
         "found = [sharded_step(disturbed)]"
     )
-    for fails in ("rank == 1", "rank != 0"):
-        with pytest.raises(RunError, match="ValueError"):
-            session.execute(f"sharded_step(disturbed, fails={fails})")
-        session.execute("found.append(sharded_step(disturbed))")
+    for who in ("rank == 1", "rank != 0"):
+        for how in ("fails", "fails_in_backward"):
+            with pytest.raises(RunError, match="ValueError"):
+                session.execute(f"sharded_step(disturbed, {how}={who})")
+            session.execute("found.append(sharded_step(disturbed))")
     assert dict(session.evaluate("found == expected")) == dict.fromkeys(session.ranks, True)
     cluster.check()
 

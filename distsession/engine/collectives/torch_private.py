@@ -1251,15 +1251,25 @@ def refresh_modules() -> None:
 def _refresh_fully_sharded(module: Any) -> None:
     """Let an FSDP2 module begin its next pass anew.
 
-    One that was given up leaves parameters that are gathered, though from a device nothing came.
-    What that pass had of gradients is lost; those that were there before stay.
+    One that was given up leaves parameters that are gathered, though from a device nothing came,
+    or only some of a group's. Of a backward pass it leaves whole gradients that were not reduced:
+    those of the outermost module's own parameters, until its end. torch would add the next ones to
+    them. What that pass had of these is lost; those that earlier passes have gathered without
+    reducing them (``set_requires_gradient_sync(False)``) stay unless this was one of them.
     """
     state = module._get_fsdp_state()
     if not state._is_root or not hasattr(module, "reset_iter_state"):  # as of torch 2.13
         return
+    was_in_backward = state._state_ctx.post_backward_final_callback_queued
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             group._all_gather_result = None  # it would be waited for
+            for parameter in group.fsdp_params:
+                parameter.to_sharded()
+                if was_in_backward:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
     module.reset_iter_state()
 
 

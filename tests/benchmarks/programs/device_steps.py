@@ -1,8 +1,8 @@
-"""Steps of DistributedDataParallel on a device, in processes that know no session.
+"""Training steps on a device, in processes that know no session.
 
-Arguments: backend, file of the store, steps. RANK and WORLD_SIZE say which of them this is. For
-each line on standard input it trains some steps and prints microseconds of one: on the clock, and
-of processor time.
+Arguments: backend, file of the store, steps, ``Training`` (DistributedDataParallel) or ``Sharded``
+(FSDP2). RANK and WORLD_SIZE say which of the processes this is. For each line on standard input it
+trains some steps and prints microseconds of one: on the clock, and of processor time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, LAYERS, ROWS = 512, 8, 128
@@ -36,10 +37,13 @@ class Training:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
         model = torch.nn.Sequential(*layers).to(device)
-        self._model = DistributedDataParallel(model, process_group=group)
+        self._model = self._parallel(model, group)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._rows = torch.ones(ROWS, WIDTH).to(device)
         self.time(3)
+
+    def _parallel(self, model: torch.nn.Module, group: Any) -> torch.nn.Module:
+        return DistributedDataParallel(model, process_group=group)
 
     def time(self, count: int) -> tuple[float, float]:
         """Microseconds of a step: on the clock, and of processor time of this process."""
@@ -80,6 +84,16 @@ class Training:
         return 1e6 * (time.perf_counter() - began)
 
 
+class Sharded(Training):
+    """The same with FSDP2, each layer by itself, over the default group."""
+
+    def _parallel(self, model: torch.nn.Module, group: Any) -> torch.nn.Module:
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+        return model
+
+
 def processor_seconds() -> float:
     """What the threads of this process have used, without those that play a device."""
     total = 0
@@ -92,16 +106,17 @@ def processor_seconds() -> float:
     return total / 1e9
 
 
-def main(backend: str, path: str, count: int) -> None:
+def main(backend: str, path: str, count: int, kind: str) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if backend == "standin":
+    if backend.startswith("standin"):
         importlib.import_module("tests.standin.register")
-    kind = "cuda" if backend == "nccl" else backend
-    device = torch.device(kind, rank % torch.get_device_module(kind).device_count())
-    torch.get_device_module(kind).set_device(device)
+    device_type = "cuda" if backend.startswith("nccl") else "standin"
+    module = torch.get_device_module(device_type)
+    device = torch.device(device_type, rank % module.device_count())
+    module.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size)
-    training = Training(device)
+    training = {"Training": Training, "Sharded": Sharded}[kind](device)
     print("READY", flush=True)
     for _ in sys.stdin:
         print(*training.time(count), flush=True)
@@ -109,4 +124,4 @@ def main(backend: str, path: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
