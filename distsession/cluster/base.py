@@ -197,7 +197,7 @@ class Launcher(ABC):
     taken = ""
     """Why this process owns the session no longer; empty while it does."""
     taken_over = ""
-    """The same for whoever waits for a run: by whom and when."""
+    """The same, as the caller of a run is told it: which process took the session, and when."""
     adopted: tuple[Adopted, ...] = ()
     """What a former owner has left, where this process has attached."""
 

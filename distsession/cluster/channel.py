@@ -355,7 +355,7 @@ class SocketChannel(Channel):
         """Tell the ranks, in memory that they share, whose answers nobody needs any more."""
         if self._closed or not self._is_kept or self.board is None:
             return
-        if self.refusal:  # what is not needed here any more is wanted by another owner
+        if self.refusal:  # another process owns the session now, and wants the answers
             return
         seen = min(self._pending, default=self._last + 1) - 1
         self.board.acknowledge(self._epoch, seen)

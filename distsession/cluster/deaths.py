@@ -265,7 +265,7 @@ class JobEnd:
     def remedy(self) -> str:
         """What to do about it."""
         if self.is_own:
-            return "session.restart() submits a new one, whose ranks have no variables."
+            return "session.restart() submits a new one; its ranks have no variables."
         return (
             "session.restart() starts all hosts anew if the allocation still stands; otherwise "
             "start a session in another one."

@@ -24,7 +24,7 @@ __all__ = ["STOP_S", "Failure", "HostLauncher", "check_program", "read_output"]
 STOP_S = 5.0
 """Seconds that processes have to end by themselves before they are told to, and then killed."""
 READ_BYTES = 128 << 10
-"""The most that is read of the begin of what was written, and of its end."""
+"""The most bytes of output that are read from its beginning, and as many from its end."""
 OUTPUT_MAX_BYTES = 16 << 20
 """Who has written more before an agent has come is ended: it would fill the disk. Later a file that
 takes more of the disk loses its middle."""
@@ -101,8 +101,8 @@ class HostLauncher(ABC):
         return [
             Failure(
                 host,
-                f"what was started has written more than {OUTPUT_MAX_BYTES >> 20} MiB and no agent "
-                "has come",
+                f"the started program has written more than {OUTPUT_MAX_BYTES >> 20} MiB, and no "
+                "agent has come",
                 read_output(path),
             )
             for host, path in self.output_files().items()

@@ -175,8 +175,8 @@ class HostsLauncher(LocalLauncher):
         if self._agents.facts != before:
             self._hosts.forget_problems()
             self._compare()
-        # Nobody knew before torch was imported there: what is installed says less, and there may be
-        # none here to compare it with.
+        # The exact build of torch is known only once a host has imported it. The installed
+        # packages say less, and this host may have no torch to compare it with.
         builds = {
             self._agents.name(node): host.torch_version
             for node, host in sorted(self._monitor.hosts.items())

@@ -99,8 +99,8 @@ class _Found:
     Attributes:
         alive: The sessions whose agents live.
         gone: Those whose agents have ended.
-        damaged: What is to be said of others, by their folders.
-        ended: What is known of sessions whose folders are gone, the last first.
+        damages: The errors of sessions that cannot be read, by their folders.
+        ended: The records of sessions that have ended and left no folder, the last first.
     """
 
     alive: list[KeptSession]

@@ -6,10 +6,11 @@ means for that is a trace function, which may raise on each line. Python takes a
 that has raised. The exception itself puts it back, as it is let go where it was caught.
 
 It must not be raised in the midst of our modules and Python's own: one that is raised as soon as a
-lock is taken in Python code (``Condition.__enter__``) leaves it locked for ever, and whoever takes
-it next waits for ever. An exception that another thread sets for the main one comes anywhere. So
-what is set is a call, which the main thread makes as soon as it is out of C code. It sets the trace
-function, and a handler of SIGINT that raises where nothing is in the midst of anything.
+lock is taken in Python code (``Condition.__enter__``) leaves it locked for ever, and the
+next thread that takes it hangs. An exception that another thread sets for the main one may arrive
+anywhere. So the other thread asks Python for a pending call, which the main thread makes as soon as
+it is out of C code. That call sets the trace function, and a handler of SIGINT that raises only
+where user code runs.
 """
 
 from __future__ import annotations

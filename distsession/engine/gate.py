@@ -1,7 +1,7 @@
 """An event that works on whatever is raised within it.
 
 ``threading.Event`` takes its lock in Python code. An error that the handler of a signal raises just
-behind that leaves it locked, and whoever sets the event or waits for it next waits for ever.
+behind that leaves it locked, and the next thread that sets the event or waits for it hangs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Gate:
         self._closed.acquire()
 
     def open(self) -> None:
-        """From any thread: whoever waits goes on."""
+        """From any thread: let the threads that wait go on."""
         with suppress(RuntimeError):  # it is open
             self._closed.release()
 
     def close(self) -> None:
-        """Whoever comes from here on waits."""
+        """From here on, threads wait again."""
         self._closed.acquire(blocking=False)
 
     def wait(self, seconds: float | None = None) -> bool:

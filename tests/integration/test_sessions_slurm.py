@@ -80,7 +80,7 @@ def test_a_job_that_is_cancelled_is_told_and_another_takes_its_place(lab: SlurmL
         subprocess.run(["scancel", session.job], check=True)
         gone = (
             f"Slurm job {first} was cancelled or preempted, or has reached its time limit. "
-            "session.restart() submits a new one, whose ranks have no variables."
+            "session.restart() submits a new one; its ranks have no variables."
         )
         with pytest.raises(RunError) as raised:
             future.result(60)
