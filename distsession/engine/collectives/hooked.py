@@ -58,7 +58,7 @@ _MESSAGES = {"SEND": "to", "RECV": "from"}
 _RECEIVERS = frozenset(
     {"RECV", "SCATTER", "REDUCE_SCATTER", "REDUCE_SCATTER_BASE", "REDUCE_SCATTER_TENSOR_COALESCED"}
 )
-"""Of these operations all members agree on the output's size, and not on the input's."""
+"""These are described by their output, which has one size on all members."""
 _OF_PARTS = frozenset({"ALLTOALL", "ALLTOALL_BASE", "ALLGATHER"})
 """Those in which members may have tensors of different shapes, on backends that allow that."""
 
