@@ -59,8 +59,6 @@ def ras_report(backend: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
             connection.settimeout(TIMEOUT_S)
             connection.connect(address)
-            if not is_own_connection(connection):
-                return ""
             text = _ask(connection, deadline)
     except OSError as error:
         log.debug("NCCL's RAS service at %s:%d: %s", *address, error)
@@ -75,6 +73,8 @@ def _ask(connection: socket.socket, deadline: float) -> str:
     ):
         connection.sendall(f"{line}\n".encode())
         if not _received(connection, deadline, b"\n").startswith(answer):
+            return ""
+        if not is_own_connection(connection):
             return ""
     connection.sendall(b"STATUS\n")
     return _received(connection, deadline)

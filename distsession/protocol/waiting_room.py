@@ -134,7 +134,8 @@ class WaitingRoom:
 def is_own_connection(connection: socket.socket) -> bool:
     """Whether a process of this user is at the other end, on the loopback interface of this host.
 
-    The system lists whose each connection is. Where it has no such list, nobody can know.
+    The system lists which user has each connection. Where it has no such list, nobody can know. A
+    client asks once the server has sent something, and so has accepted the connection.
     """
     try:
         (address, port), (own_address, own_port) = (
@@ -151,9 +152,10 @@ def is_own_connection(connection: socket.socket) -> bool:
             for line in lines:
                 if theirs not in line:
                     continue
-                _, local, remote, state, _, _, _, uid, *_ = line.split()
+                _, local, remote, state, _, _, _, uid, _, inode, *_ = line.split()
                 if local.endswith(theirs) and remote.endswith(ours) and state == ESTABLISHED:
-                    return unix_socket.is_own(int(uid))
+                    # Before the other end has accepted it, it belongs to nobody, and says 0.
+                    return inode != "0" and unix_socket.is_own(int(uid))
     return not is_listed
 
 

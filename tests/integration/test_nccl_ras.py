@@ -118,9 +118,10 @@ def test_it_is_not_asked_where_it_is_not_in_use(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is started by root")
+@pytest.mark.parametrize("accepts_after", [0, 0.3])
 @pytest.mark.parametrize(("user", "expected"), [(0, "so it says"), (65534, "")])
 def test_the_service_of_another_user_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch, user: int, expected: str
+    monkeypatch: pytest.MonkeyPatch, user: int, expected: str, accepts_after: float
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setenv("NCCL_RAS_ADDR", f"localhost:{listener.getsockname()[1]}")
@@ -128,6 +129,7 @@ def test_the_service_of_another_user_is_not_believed(
         if not child:
             try:
                 os.setuid(user)
+                time.sleep(accepts_after)
                 connection, _ = listener.accept()
                 connection.settimeout(5)
                 for answer in (b"SERVER PROTOCOL 2\n", b"OK\n", b"so it says\n"):

@@ -117,9 +117,11 @@ def test_ones_own_connection_is_known(family: int) -> None:
                 mine.connect((host, listener.getsockname()[1]))
             except OSError:
                 pytest.skip("there is no IPv6")
+            assert family == socket.AF_INET6 or not is_own_connection(mine)  # nobody has it yet
             connection, _ = listener.accept()
             with connection:
                 assert is_own_connection(connection)
+                assert family == socket.AF_INET6 or is_own_connection(mine)
                 mine.close()
                 assert not is_own_connection(connection)
 
