@@ -238,13 +238,13 @@ HUNG = {
         ),
     ),
     "a receive from the wrong source": Broken(
-        "if rank == 0: dist.send(some, 2)\nif rank == 2: dist.recv(torch.ones(4), 1)",
+        "if rank == 0: dist.send(some, 2)\nif rank == 2: dist.recv(torch.ones(4), 1); FINISH",
         what="recv",
         line=2,
         also=("rank 1 sent nothing for recv",),
     ),
     "an irecv": Broken(
-        "if rank == 2:\n    work = dist.irecv(torch.ones(4), 3)\n    work.wait()",
+        "if rank == 2:\n    work = dist.irecv(torch.ones(4), 3)\n    work.wait(); FINISH",
         what="recv",
         line=2,
         also=("rank 3 sent nothing for recv",),

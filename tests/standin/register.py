@@ -115,4 +115,7 @@ def register() -> None:
     c10d._nccl2_device = choose_device
 
 
+# As the classes that they play: only the lazy one has streams for pairs of ranks.
+native.ProcessGroupStandin2.runs_in_order = True
+native.ProcessGroupStandinLazy.runs_in_order = False
 register()

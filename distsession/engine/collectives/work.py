@@ -177,10 +177,20 @@ class IssuedWork(dist.Work):
 
 def device_stream_number(device: torch.device) -> int:
     """A number that stands for the device's current stream; 0 where it has none."""
+    if not _has_streams(device):
+        return 0
     try:
         return _number(torch_private.current_stream(device))
-    except (RuntimeError, AttributeError):  # the CPU has none
+    except (RuntimeError, ValueError, AttributeError):
         return 0
+
+
+def _has_streams(device: torch.device) -> bool:
+    """Whether work is given to it; a backend of the user's own may do its work on the CPU.
+
+    A torch with CUDA has a stream for it even so, and says that it is of another device.
+    """
+    return device.type not in ("cpu", "meta")
 
 
 def _number(stream: torch.Stream) -> int:
@@ -204,6 +214,8 @@ class Mark:
     @classmethod
     def behind(cls, device: torch.device) -> Mark | None:
         """A mark behind what the device's current stream was given; None where it has no events."""
+        if not _has_streams(device):
+            return None
         try:
             event = torch.Event(device)
             # Of that device: in a thread of the user's another one may be the current.
