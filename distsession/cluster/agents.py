@@ -18,6 +18,7 @@ from distsession.cluster.deaths import agent_text, ended_text, not_ready_text
 from distsession.engine.log_file import read_tail
 from distsession.engine.oom import OomKills, oom_text
 from distsession.engine.process import agent_environment, started_at
+from distsession.engine.process_state import switches
 from distsession.errors import LaunchError, LaunchTimeoutError, SessionStateError
 from distsession.protocol import unix_socket, whole_messages
 from distsession.protocol.agent_messages import AgentStarted
@@ -300,7 +301,7 @@ class Agents:
 
     def _activity(self, process: AgentProcess) -> tuple[str, ...]:
         """What changes as long as a process shows signs of life."""
-        return _switches(process.pid)
+        return switches(process.pid)
 
     def _ends(self, process: AgentProcess) -> bool:
         """Wait for an agent to end, as long as it shows signs of life.
@@ -341,10 +342,3 @@ def start_process(
         env=environ,
         start_new_session=True,  # Jupyter interrupts the kernel's whole process group
     )
-
-
-def _switches(pid: int) -> tuple[str, ...]:
-    """How often a process was given a processor, by /proc; it does not change while it is stuck."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
-        return tuple(line for line in status if "ctxt_switches" in line)
-    return ()

@@ -54,6 +54,11 @@ class RemoteAgent:
         """What its host says if the system there has ended it for want of memory."""
         return str(self._state.get("oom", ""))
 
+    @property
+    def signs_of_life(self) -> tuple[str, ...]:
+        """What changes while it is not stuck: as its host says once it was told to end."""
+        return tuple(self._state.get("signs") or (str(self.link.heard),))
+
     def poll(self) -> int | None:
         if self._hosts.is_lost(self.link):
             return -1
@@ -184,6 +189,5 @@ class HostAgents(Agents):
 
     def _activity(self, process: AgentProcess) -> tuple[str, ...]:
         if isinstance(process, RemoteAgent):
-            # Of the process itself nothing is known here: it has its time while its host answers.
-            return (str(process.link.heard),)
+            return process.signs_of_life
         return super()._activity(process)

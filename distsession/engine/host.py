@@ -391,9 +391,13 @@ class HostProcess:
             self._send("open", {"port": self._doors.get()})
 
     def _tell_agent(self) -> None:
-        """Say that the agent has ended, if it has."""
-        if self._session is not None and (ended := self._session.ended()):
+        """Say that the agent has ended, if it has, or that one which is to end is not stuck."""
+        if self._session is None:
+            return
+        if ended := self._session.ended():
             self._send("agent", ended)
+        elif signs := self._session.signs_of_life():
+            self._send("agent", {"pid": self._session.agent_pid, "code": None, "signs": signs})
 
     # --- facts ------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from distsession.engine import store_server
 from distsession.engine.log_file import read_tail
 from distsession.engine.oom import OomKills, oom_text
 from distsession.engine.process import agent_environment, module_command
+from distsession.engine.process_state import switches
 from distsession.protocol import folder_lock, places, unix_socket
 from distsession.protocol.attach import attach_path
 from distsession.protocol.forward import Forwarder, UnixForwarder, pump
@@ -85,6 +86,8 @@ class HostSession:
         self._retired: list[Forwarder] = []
         """Those of the kernel before it, through which something may still come or go."""
         self._agent: subprocess.Popen[bytes] | None = None
+        self._signs: tuple[str, ...] | None = None
+        """Its last signs of life since it was told to end; None if it was not."""
         self._oom_kills = OomKills()
         self.folder, self._lock = places.make_folder()
         folder_lock.sweep(os.path.dirname(self.folder))  # of sessions that were killed
@@ -157,6 +160,7 @@ class HostSession:
         """Start the agent, of which there is none; gives its pid."""
         arguments = [self.folder, str(self._order.node), str(os.getpid()), str(self._epoch)]
         self._oom_kills.look_up(os.getpid())
+        self._signs = None
         with open(self._log_path, "wb") as output:
             self._agent = subprocess.Popen(
                 [*module_command("distsession.engine.agent"), *arguments],
@@ -178,11 +182,24 @@ class HostSession:
         oom = oom_text(limit) if is_killed and code == -signal.SIGKILL else ""
         return {"pid": pid, "code": code, "oom": oom, "log": self._log_tail()}
 
+    @property
+    def agent_pid(self) -> int:
+        """Of the agent's process; 0 where there is none."""
+        return 0 if self._agent is None else self._agent.pid
+
+    def signs_of_life(self) -> tuple[str, ...]:
+        """Once the agent has been told to end: what shows that it is not stuck, if that is new."""
+        if self._signs is None or self._agent is None:
+            return ()
+        before, self._signs = self._signs, switches(self._agent.pid)
+        return self._signs if self._signs != before else ()
+
     def end_agent(self, *, at_once: bool = False) -> None:
         """Tell the agent to end with its ranks; ``at_once`` leaves it no choice."""
         if self._agent is None or self._agent.poll() is not None:
             return
         if not at_once:
+            self._signs = self._signs or ()
             self._agent.terminate()
             return
         # Its ranks die with it, but not what they have started, which is in their groups.

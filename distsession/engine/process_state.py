@@ -20,6 +20,7 @@ __all__ = [
     "process_state",
     "processor_time",
     "scheduled",
+    "switches",
 ]
 
 
@@ -45,6 +46,16 @@ def process_facts(pid: int) -> list[str]:
     Empty where there is no such process.
     """
     return _stat(f"/proc/{pid}/stat")
+
+
+def switches(pid: int) -> tuple[str, ...]:
+    """How often a process was given a processor; that does not change while it is stuck.
+
+    Empty where there is no such process.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        return tuple(line for line in status if "ctxt_switches" in line)
+    return ()
 
 
 def has_ended(pid: int) -> bool:

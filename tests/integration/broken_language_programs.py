@@ -14,10 +14,10 @@ BUT_0 = "ranks 1-3"
 
 FLOW = {
     "a name that only rank 0 has": Program(
-        "if rank == 0: config = {'lr': 0.1}\n"
-        "rate = torch.tensor(config['lr'])\n"
+        "if rank == 0: chosen = {'lr': 0.1}\n"
+        "rate = torch.tensor(chosen['lr'])\n"
         "dist.all_reduce(rate)",
-        what="NameError.*config", line=2, who=BUT_0,
+        what="NameError.*chosen", line=2, who=BUT_0,
     ),
     "a result that is remembered": Program(
         "@functools.lru_cache\n"

@@ -81,7 +81,7 @@ RAISE_LATE = {
     "import torch.distributed._functional_collectives as f\n"
     "f.all_reduce(torch.ones(4), 'sum', dist.group.WORLD).tolist()",
     "messages": "time.sleep(0.4 * rank)\n"
-    "dist.recv(torch.ones(4), src=3)",
+    "dist.recv(torch.ones(4), src=3); FINISH",
     "from anybody": pytest.param(
         "time.sleep(0.4 * rank)\ndist.recv(torch.ones(4))",
         marks=only("gloo", "NCCL receives from nobody in particular"),

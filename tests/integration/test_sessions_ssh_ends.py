@@ -139,7 +139,7 @@ def test_a_script_that_ends_without_closing_leaves_nothing(
     assert all(line.startswith("distsession: starting") for line in written.splitlines()), written
 
 
-MOMENTS = ("connects", "starts", "imports", "forks", "joins")
+MOMENTS = ("connects", "starts", "imports", "is stuck", "forks", "joins")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -155,11 +155,12 @@ def test_a_start_that_is_interrupted_leaves_nothing(
                                  if p.name() == "ssh"],
             "starts": lab.processes,
             "imports": host.left,
+            "is stuck": lambda: len(_running(lab, agent)) == 2,
             "forks": lambda: len(_running(lab, agent)) > 2,
             "joins": lambda: len(_running(lab, agent)) > 2,
         }  # fmt: skip
         until(moments[moment], "that moment of the start")
-        if moment == "joins":  # and one of them never comes
+        if moment in ("is stuck", "joins"):  # and one of them never comes
             os.kill(max(_running(lab, agent)), signal.SIGSTOP)
             time.sleep(1)
         assert_stopped(one.end(signal.SIGINT))
