@@ -120,6 +120,10 @@ def test_a_stop_reaches_what_shows_the_error_of_its_request(interrupter: Interru
     with interrupter.user_code(REQUEST):
         pass
     interrupter.target(REQUEST)
-    with pytest.raises(KeyboardInterrupt), interrupter.limited(60):
+
+    def show() -> None:
         threading.Timer(0.1, interrupter.interrupt).start()
         time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt), interrupter.limited(60):
+        show()
