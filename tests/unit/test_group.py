@@ -57,6 +57,8 @@ class Given(Done):
 class Inner:
     """What torch's own group would do: it notes what is asked of it, and has done it at once."""
 
+    _device_types: tuple[torch.device, ...] = ()
+
     def __init__(self, store: dist.Store | None = None) -> None:
         self.store = store
         self.calls: list[tuple[Any, ...]] = []

@@ -585,11 +585,12 @@ class SwappableGroup(Collectives):
         self._coalesced = None
         self.inner = inner
         torch_private.note_within(inner, self.ranks)
-        self._order = layout.IN_GROUP_ORDER if torch_private.runs_in_order(inner) else 0
         self._met = set()
         for (kind, number), hook in self._hooks.items():
             getattr(inner, f"register_{kind}")(number, hook)
-        if not self.recipe.is_gloo:  # those of a device's works are found here: see find_overdue()
+        if not self.recipe.is_gloo:
+            self._order = layout.IN_GROUP_ORDER if torch_private.runs_in_order(inner) else 0
+            # Those of a device's works are found here: see find_overdue().
             torch_private.lift_time_limits(inner)
 
     def mark_outdated(self, missing: Sequence[int]) -> None:
