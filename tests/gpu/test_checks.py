@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.checks import CHECKS, Bed, Check, attempt, gpt_with_ddp
+from tests.gpu.checks import CHECKS, Bed, Check, attempt, gpt_with_ddp, gpt_with_fsdp
 from tests.gpu.seen import rows_of
 from tests.gpu.target import TARGETS, NotHereError
 from tests.pages import ROOT
@@ -38,7 +38,7 @@ def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
 
 @pytest.mark.parametrize(
     "check",
-    # Programs take minutes there; FSDP2 does not always go on after a Stop within a step.
+    # Programs take minutes there.
     [check for check in CHECKS if check.needs_device],
     ids=lambda check: check.run.__name__,
 )
@@ -50,8 +50,9 @@ def test_on_a_device(bed: Bed, check: Check) -> None:
 
 
 @pytest.mark.timeout(460)
-def test_a_program_on_the_cpu() -> None:
-    (check,) = (check for check in CHECKS if check.run is gpt_with_ddp)
+@pytest.mark.parametrize("program", [gpt_with_ddp, gpt_with_fsdp])
+def test_a_program_on_the_cpu(program: Callable[[Bed], str]) -> None:
+    (check,) = (check for check in CHECKS if check.run is program)
     bed = Bed(TARGETS["gloo"](), STEPS)
     try:
         outcome = attempt(bed, check)
