@@ -278,8 +278,8 @@ class HostChaos:
         error: BaseException | None = None
         self._dark_s = 0.0
         with at_most(LIMIT_S, f"the {step.work} does not end", self.session):
-            thread.start()
             try:
+                thread.start()  # Ctrl-C may come as soon as it has
                 self._work(step)
             except (DistsessionError, KeyboardInterrupt) as raised:
                 error = raised
