@@ -114,6 +114,8 @@ class Training:
         Returns:
             The loss of all ranks' rows.
         """
+        if fault == "hang":
+            dist.barrier()  # or a Stop would cut off ranks that are still at the step before
         fault = fault if dist.get_rank() == VICTIM else ""
         rows = self.rows()
         self.optimizer.zero_grad()
