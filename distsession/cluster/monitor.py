@@ -519,6 +519,9 @@ class Monitor:
                 continue
             if exited.generation == generation or rank in self.dead:
                 raise LaunchError(str(death_error(self._exited[rank], while_starting=True)))
+        for rank in world:
+            if rank in self.dead and rank not in self._exited:  # it was cut off meanwhile
+                raise LaunchError(str(self.dead[rank]))
 
     def has_usage(self, node: int, number: int) -> bool:
         """Whether the agent of a node has come to the question of this number."""

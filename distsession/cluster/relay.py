@@ -155,6 +155,8 @@ class Relay:
         self.node = node
         self.wire = wire
         self.is_up = True
+        self.is_forgotten = False
+        """Its end is nothing to tell."""
         self.linked: frozenset[str] = frozenset()
         """The ranks that it has connections to."""
         self._on_lost = on_lost

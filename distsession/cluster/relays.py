@@ -65,7 +65,8 @@ class Relays:
 
     def _on_lost(self, relay: Relay) -> None:
         time.sleep(SETTLE)
-        if self._relays.get(relay.node) is relay and not self.is_expected(relay.node):
+        # Its agent may have started another by now, which the ranks have no connection to.
+        if not (relay.is_forgotten or self.is_expected(relay.node)):
             self.on_lost(relay.node)
 
     def of(self, node: int, name: str = "") -> Relay | None:
@@ -80,6 +81,7 @@ class Relays:
         with self._changed:
             before = self._relays.pop(node, None)
         if before is not None:
+            before.is_forgotten = True
             before.close()
 
     def wait_up(self, node: int, is_alive: Callable[[], bool], deadline: float) -> bool:
@@ -99,4 +101,5 @@ class Relays:
         """Close all streams, which ends the relays."""
         self.listener.close()
         for relay in self._relays.values():
+            relay.is_forgotten = True
             relay.close()

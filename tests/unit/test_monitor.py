@@ -224,7 +224,10 @@ def test_the_end_of_a_nodes_relay_cuts_off_its_ranks(heard: Heard) -> None:
     assert heard.monitor.cut_off == {2}
     with pytest.raises(LaunchError, match="the relay of node 1 ended"):
         heard.monitor.wait_ready(range(4), 1, now(10))
-    heard.monitor.expect_relay(1)
+    heard.monitor.expect_relay(1)  # another one has no connection to the ranks that there are
+    with pytest.raises(LaunchError, match=r"rank 2 .* cannot be reached: the relay of node 1"):
+        heard.monitor.wait_ready((0, 1, 2), 1, now(10))
+    heard.monitor.forget((2, 3))
     with pytest.raises(LaunchTimeoutError):
         heard.monitor.wait_ready((0, 1, 2), 1, now())
 

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,14 @@ from distsession.protocol.shared_memory import (
     length_of,
     map_private,
 )
-from distsession.protocol.wire import connect, make_node_folder, memory_path, socket_path
+from distsession.protocol.wire import (
+    RelayHere,
+    Wire,
+    connect,
+    make_node_folder,
+    memory_path,
+    socket_path,
+)
 from tests.until import until
 
 REQUEST = PushRequest(1)
@@ -398,3 +406,29 @@ def test_one_who_trickles_instead_of_saying_to_be_a_relay_is_given_up(
     thread.join()
     connection.close()
     taken.close()
+
+
+def test_the_end_of_a_relay_is_told_though_another_one_has_come(tmp_path: Path) -> None:
+    """The ranks of its node have no connection to the new one."""
+    taken = Relays(str(tmp_path))
+    lost: list[int] = []
+    taken.on_lost = lost.append
+
+    def come(node: int) -> Wire:
+        there = Wire(unix_socket.connect(socket_path(str(tmp_path), "relay", 1)))
+        there.send(RelayHere(node, os.getpid()))
+        taken.accept()
+        return there
+
+    first = come(1)
+    first.close()
+    second = come(1)
+    until(lambda: lost == [1], "that it is told")
+    taken.forget(1)  # another one is expected
+    third = come(1)
+    time.sleep(2 * relays.SETTLE)
+    assert lost == [1]
+    assert taken.of(1) is not None
+    taken.close()
+    for each in (second, third):
+        each.close()
