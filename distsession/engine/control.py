@@ -44,6 +44,8 @@ SWALLOWED_RETRY_S = 0.02
 """Seconds after which an interrupt that Python has swallowed is repeated."""
 PASS_S = 0.002
 """Seconds after which an interrupt that was let pass is repeated where it does not come again."""
+LONGEST_PASS_S = 0.1
+"""Seconds between two such repeats later on."""
 FORCE_EVERY_S = 0.1
 """Seconds between two attempts to end code that catches every interrupt."""
 CHECK_EVERY_MS = 500
@@ -195,7 +197,7 @@ class Interrupter:
             self._raise()
         else:
             self._has_passed = True
-            threading.Timer(PASS_S, self._repeat).start()  # out of what sleeps
+            threading.Thread(target=self._repeat_passed, daemon=True).start()
         return self._has_passed
 
     def _raise(self) -> None:
@@ -228,6 +230,19 @@ class Interrupter:
         """From another thread: an interrupt that waits for the end of an import comes again."""
         if self._held_since is not None:
             self._repeat()
+
+    def _repeat_passed(self) -> None:
+        """In a thread: get the main one out of what sleeps, where it does not come again by itself.
+
+        On a busy machine a signal may come before the handler has ended, and does not end a sleep
+        that goes on only then. So it is sent again.
+        """
+        pause_s = PASS_S
+        while self._has_passed:
+            time.sleep(pause_s)
+            if self._has_passed:
+                self._repeat()
+            pause_s = min(2 * pause_s, LONGEST_PASS_S)
 
     def _repeat(self) -> None:
         if self.is_pending and self._main.ident is not None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -127,3 +128,23 @@ def test_a_stop_reaches_what_shows_the_error_of_its_request(interrupter: Interru
 
     with pytest.raises(KeyboardInterrupt), interrupter.limited(60):
         show()
+
+
+def test_a_signal_that_comes_before_the_handler_has_ended_is_sent_again(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: a sleep that goes on once the handler has ended would last."""
+    passes = interrupter._passes
+
+    def slow(frame: FrameType | None) -> bool:
+        found = passes(frame)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(interrupter, "_passes", slow)
+    interrupter.target(REQUEST)
+    threading.Timer(0.1, interrupter.interrupt).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST):
+        time.sleep(20)
+    assert time.monotonic() - began < 15
