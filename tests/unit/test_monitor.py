@@ -178,6 +178,7 @@ def test_the_end_of_a_nodes_agent_takes_its_ranks_alone(heard: Heard) -> None:
     with pytest.raises(LaunchError, match="the agent of node 1 ended, and with it the ranks of"):
         heard.monitor.wait_ready(range(4), 1, now(10))
     heard.monitor.expect(1)
+    heard.monitor.forget((2, 3))  # which are started anew
     with pytest.raises(LaunchTimeoutError):
         heard.monitor.wait_ready(range(4), 1, now())
 
