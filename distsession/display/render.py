@@ -54,7 +54,7 @@ __all__ = [
 _CONTAINS = "contains "
 """How a note of a group of errors begins that tells one of them."""
 MAX_SINGLE_ROWS = 16
-"""Ranks up to which each has a row of its own in what is live."""
+"""Up to so many ranks, a live view has a row for each."""
 _MOST_WITHIN = 2
 _NOTE = "distsession.note"
 """Where the metadata of a bundle has a note."""

@@ -310,7 +310,7 @@ class Agent:
                 if error.errno == errno.EAGAIN:
                     reason = process_limit.refused()
                 else:
-                    log.exception("could not start what was to be started")
+                    log.exception("could not start the ranks")
             else:
                 return
         here = {each.rank for each in self._ranks.values() if each.generation == message.generation}

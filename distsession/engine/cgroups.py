@@ -30,7 +30,7 @@ def group_folders(pid: int, controller: str, proc: str = "/proc") -> Iterator[st
 
 
 def _mounts(proc: str, controller: str) -> list[tuple[str, str]]:
-    """Root and place of what is mounted of the groups' file system; of version 2 without a name."""
+    """Root and mount point of each mounted control group file system; version 2 has no name."""
     found = []
     for line in read_lines(os.path.join(proc, "self", "mountinfo")):
         fields, _, rest = line.partition(" - ")

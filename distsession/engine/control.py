@@ -112,7 +112,7 @@ class Interrupter:
     def limited(self, seconds: float) -> Iterator[None]:
         """Code of the user's runs within that shows an error, and is ended after some seconds.
 
-        A Stop of the request whose error it is ends it, too.
+        A Stop of the request that failed ends it, too.
         """
         if self._running or threading.current_thread() is not self._main:
             yield  # a Stop reaches it, or nothing does
@@ -121,7 +121,7 @@ class Interrupter:
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError:  # the system refuses a thread, which may be what is to be shown
+        except RuntimeError:  # the system starts no thread; the error to show may say so
             yield
             return
         self._error = (0, KeyboardInterrupt)
@@ -197,7 +197,9 @@ class Interrupter:
             self._raise()
         else:
             self._has_passed = True
-            threading.Thread(target=self._repeat_passed, daemon=True).start()
+            threading.Thread(
+                target=self._repeat_passed, name="distsession-interrupt", daemon=True
+            ).start()
         return self._has_passed
 
     def _raise(self) -> None:

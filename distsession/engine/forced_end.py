@@ -69,7 +69,7 @@ def force(is_running: Callable[[], bool]) -> bool:
     A SIGINT that follows gets it out of what sleeps there.
 
     Args:
-        is_running: Whether what is to end has not ended yet.
+        is_running: Whether the code that is to end still runs.
 
     Returns:
         The same.

@@ -136,6 +136,7 @@ OWN_THREADS = (
     "distsession-output",
     "distsession-completion",
     "distsession-abort",
+    "distsession-interrupt",
 )
 """Those that never wait for another rank."""
 

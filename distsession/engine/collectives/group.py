@@ -529,7 +529,7 @@ class SwappableGroup(Collectives):
         """``layout.IN_GROUP_ORDER`` where its backend runs one operation after the other."""
         self._takes_parts = not recipe.is_gloo
         self._met: set[str] = set()
-        """Device types whose communicator has been used, so that all members have made it."""
+        """Device types that the group has used, so that all members have made its communicator."""
         self._coalesced: list[tuple[Stream, int, int]] | None = None
         """Operations that are put together, between the beginning and the end of that."""
         self._groups = groups

@@ -133,7 +133,7 @@ class _HookedGroup:
         self._is_foreign = False
         self._title = ""
         self._met: set[str] = set()
-        """Device types whose communicator has been used, so that all members have made it."""
+        """Device types that the group has used, so that all members have made its communicator."""
         self._keys: set[int] = set()
 
     def before(self, told: Any) -> None:

@@ -666,7 +666,7 @@ def follow_groups(on_default: Callable[[Any], None], on_end: Callable[[str], Non
 def follow_new_groups(on_group: Callable[[Any, Sequence[int]], None]) -> None:
     """Let this function hear of each group that torch makes from here on.
 
-    torch (2.15) attaches its own recorder to each, whoever asks for it, once that has its name.
+    torch (2.15) attaches its own recorder to each group as soon as the group has its name.
 
     Args:
         on_group: Gets the group, and its members' ranks within the default group.
