@@ -1114,10 +1114,19 @@ def _find_modules_as(sys_path: Sequence[str]) -> None:
 
 
 def _import_quietly(name: str) -> None:
+    """Import a module for the ranks, which are to find the environment as if none had been.
+
+    ``torch._dynamo`` puts where its cache is into ``TORCHINDUCTOR_CACHE_DIR`` (torch 2.13), and
+    ranks would keep to that even where a cell sets another ``TMPDIR`` first.
+    """
+    before = dict(os.environ)
     try:
         importlib.import_module(name)
     except Exception:
         log.exception("could not preload %s", name)
+    for added in os.environ.keys() - before.keys():
+        del os.environ[added]
+    os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -40,11 +40,9 @@ INTERRUPT_RETRY_S = 0.3
 ABORT_GRACE_S = 0.06
 """Seconds for which operations that are under way may still end by themselves: gloo (torch 2.13)
 now and then loses one when its connections are shut in the midst of it."""
-SWALLOWED_RETRY_S = 0.02
-"""Seconds after which an interrupt that Python has swallowed is repeated."""
-PASS_S = 0.002
-"""Seconds after which an interrupt that was let pass is repeated where it does not come again."""
-LONGEST_PASS_S = 0.1
+REPEAT_S = 0.002
+"""Seconds after which an interrupt that was let pass, or swallowed, is sent again."""
+LONGEST_REPEAT_S = 0.1
 """Seconds between two such repeats later on."""
 FORCE_EVERY_S = 0.1
 """Seconds between two attempts to end code that catches every interrupt."""
@@ -83,6 +81,12 @@ class Interrupter:
         self._is_handling = False
         self._has_passed = False
         """One was let pass, for a print may be under way, and is to come again at once."""
+        self.request_repeat: Callable[[], None] = lambda: None
+        """Called in the main thread, wherever that is: has another thread call :meth:`repeat`.
+
+        No thread may be started there: the code that a signal came to may hold the lock for that.
+        """
+        self._is_swallowed = False
         self._main = threading.main_thread()
         signal.signal(signal.SIGINT, self.on_signal)
 
@@ -197,9 +201,7 @@ class Interrupter:
             self._raise()
         else:
             self._has_passed = True
-            threading.Thread(
-                target=self._repeat_passed, name="distsession-interrupt", daemon=True
-            ).start()
+            self.request_repeat()
         return self._has_passed
 
     def _raise(self) -> None:
@@ -231,22 +233,24 @@ class Interrupter:
     def repeat_held(self) -> None:
         """From another thread: an interrupt that waits for the end of an import comes again."""
         if self._held_since is not None:
-            self._repeat()
+            self._send()
 
-    def _repeat_passed(self) -> None:
-        """In a thread: get the main one out of what sleeps, where it does not come again by itself.
+    @property
+    def is_to_be_repeated(self) -> bool:
+        """From another thread: whether a signal was let pass, or swallowed.
 
-        On a busy machine a signal may come before the handler has ended, and does not end a sleep
-        that goes on only then. So it is sent again.
+        On a busy machine a repeat may come before the handler has ended, and does not end a sleep
+        that goes on only then. So it is sent until it has come to something.
         """
-        pause_s = PASS_S
-        while self._has_passed:
-            time.sleep(pause_s)
-            if self._has_passed:
-                self._repeat()
-            pause_s = min(2 * pause_s, LONGEST_PASS_S)
+        return self._has_passed or self._is_swallowed
 
-    def _repeat(self) -> None:
+    def repeat(self) -> None:
+        """From another thread: send that signal again."""
+        if self.is_to_be_repeated:
+            self._is_swallowed = False
+            self._send()
+
+    def _send(self) -> None:
         if self.is_pending and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
 
@@ -275,7 +279,8 @@ class Interrupter:
         if error is None or error is not self._raised:
             return False
         self._raised, self._target = None, self._running
-        threading.Timer(SWALLOWED_RETRY_S, self.interrupt).start()
+        self._is_swallowed = True
+        self.request_repeat()
         return True
 
 
@@ -336,6 +341,7 @@ class Control:
         self._is_limited = is_limited
         self._is_at_rest = False
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        interrupter.request_repeat = self._wake
         self._poller.register(self._woken, zmq.POLLIN)
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.malformed = 0
@@ -363,7 +369,10 @@ class Control:
     def watch(self) -> None:
         """From another thread: something is under way from here on that may have a limit."""
         if self._is_at_rest:
-            os.eventfd_write(self._woken, 1)
+            self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._woken, 1)
 
     def _timeout_ms(self) -> int | None:
         """How long nothing need be done unless something comes; None for ever."""
@@ -380,6 +389,8 @@ class Control:
             ready = dict(self._poller.poll(self._timeout_ms()))
             if self._woken in ready:
                 os.eventfd_read(self._woken)
+                if self._interrupter.is_to_be_repeated:
+                    self._schedule(REPEAT_S, lambda: self._repeat(REPEAT_S))
             if self._owners is not None and self._owners.fileno() in ready:
                 self._safely(self._receive_owner)
             elif self._socket in ready:
@@ -467,6 +478,12 @@ class Control:
         """The main thread may wait for a process that it has started: that is interrupted, too."""
         self._interrupter.interrupt()
         self._interrupt_children(request)
+
+    def _repeat(self, paused_s: float) -> None:
+        self._interrupter.repeat()
+        if self._interrupter.is_to_be_repeated:
+            pause_s = min(2 * paused_s, LONGEST_REPEAT_S)
+            self._schedule(pause_s, lambda: self._repeat(pause_s))
 
     def _interrupt_after_import(self) -> None:
         if self._interrupter.is_pending:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import ctypes
+import dataclasses
+import math
 import os
 import signal
 import sys
@@ -29,8 +31,11 @@ from typing import Any
 
 __all__ = ["ForcedEnd", "end", "force", "on_signal"]
 
-HELD_UP_S = 0.25
-"""Seconds at one instruction after which code counts as held up there: it waits within C code."""
+LOOK_S = 0.05
+"""Seconds for which code has to go on between two looks at where it is."""
+HELD_UP_LOOKS = 3
+"""Times that it has to be seen at one instruction to count as held up there, within C code. On a
+busy machine one look may last long, so time alone does not tell."""
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -44,8 +49,25 @@ _lock = threading.Lock()
 _is_begun = False
 _before: Any = signal.default_int_handler
 """The handler of SIGINT in the place of which there is ours."""
-_seen: tuple[FrameType, int, float] | None = None
-"""Where the main thread was when it was last found where nothing may be raised, and since when."""
+_seen: _Seen | None = None
+"""Where the main thread was when it was last found where nothing may be raised."""
+
+
+@dataclasses.dataclass
+class _Seen:
+    """A place of the main thread.
+
+    Attributes:
+        frame: Its innermost one.
+        instruction: In that.
+        looks: How often it was seen there.
+        left: When the last look was over.
+    """
+
+    frame: FrameType
+    instruction: int
+    looks: int = 0
+    left: float = -math.inf
 
 
 class ForcedEnd(BaseException):
@@ -123,11 +145,13 @@ def on_signal(number: int, frame: FrameType | None) -> None:
     if frame is None:
         return
     if not _may_end(frame):
-        now = time.monotonic()
-        if _seen is None or _seen[0] is not frame or _seen[1] != frame.f_lasti:
-            _seen = frame, frame.f_lasti, now
-        if now - _seen[2] < HELD_UP_S:
+        if _seen is None or _seen.frame is not frame or _seen.instruction != frame.f_lasti:
+            _seen = _Seen(frame, frame.f_lasti)
+        if time.monotonic() - _seen.left > LOOK_S:
+            _seen.looks += 1
+        if _seen.looks < HELD_UP_LOOKS:
             _raise_on_next_line(frame)
+            _seen.left = time.monotonic()
             return
     _seen = None
     raise ForcedEnd
@@ -159,6 +183,10 @@ def _on_event(frame: FrameType, event: str, _: Any) -> Any:
 def _may_end(frame: FrameType) -> bool:
     """Whether it may be raised in a frame: not where Python's own modules, and ours, hold locks."""
     filename = frame.f_code.co_filename
+    if filename.startswith("<"):  # it may be generated, as the methods of a dataclass are
+        if frame.f_globals.get("__name__", "").startswith("namedtuple_"):
+            return frame.f_back is not None and _may_end(frame.f_back)
+        filename = frame.f_globals.get("__file__") or filename
     if filename.startswith(_OWN):
         return False
     return not filename.startswith(_STDLIB) or any(folder in filename for folder in _PACKAGES)

@@ -136,7 +136,6 @@ OWN_THREADS = (
     "distsession-output",
     "distsession-completion",
     "distsession-abort",
-    "distsession-interrupt",
 )
 """Those that never wait for another rank."""
 

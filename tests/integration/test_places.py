@@ -55,7 +55,8 @@ def test_nothing_is_left_where_ipython_has_no_folder(
     is_there = name != "HOME"
     assert sorted(lines[1:3]) == [f"[0] {is_there} 0", f"[1] {is_there} 1"]
     assert lines[3:] == ["[0, 1]"] * len(more)
-    assert not list(place.iterdir())
+    # torch makes this one when torch._dynamo is imported, as an agent does that has nothing to do.
+    assert not [path for path in place.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 KEEPS = """

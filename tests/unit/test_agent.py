@@ -819,6 +819,19 @@ def test_an_agent_does_what_ranks_would_do_after_all_that_it_imports(
     ]  # fmt: skip
 
 
+def test_what_it_imports_leaves_the_environment_of_ranks_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = 'import os; os.environ["CACHE_DIR"] = "here"; del os.environ["KEPT"]'
+    (tmp_path / "like_dynamo.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("KEPT", "1")
+    before = dict(os.environ)
+    module._import_quietly("like_dynamo")
+    assert "like_dynamo" in sys.modules
+    assert dict(os.environ) == before
+
+
 def test_an_agent_without_ranks_does_nothing_for_them(
     host: Host, torch_here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

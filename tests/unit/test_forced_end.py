@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import _pytest
 import hypothesis
@@ -77,6 +79,35 @@ def test_it_is_not_raised_in_the_midst_of_our_modules(
         assert not held
 
 
+@dataclasses.dataclass
+class Slow:
+    """Its ``__init__`` is generated, and so is that of what it keeps."""
+
+    pair: Pair = dataclasses.field(default_factory=lambda: Pair(1, 2))
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+def test_it_is_not_raised_in_generated_code_of_our_modules(
+    wakes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = 0
+
+    def hold() -> None:
+        nonlocal held
+        held += 1
+        for _ in range(300):
+            Slow()
+        held -= 1
+
+    for _ in range(5):
+        assert _raised_in("everything", "hold()", monkeypatch, hold=hold) is ForcedEnd
+        assert not held
+
+
 def test_it_is_not_raised_in_the_midst_of_pythons_own_modules(
     wakes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +123,19 @@ def test_it_is_not_raised_in_the_midst_of_pythons_own_modules(
         assert _raised_in("everything", "hold()", monkeypatch, hold=work) is ForcedEnd
         assert condition.acquire(blocking=False)
         condition.release()
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["handlers follow", "code goes on"])
+def test_only_what_goes_on_can_be_held_up(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine handlers may follow each other, and each last long."""
+    place = os.walk(".").gi_frame  # type: ignore[attr-defined]  # in one of Python's own modules
+    monkeypatch.setattr(forced_end, "_is_begun", True)
+    monkeypatch.setattr(forced_end, "_seen", None)
+    monkeypatch.setattr(forced_end, "_raise_on_next_line", lambda frame: time.sleep(0.1))
+    with pytest.raises(ForcedEnd) if goes_on else contextlib.nullcontext():
+        for _ in range(8):
+            forced_end.on_signal(signal.SIGINT, place)
+            time.sleep(0.1 if goes_on else 0)
 
 
 @pytest.mark.parametrize("wait", ["queue.Queue().get()", "threading.Event().wait()"])

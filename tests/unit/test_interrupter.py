@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import queue
 import signal
 import sys
 import threading
@@ -31,8 +32,23 @@ after = 1
 
 @pytest.fixture
 def interrupter() -> Iterator[Interrupter]:
+    """One for which a thread repeats what it asks for, as the control thread does."""
+
+    def repeat() -> None:
+        while asked.get():
+            while made.is_to_be_repeated:
+                time.sleep(0.002)
+                made.repeat()
+
     before = signal.getsignal(signal.SIGINT)
-    yield Interrupter()
+    made = Interrupter()
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a handler may put something in
+    made.request_repeat = lambda: asked.put(True)
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    yield made
+    asked.put(False)
+    thread.join()
     signal.signal(signal.SIGINT, before)
 
 
@@ -148,3 +164,27 @@ def test_a_signal_that_comes_before_the_handler_has_ended_is_sent_again(
     with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST):
         time.sleep(20)
     assert time.monotonic() - began < 15
+
+
+def test_a_signal_that_comes_as_a_thread_is_started_waits_for_no_lock(
+    interrupter: Interrupter,
+) -> None:
+    starting = threading._active_limbo_lock  # type: ignore[attr-defined]  # Thread.start takes it
+    interrupter.target(REQUEST)
+    with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST), starting:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_python_swallows_comes_again(interrupter: Interrupter) -> None:
+    requested = threading.Event()
+    interrupter.target(REQUEST)
+    with interrupter.user_code(REQUEST):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            signal.raise_signal(signal.SIGINT)
+        interrupter.request_repeat = requested.set
+        assert interrupter.is_swallowed(caught.value)
+        assert not interrupter.is_swallowed(caught.value)
+        assert requested.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            interrupter.repeat()
+        assert not interrupter.is_to_be_repeated
