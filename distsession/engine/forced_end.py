@@ -10,7 +10,8 @@ lock is taken in Python code (``Condition.__enter__``) leaves it locked for ever
 next thread that takes it hangs. An exception that another thread sets for the main one may arrive
 anywhere. So the other thread asks Python for a pending call, which the main thread makes as soon as
 it is out of C code. That call sets the trace function, and a handler of SIGINT that raises only
-where user code runs.
+what a call within C code holds up. Elsewhere it would part a line: between the two writes of a
+``print`` Python names the code that prints as what a signal came to.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _is_begun = False
 _before: Any = signal.default_int_handler
 """The handler of SIGINT in the place of which there is ours."""
 _seen: _Seen | None = None
-"""Where the main thread was when it was last found where nothing may be raised."""
+"""Where a signal last found the main thread."""
 
 
 @dataclasses.dataclass
@@ -144,15 +145,14 @@ def on_signal(number: int, frame: FrameType | None) -> None:
         return
     if frame is None:
         return
-    if not _may_end(frame):
-        if _seen is None or _seen.frame is not frame or _seen.instruction != frame.f_lasti:
-            _seen = _Seen(frame, frame.f_lasti)
-        if time.monotonic() - _seen.left > LOOK_S:
-            _seen.looks += 1
-        if _seen.looks < HELD_UP_LOOKS:
-            _raise_on_next_line(frame)
-            _seen.left = time.monotonic()
-            return
+    if _seen is None or _seen.frame is not frame or _seen.instruction != frame.f_lasti:
+        _seen = _Seen(frame, frame.f_lasti)
+    if time.monotonic() - _seen.left > LOOK_S:
+        _seen.looks += 1
+    if _seen.looks < HELD_UP_LOOKS:
+        _raise_on_next_line(frame)
+        _seen.left = time.monotonic()
+        return
     _seen = None
     raise ForcedEnd
 

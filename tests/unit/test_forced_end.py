@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import _pytest
@@ -126,15 +127,20 @@ def test_it_is_not_raised_in_the_midst_of_pythons_own_modules(
 
 
 @pytest.mark.parametrize("goes_on", [False, True], ids=["handlers follow", "code goes on"])
-def test_only_what_goes_on_can_be_held_up(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "code", [os.walk(".").gi_frame, eval(compile("(0 for _ in [])", "In[2]", "eval")).gi_frame],
+    ids=["of Python's", "of the user's"],
+)  # fmt: skip
+def test_only_what_goes_on_can_be_held_up(
+    code: FrameType, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a busy machine handlers may follow each other, and each last long."""
-    place = os.walk(".").gi_frame  # type: ignore[attr-defined]  # in one of Python's own modules
     monkeypatch.setattr(forced_end, "_is_begun", True)
     monkeypatch.setattr(forced_end, "_seen", None)
     monkeypatch.setattr(forced_end, "_raise_on_next_line", lambda frame: time.sleep(0.1))
     with pytest.raises(ForcedEnd) if goes_on else contextlib.nullcontext():
         for _ in range(8):
-            forced_end.on_signal(signal.SIGINT, place)
+            forced_end.on_signal(signal.SIGINT, code)
             time.sleep(0.1 if goes_on else 0)
 
 
