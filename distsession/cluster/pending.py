@@ -6,10 +6,12 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from distsession.cluster.interrupts import MAIN_THREAD
+from distsession.cluster.interrupts import MAIN_THREAD, interrupts_held
 from distsession.errors import EngineDiedError, RunTimeoutError
 from distsession.protocol.cells import is_cell
 from distsession.protocol.messages import (
@@ -121,7 +123,11 @@ class PendingRequest:
         self._open: set[int] = set()
         self._ended: set[int] = set()
         self._arriving: dict[int, tuple[int, int]] = {}
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._events: deque[Any] = deque()
+        """An event is taken out once it is handed on: a Ctrl-C may come in between."""
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """At least as many items as there are events."""
+        self._presses = 0
         self._budget = budget or OutputBudget()
         self._send = send
         self._is_queued = queued
@@ -200,7 +206,8 @@ class PendingRequest:
             self._put(_DONE)
 
     def _put(self, event: object) -> None:
-        self._events.put(event)
+        self._events.append(event)
+        self._arrived.put(None)
         self.on_event()
 
     # --- how it is --------------------------------------------------------------------------------
@@ -208,7 +215,7 @@ class PendingRequest:
     @property
     def has_event(self) -> bool:
         """There is something that its caller has to see."""
-        return not self._events.empty()
+        return bool(self._events)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -334,28 +341,42 @@ class PendingRequest:
             deadline = None
             if timeout is not None:
                 deadline = began + timeout + self._paused_s - paused
-            if deadline is not None and now >= deadline and self._events.empty():
+            if deadline is not None and now >= deadline and not self._events:
                 raise RunTimeoutError(
                     f"{ranks_text(self.missing)} did not finish within {timeout:g} s."
                 )
             ends = [end for end in (deadline, next_check) if end is not None]
-            try:
-                event = self._events.get(timeout=max(0.0, min(ends) - now) if ends else None)
-            except queue.Empty:
+            if not self._events:
+                with suppress(queue.Empty):
+                    self._arrived.get(timeout=max(0.0, min(ends) - now) if ends else None)
                 continue
+            event = self._events[0]
             if event is _DONE:
                 return
+            if isinstance(event, OutputMessage):
+                self._hand_on(on_output)
+                continue
+            self._events.popleft()
             if event is _NEXT:
                 next_check = None if check is None else time.monotonic() + CHECK_EVERY_S
-                continue
-            if event is _FAILED:
+            elif event is _FAILED:
                 next_check = None if check is None else time.monotonic()
-                continue
-            if isinstance(event, InputRequest):
+            else:
                 (on_input_request or self.refuse)(event)
-                continue
-            self._budget.add(-_weight(event))
-            on_output(event)
+
+    def _hand_on(self, on_output: Callable[[OutputMessage], None]) -> None:
+        """Hand on one piece of output, which a Ctrl-C must not lose, nor show twice."""
+        self._presses = 0
+        with interrupts_held(self._insist):
+            message = self._events.popleft()
+            self._budget.add(-_weight(message))
+            on_output(message)
+
+    def _insist(self) -> None:
+        """Of two Ctrl-C the second is raised at once: a terminal may take no more output."""
+        self._presses += 1
+        if self._presses > 1:
+            raise KeyboardInterrupt
 
     def _check_interval_s(self, seconds: float) -> float:
         if self._is_queued and not self._is_sole:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -72,6 +73,49 @@ def test_output_is_handed_on_in_the_order_in_which_it_came() -> None:
     seen: list[Any] = []
     pending.wait(seen.append)
     assert seen == sent
+
+
+def test_a_ctrl_c_loses_no_output_and_shows_none_twice() -> None:
+    pending = PendingRequest(1, (0,))
+    sent = [text(0, str(number)) for number in range(600)]
+    seen: list[Any] = []
+    is_waiting = threading.Event()
+
+    def put() -> None:
+        is_waiting.wait()
+        for message in sent:
+            pending.put_output(message)
+            signal.pthread_kill(main, signal.SIGINT)
+            until(lambda message=message: seen[-1:] == [message])
+        pending.put_reply(reply(0), [])
+
+    main = threading.get_ident()
+    thread = threading.Thread(target=put)
+    thread.start()
+    presses = 0
+    while True:
+        try:
+            is_waiting.set()
+            pending.wait(seen.append)
+            break
+        except KeyboardInterrupt:
+            presses += 1
+    thread.join()
+    assert seen == sent
+    assert presses > len(sent) / 2
+
+
+def test_the_second_ctrl_c_ends_output_that_is_not_taken() -> None:
+    pending = PendingRequest(1, (0,))
+    pending.put_output(text(0))
+
+    def is_full(message: Any) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was not ended")
+
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait(is_full)
 
 
 def test_a_reply_with_output_waits_for_the_end_of_that_output() -> None:
