@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, BinaryIO, Protocol
 
@@ -264,8 +264,7 @@ class Agents:
     def close(self) -> None:
         """End all agents and wait for them."""
         self.release()
-        for node in list(self._processes):
-            self.end(node)
+        self._end(list(self._processes))
         self._close_listener()
 
     def _close_listener(self) -> None:
@@ -275,21 +274,27 @@ class Agents:
 
     def end(self, node: int) -> None:
         """End the agent of a node, if there is one, with its ranks, and wait for it."""
-        with self._lock:
-            link = self._links.pop(node, None)
-            if link is not None:
-                link.close()
-        process = self._processes.pop(node, None)
-        if process is None:
-            return
-        process.terminate()
-        if self._ends(process):
-            return
-        if not self._is_urgent.is_set():
-            log.warning("%s is stuck, so it is killed with its ranks", self._who(node))
-        self._kill_ranks(node)
-        process.kill()
-        process.wait()
+        self._end([node])
+
+    def _end(self, nodes: Sequence[int]) -> None:
+        processes = dict[int, AgentProcess]()
+        for node in nodes:
+            with self._lock:
+                link = self._links.pop(node, None)
+                if link is not None:
+                    link.close()
+            process = self._processes.pop(node, None)
+            if process is not None:
+                process.terminate()
+                processes[node] = process
+        stuck = self._await_ends(processes)
+        for node in stuck:
+            if not self._is_urgent.is_set():
+                log.warning("%s is stuck, so it is killed with its ranks", self._who(node))
+            self._kill_ranks(node)
+            processes[node].kill()
+        for node in stuck:
+            processes[node].wait()
 
     def _kill_ranks(self, node: int) -> None:
         """Its ranks die with an agent, but not what they have started."""
@@ -303,23 +308,30 @@ class Agents:
         """What changes as long as a process shows signs of life."""
         return switches(process.pid)
 
-    def _ends(self, process: AgentProcess) -> bool:
-        """Wait for an agent to end, as long as it shows signs of life.
+    def _await_ends(self, processes: Mapping[int, AgentProcess]) -> list[int]:
+        """Wait for agents to end, for each as long as it shows signs of life.
 
-        How long it takes depends on its ranks, and on what else runs on the machine.
+        How long it takes depends on their ranks, and on what else runs on the machine.
+
+        Returns:
+            The nodes of those that have not ended.
         """
-        began = seen_at = time.monotonic()
-        seen = None
-        while not self._is_urgent.is_set():
+        began = time.monotonic()
+        seen: dict[int, tuple[tuple[str, ...], float]] = {}
+        stuck, waiting = list[int](), list(processes)
+        while waiting and not self._is_urgent.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=LOOK_S)
-                return True
-            now, signs = time.monotonic(), self._activity(process)
-            if signs != seen:
-                seen, seen_at = signs, now
-            if now - seen_at > STUCK_S or now - began > END_S:
-                break
-        return process.poll() is not None
+                processes[waiting[0]].wait(timeout=LOOK_S)
+            waiting = [node for node in waiting if processes[node].poll() is None]
+            now = time.monotonic()
+            for node in list(waiting):
+                signs = self._activity(processes[node])
+                if node not in seen or signs != seen[node][0]:
+                    seen[node] = signs, now
+                if now - seen[node][1] > STUCK_S or now - began > END_S:
+                    waiting.remove(node)
+                    stuck.append(node)
+        return [node for node in (*stuck, *waiting) if processes[node].poll() is None]
 
 
 def start_process(
