@@ -18,6 +18,7 @@ from tests.until import until
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 """For the end of the thread."""
 LONG_S = 60.0
+REQUEST = 7
 
 
 class Bed:
@@ -81,6 +82,18 @@ def test_who_begins_something_that_has_one_wakes_it(bed: Bed) -> None:
     until(lambda: bed.checks >= 3)  # and so it goes on
     bed.is_limited = False
     until(lambda: bed.control._is_at_rest)
+
+
+def test_it_repeats_an_interrupt_that_was_let_pass(bed: Bed) -> None:
+    """Where the main thread sleeps, it does not come again by itself."""
+    until(lambda: bed.control._is_at_rest)
+    interrupter = bed.control._interrupter
+    interrupter.target(REQUEST)
+    sends = threading.Timer(0.1, interrupter.interrupt)
+    sends.start()
+    with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST):
+        time.sleep(LONG_S)
+    sends.join()
 
 
 def test_it_sleeps_until_something_is_due(bed: Bed) -> None:
