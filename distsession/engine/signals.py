@@ -70,11 +70,17 @@ class UserHandlers(RequestListener):
         self._texts: list[str] = []
 
     def install(self) -> None:
-        """Stand before Python's two functions."""
+        """Stand before Python's two functions.
+
+        The rank's own handler of SIGINT, which code may have found and put back, is set as it is:
+        one that it lets pass would come again in the frames around it, and be raised too soon.
+        """
+        own = _native_getsignal(signal.SIGINT)
 
         @functools.wraps(_native_signal)
         def set_handler(number: int, handler: Any) -> Any:
-            if callable(handler) and not isinstance(handler, _Wrapped | signal.Handlers):
+            is_set = isinstance(handler, _Wrapped | signal.Handlers) or handler == own
+            if callable(handler) and not is_set:
                 handler = _Wrapped(handler, self._call)
             return _unwrapped(_native_signal(number, handler))
 
