@@ -144,9 +144,13 @@ class Interrupter:
         """From another thread: this request is to be interrupted, once."""
         self._target = self._asked = request
 
-    def interrupt(self) -> None:
-        """From another thread: interrupt that request, if it still runs."""
-        if self._target and self._running == self._target and self._main.ident is not None:
+    def interrupt(self, request: int) -> None:
+        """From another thread: interrupt this request, if it still runs and is to be.
+
+        A repeat that comes late does not reach the next one: that may be one which is forced to
+        end, where nothing may be raised in the midst of Python's own modules.
+        """
+        if self._running == self._target == request and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, signal.SIGINT)
 
     def force(self, request: int) -> bool:
@@ -269,7 +273,7 @@ class Interrupter:
         """From another thread: interrupt a widget's callback, if one runs."""
         if self._running == CALLBACK:
             self._target = CALLBACK
-            self.interrupt()
+            self.interrupt(CALLBACK)
 
     def is_swallowed(self, error: BaseException | None) -> bool:
         """Take note of what Python has printed instead of raising; whether it is raised again.
@@ -441,13 +445,16 @@ class Control:
             self._schedule(ABORT_GRACE_S + FREED_GRACE_S, lambda: self._force(message.interrupt))
             return
         if blocked:  # it will be free in a moment; a signal then would be one too many
-            self._schedule(ABORT_GRACE_S + FREED_GRACE_S, self._interrupter.interrupt)
+            self._schedule(
+                ABORT_GRACE_S + FREED_GRACE_S,
+                lambda: self._interrupter.interrupt(message.interrupt),
+            )
             self._schedule(
                 ABORT_GRACE_S + FREED_GRACE_S + INTERRUPT_RETRY_S,
                 lambda: self._interrupt_again(message.interrupt),
             )
         else:
-            self._interrupter.interrupt()
+            self._interrupter.interrupt(message.interrupt)
             self._schedule(INTERRUPT_RETRY_S, lambda: self._interrupt_again(message.interrupt))
 
     def _free(self, message: Abort, import_s: float) -> None:
@@ -476,7 +483,7 @@ class Control:
 
     def _interrupt_again(self, request: int) -> None:
         """The main thread may wait for a process that it has started: that is interrupted, too."""
-        self._interrupter.interrupt()
+        self._interrupter.interrupt(request)
         self._interrupt_children(request)
 
     def _repeat(self, paused_s: float) -> None:

@@ -287,7 +287,7 @@ def test_no_interrupt_parts_a_print(rank: Rank, words: tuple[str, ...]) -> None:
         while not is_over.wait(0.001):
             rank.capture.flush()
             interrupter.target(7)
-            interrupter.interrupt()
+            interrupter.interrupt(interrupter._running)
 
     presses = threading.Thread(target=press)
     code = compile(PRINTS, "In[1]", "exec")

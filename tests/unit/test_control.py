@@ -89,7 +89,7 @@ def test_it_repeats_an_interrupt_that_was_let_pass(bed: Bed) -> None:
     until(lambda: bed.control._is_at_rest)
     interrupter = bed.control._interrupter
     interrupter.target(REQUEST)
-    sends = threading.Timer(0.1, interrupter.interrupt)
+    sends = threading.Timer(0.1, interrupter.interrupt, [REQUEST])
     sends.start()
     with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST):
         time.sleep(LONG_S)

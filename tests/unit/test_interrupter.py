@@ -139,7 +139,7 @@ def test_a_stop_reaches_what_shows_the_error_of_its_request(interrupter: Interru
     interrupter.target(REQUEST)
 
     def show() -> None:
-        threading.Timer(0.1, interrupter.interrupt).start()
+        threading.Timer(0.1, interrupter.interrupt, [REQUEST]).start()
         time.sleep(60)
 
     with pytest.raises(KeyboardInterrupt), interrupter.limited(60):
@@ -159,7 +159,7 @@ def test_a_signal_that_comes_before_the_handler_has_ended_is_sent_again(
 
     monkeypatch.setattr(interrupter, "_passes", slow)
     interrupter.target(REQUEST)
-    threading.Timer(0.1, interrupter.interrupt).start()
+    threading.Timer(0.1, interrupter.interrupt, [REQUEST]).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST):
         time.sleep(20)
@@ -188,3 +188,14 @@ def test_what_python_swallows_comes_again(interrupter: Interrupter) -> None:
         with pytest.raises(KeyboardInterrupt):
             interrupter.repeat()
         assert not interrupter.is_to_be_repeated
+
+
+def test_a_repeat_for_an_earlier_request_reaches_no_later_one(interrupter: Interrupter) -> None:
+    """One that is forced to end is a target, too."""
+    interrupter.target(REQUEST)
+    interrupter.target(REQUEST + 1)
+    with interrupter.user_code(REQUEST + 1):
+        interrupter.interrupt(REQUEST)
+        assert interrupter.is_pending
+        with pytest.raises(KeyboardInterrupt):
+            interrupter.interrupt(REQUEST + 1)
