@@ -58,6 +58,7 @@ class HostStreams:
         links: To the hosts.
         folder: The session's.
         is_lost: Says of a host whether it counts as gone.
+        on_lost: Called for one that does, before its streams are closed.
         address_of: Gives where a host is that this process has gone to.
         look: Called at each look for hosts that are silent.
 
@@ -70,12 +71,14 @@ class HostStreams:
         links: HostLinks,
         folder: str,
         is_lost: Callable[[LinkedHost], bool],
+        on_lost: Callable[[LinkedHost], None],
         address_of: Callable[[LinkedHost], str],
         look: Callable[[], None],
     ):
         self.tcp_store_port = 0
         self._links, self._folder = links, folder
-        self._is_lost, self._address_of, self._look = is_lost, address_of, look
+        self._is_lost, self._on_lost = is_lost, on_lost
+        self._address_of, self._look = address_of, look
         self._streams: dict[bytes, set[SecureStream]] = {}
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
@@ -148,7 +151,7 @@ class HostStreams:
                 if self._is_lost(link) and self._streams.get(link.identity):
                     self._close_knocks(link)
                     if not link.is_given_up:
-                        log.warning("the host %s is silent: it counts as gone", link.name)
+                        self._on_lost(link)
                     # For good: else it were there again when its network is, without its streams.
                     link.is_given_up = True
                     self.cut(link)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -38,6 +39,8 @@ from distsession.protocol.host_facts import HostFacts, facts_of
 from distsession.protocol.host_link import LISTENS, STARTS, write_keys
 
 __all__ = ["FIRST", "Hosts", "kernel_facts"]
+
+log = logging.getLogger(__name__)
 
 FIRST = 1
 """The number of the first host's agent."""
@@ -104,7 +107,12 @@ class Hosts:
     def carry(self, folder: str) -> None:
         """Take what hosts bring to the sockets in a session's folder."""
         self._streams = HostStreams(
-            self._links, folder, self.is_lost, self._address_of, self._trim_outputs
+            self._links,
+            folder,
+            self.is_lost,
+            self._note_lost,
+            self._address_of,
+            self._trim_outputs,
         )
 
     def set_store_port(self, port: int) -> None:
@@ -148,6 +156,11 @@ class Hosts:
             or self._is_silent_for_too_long(link)
             or (self._launcher is not None and link.name in self._launcher.ended())
         )
+
+    def _note_lost(self, link: LinkedHost) -> None:
+        """Say that a host counts as gone, unless its process has ended: then ranks' deaths do."""
+        if self._is_silent_for_too_long(link):
+            log.warning("the host %s is silent: it counts as gone", link.name)
 
     def _is_silent_for_too_long(self, link: LinkedHost) -> bool:
         silent_s = self.silent_s(link)

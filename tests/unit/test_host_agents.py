@@ -59,9 +59,16 @@ class Streams(HostStreams):
     def __init__(self, folder: Path):
         self.played, self.folder = PlayedLinks("gpu1"), str(folder)
         (self.link,) = self.played.hosts.values()
+        self.is_ended = False
         links: Any = self.played
+        self.lost: list[LinkedHost] = []
         super().__init__(
-            links, self.folder, lambda link: link.is_given_up, lambda link: "", lambda: None
+            links,
+            self.folder,
+            lambda link: link.is_given_up or self.is_ended,
+            self.lost.append,
+            lambda link: "",
+            lambda: None,
         )
 
     def come(self, **hello: str) -> SecureStream:
@@ -255,6 +262,32 @@ def test_a_silent_host_is_cut_off_when_its_system_had_the_time_to_answer_and_has
     assert hosts.is_cut_off(link) is is_cut_off
     played.silent_for = 1.0
     assert not hosts.is_cut_off(link)
+
+
+def test_a_host_that_counts_as_gone_is_told_of_once_and_its_streams_end(streams: Streams) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.join(streams.folder, "store.sock"))
+        listener.listen()
+        with contextlib.closing(streams.come(service=STORE)):
+            until(lambda: streams._streams.get(streams.link.identity), "the stream")
+            streams.is_ended = True
+            until(lambda: not streams._streams.get(streams.link.identity), "its end")
+    assert streams.link.is_given_up
+    assert streams.lost == [streams.link]
+
+
+@pytest.mark.parametrize(("silent_for", "is_said"), [(0.6, False), (60.0, True)])
+def test_only_a_host_that_is_silent_is_said_to_be(
+    silent_for: float, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = Hosts.__new__(Hosts)
+    played: Any = PlayedLinks("gpu1")
+    played.silent_for = silent_for
+    hosts._links = played
+    (link,) = played.hosts.values()
+    hosts._note_lost(link)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (["the host gpu1 is silent: it counts as gone"] if is_said else [])
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
