@@ -158,8 +158,11 @@ class Hosts:
         )
 
     def _note_lost(self, link: LinkedHost) -> None:
-        """Say that a host counts as gone, unless its process has ended: then ranks' deaths do."""
-        if self._is_silent_for_too_long(link):
+        """Say that a host counts as gone, unless only its process has ended: its ranks' death does.
+
+        What has started it may end as well where the network is cut, as ``ssh`` does.
+        """
+        if self.silent_s(link) > SILENT_S:
             log.warning("the host %s is silent: it counts as gone", link.name)
 
     def _is_silent_for_too_long(self, link: LinkedHost) -> bool:

@@ -276,7 +276,7 @@ def test_a_host_that_counts_as_gone_is_told_of_once_and_its_streams_end(streams:
     assert streams.lost == [streams.link]
 
 
-@pytest.mark.parametrize(("silent_for", "is_said"), [(0.6, False), (60.0, True)])
+@pytest.mark.parametrize(("silent_for", "is_said"), [(0.6, False), (3.0, True), (60.0, True)])
 def test_only_a_host_that_is_silent_is_said_to_be(
     silent_for: float, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
