@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,14 +75,24 @@ def test_a_rank_that_dies_is_replaced_by_one_of_them(session: Session) -> None:
 def test_they_have_copied_and_mapped_what_a_rank_does_as_it_begins(
     session: Session, kind: str
 ) -> None:
-    def least(found: set[int]) -> int:
-        lines = (line for pid in found for line in Path(f"/proc/{pid}/smaps_rollup").open())
-        return min(int(line.split()[1]) for line in lines if line.startswith(kind))
+    def kilobytes(found: set[int]) -> dict[int, int]:
+        text = {pid: Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in found}
+        return {pid: int(re.findall(rf"^{kind}: *(\d+)", text[pid], re.M)[0]) for pid in found}
 
     session.restart()
     wait_for_spares(session)
-    begun = least(pids(session))
-    until(lambda: least(spares_of(session)) > 0.8 * begun, "what spares take beforehand")
+    begun = min(kilobytes(pids(session)).values())
+    taken: dict[int, int] = {}
+
+    def is_taken() -> bool:
+        taken.clear()
+        taken.update(kilobytes(spares_of(session)))
+        return min(taken.values()) > 0.8 * begun
+
+    try:
+        until(is_taken)
+    except AssertionError:
+        pytest.fail(f"spares have {taken} kB, and ranks {kilobytes(pids(session))}, then {begun}")
 
 
 def test_they_have_the_folder_the_environment_and_the_path_of_the_restart(
