@@ -149,6 +149,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(
     host = lab["gpu2"]
     with host.unplugged() if moment == "connects" else contextlib.nullcontext():
         one = kernel()
+        one.wait_starts()  # a host may still begin, and end, what an earlier kernel has asked for
         agent = " ".join(module_command("distsession.engine.agent")[1:])
         moments: dict[str, Callable[[], object]] = {
             "connects": lambda: [p for p in psutil.Process(one.process.pid).children()
