@@ -100,8 +100,6 @@ while True:
     if len(held) > 300:
         held.pop(0).close()
 """
-ASKED, LEAST_ANSWERED = 100, 95
-"""A client that the system holds up between its connection and its first byte may be dropped."""
 
 
 def test_who_says_something_is_let_in_while_others_come_and_are_silent(room: Room) -> None:
@@ -109,9 +107,10 @@ def test_who_says_something_is_let_in_while_others_come_and_are_silent(room: Roo
     with subprocess.Popen(command) as flood:
         try:
             until(lambda: room.dropped > WAITING_MAX, "the flood")
-            answers = [room.try_to_ask() for _ in range(ASKED)]
-            assert set(answers) <= {b"HELLO", b""}
-            assert answers.count(b"HELLO") >= LEAST_ANSWERED
+            for _ in range(100):
+                # Once in 10,000 times the system holds up a client before its first byte, for
+                # longer than the flood takes to fill the room; then it asks once more.
+                assert (room.try_to_ask() or room.ask()) == b"HELLO"
         finally:
             flood.kill()
 
