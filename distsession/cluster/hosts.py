@@ -158,9 +158,9 @@ class Hosts:
         )
 
     def _note_lost(self, link: LinkedHost) -> None:
-        """Say that a host counts as gone, unless only its process has ended: its ranks' death does.
+        """Warn that a host is silent; where only its process has ended, its ranks' death is told.
 
-        What has started it may end as well where the network is cut, as ``ssh`` does.
+        A host that is cut off may count as gone before ``LOST_S``, for ``ssh`` ends by then.
         """
         if self.silent_s(link) > SILENT_S:
             log.warning("the host %s is silent: it counts as gone", link.name)

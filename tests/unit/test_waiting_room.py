@@ -107,10 +107,12 @@ def test_who_says_something_is_let_in_while_others_come_and_are_silent(room: Roo
     with subprocess.Popen(command) as flood:
         try:
             until(lambda: room.dropped > WAITING_MAX, "the flood")
-            for _ in range(100):
-                # Once in 10,000 times the system holds up a client before its first byte, for
-                # longer than the flood takes to fill the room; then it asks once more.
-                assert (room.try_to_ask() or room.ask()) == b"HELLO"
+            answers = [room.try_to_ask() for _ in range(100)]
+            # Once in some 10,000 times the system holds up a client before its first byte, for
+            # longer than the flood takes to fill the room. Such a client has to ask again.
+            again = [room.ask() for answer in answers if not answer]
+            assert len(again) <= 2
+            assert {*filter(None, answers), *again} == {b"HELLO"}
         finally:
             flood.kill()
 
