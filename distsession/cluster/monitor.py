@@ -248,9 +248,14 @@ class Monitor:
         self.engine_ids.pop(message.rank, None)
         error = death_error(message, operation=self.operation_of(message.rank))
         if info is not None and info.pid == message.pid:
-            self.dead[message.rank] = error
+            self._set_ended(error)
             return [error]
         return []
+
+    def _set_ended(self, error: EngineDiedError) -> None:
+        """A rank has no process any more, so nobody waits for its end, wherever it was before."""
+        self.dead[error.rank] = error
+        self.cut_off.discard(error.rank)
 
     def _note_store_end(self, message: StoreEnded) -> None:
         how = ended_text(message.returncode)
@@ -297,12 +302,14 @@ class Monitor:
                     how=how,
                     remedy=remedy,
                 )
-                self.dead[rank] = error
+                self._set_ended(error)
             self._on_deaths([self.dead[rank] for rank in lost])
 
     def _note_unreported(self, message: RankUnreported) -> list[EngineDiedError]:
         info = self.ready.get(message.rank)
-        if message.rank in self.dead or info is None or info.pid != message.pid:
+        if info is None or info.pid != message.pid:
+            return []
+        if message.rank in self.dead and message.rank not in self.cut_off:
             return []
         error = EngineDiedError(
             f"rank {message.rank} (pid {message.pid}) has ended; {message.text}.",
@@ -312,7 +319,7 @@ class Monitor:
             how=f"has ended; {message.text}",
             remedy=restart_text([message.rank]),
         )
-        self.dead[message.rank] = error
+        self._set_ended(error)
         self._unreported.add((message.rank, message.pid))
         return [error]
 

@@ -243,6 +243,26 @@ def test_who_is_cut_off_is_waited_for_when_it_is_replaced(heard: Heard) -> None:
     assert heard.monitor.wait_exited([2], 0.0)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda monitor: monitor.handle(exited(2)), id="killed"),
+        pytest.param(lambda monitor: monitor.handle(RankUnreported(2, 1002, "x")), id="unreported"),
+        pytest.param(lambda monitor: monitor.mark_lost([2]), id="not started anew"),
+    ],
+)
+def test_who_was_cut_off_and_has_ended_is_not_waited_for(
+    heard: Heard, end: Callable[[Monitor], None]
+) -> None:
+    """Its end is told once, so whoever waited for that would wait for ever."""
+    heard.ready(2, node_rank=1, nodes=2)
+    heard.monitor.handle(RelayGone(1))
+    end(heard.monitor)
+    heard.monitor.forget(heard.monitor.cut_off)
+    assert heard.monitor.wait_exited([2], 0.0)
+    assert 2 in heard.monitor.dead
+
+
 def test_who_was_cut_off_is_gone_with_its_agent(heard: Heard) -> None:
     heard.ready(2, node_rank=1, nodes=2)
     heard.monitor.handle(RelayGone(1))
