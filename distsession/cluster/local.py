@@ -196,7 +196,7 @@ class LocalLauncher(Launcher):
             made.callback(self.channel.close)
             relays = self.channel.payloads.relays
             relays.is_expected = self._is_agent_gone
-            relays.on_lost = lambda node: self._monitor.handle(RelayGone(node))
+            relays.on_lost = lambda *lost: self._monitor.handle(RelayGone(*lost))
             self.channel.has_ended = self._is_gone
             self.channel.complete = self._complete
             self.channel.shares_board = self.shares_board
@@ -486,7 +486,6 @@ class LocalLauncher(Launcher):
                 host=self.host_name(node - self.first_node) if here else "",
                 store_port=port,
             )
-            self._monitor.expect_relay(node)
             self._agents.send(node, self._for_node(node, message))
             if node:
                 with interrupts.released():
@@ -494,6 +493,8 @@ class LocalLauncher(Launcher):
                     is_up = self.channel.payloads.relays.wait_up(node, runs, deadline)
                 if not is_up:
                     raise LaunchError(f"the relay of {self._node_text(node)} did not come up.")
+                # Only now: until then the end of an earlier one could still be told.
+                self._monitor.expect_relay(node)
 
     def _for_node(self, node: int, start: StartRanks) -> StartRanks:
         """What differs where a node is another host."""

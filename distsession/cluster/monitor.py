@@ -64,9 +64,14 @@ class NodeGone:
 
 @dataclass(frozen=True, slots=True)
 class RelayGone:
-    """The relay of a node has ended, and its agent has not."""
+    """The relay of a node has ended, and its agent has not.
+
+    Attributes:
+        is_replaced: Another one is there already.
+    """
 
     node: int
+    is_replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,8 @@ class Monitor:
         self._not_started: dict[int, RanksNotStarted] = {}
         """What the agent of each node has said last of what it could not start."""
         self._unreported: set[tuple[int, int]] = set()
+        self._starting: set[int] = set()
+        """Ranks whose fresh process has not said yet that it is ready."""
 
     def handle(self, message: object) -> None:
         """Take in one message; None says that the link of the first node's agent has closed."""
@@ -168,6 +175,7 @@ class Monitor:
                     self._agent_problem = message.reason
                 case RankReady():
                     self.ready[message.rank] = message.info
+                    self._starting.discard(message.rank)
                 case RankAttached():
                     self.ready[message.rank] = message.info
                     self.attached[message.rank] = message
@@ -198,7 +206,7 @@ class Monitor:
                         self._changed.wait_for(lambda: self.job_end is not None, JOB_END_S)
                     deaths += self._lost_with_node(message.node)
                 case RelayGone():
-                    deaths += self._lost_with_relay(message.node)
+                    deaths += self._lost_with_relay(message)
                 case None:
                     self.agent_gone = True
                     self.cut_off.clear()
@@ -256,6 +264,7 @@ class Monitor:
         """A rank has no process any more, so nobody waits for its end, wherever it was before."""
         self.dead[error.rank] = error
         self.cut_off.discard(error.rank)
+        self._starting.discard(error.rank)
 
     def _note_store_end(self, message: StoreEnded) -> None:
         how = ended_text(message.returncode)
@@ -332,10 +341,16 @@ class Monitor:
             remedy = node_remedy(ranks, len(self.ready), alone=self.starts_hosts_alone)
         return [self._lost_with_agent(rank, text, remedy=remedy) for rank in ranks]
 
-    def _lost_with_relay(self, node: int) -> list[EngineDiedError]:
-        ranks = [rank for rank in self._living() if self._is_on(rank, node)]
+    def _lost_with_relay(self, message: RelayGone) -> list[EngineDiedError]:
+        node = message.node
+        # Those that are starting have had no connection to it yet.
+        living = (rank for rank in self._living() if rank not in self._starting)
+        ranks = [rank for rank in living if self._is_on(rank, node)]
         self.cut_off.update(ranks)
-        self._lost_relays.add(node)
+        if not message.is_replaced:
+            self._lost_relays.add(node)
+        elif not ranks:
+            return []
         text = relay_gone_text(node, ranks, self._host(node))
         log.warning("%s", text)
         return [self._lost_with_agent(rank, text, "cannot be reached") for rank in ranks]
@@ -375,7 +390,7 @@ class Monitor:
             self._log_pieces.pop(node, None)
 
     def expect_relay(self, node: int) -> None:
-        """The relay of a node lives, or its agent starts another."""
+        """The relay of a node lives, or another one has come."""
         with self._changed:
             self._lost_relays.discard(node)
 
@@ -395,6 +410,7 @@ class Monitor:
         with self._changed:
             for rank in tuple(ranks):
                 self.cut_off.discard(rank)
+                self._starting.add(rank)
                 for known in (self.dead, self._failed, self._exited, self.engine_ids):
                     known.pop(rank, None)
             self._not_started.clear()

@@ -37,8 +37,9 @@ class Relays:
         self._pids: dict[int, int] = {}
         self.is_expected: Callable[[int], bool] = lambda node: False
         """Whether the end of a node's relay is part of something that is told anyway."""
-        self.on_lost: Callable[[int], None] = lambda node: None
-        """Called, in a thread of a relay's, when that of a node has ended, and only that."""
+        self.on_lost: Callable[[int, bool], None] = lambda node, is_replaced: None
+        """Called, in a thread of a relay's, when that of a node has ended, and only that; also
+        told whether another one has come by now."""
 
     def accept(self) -> None:
         """Take in a relay that has connected."""
@@ -67,7 +68,7 @@ class Relays:
         time.sleep(SETTLE)
         # Its agent may have started another by now, which the ranks have no connection to.
         if not (relay.is_forgotten or self.is_expected(relay.node)):
-            self.on_lost(relay.node)
+            self.on_lost(relay.node, self._relays.get(relay.node) is not relay)
 
     def of(self, node: int, name: str = "") -> Relay | None:
         """The relay of a node, if it lives and, where a rank is named, has a connection to it."""

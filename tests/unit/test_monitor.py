@@ -263,6 +263,30 @@ def test_who_was_cut_off_and_has_ended_is_not_waited_for(
     assert 2 in heard.monitor.dead
 
 
+def test_the_late_word_of_a_relays_end_does_not_fail_the_next_start(heard: Heard) -> None:
+    for rank in range(4):
+        heard.ready(rank, node_rank=rank // 2, nodes=2)
+        heard.monitor.handle(exited(rank))
+    heard.monitor.forget(range(4))
+    heard.deaths.clear()
+    heard.monitor.handle(RelayGone(1, is_replaced=True))
+    heard.ready(0, 1, node_rank=0, nodes=2, generation=1)
+    heard.ready(2, 3, node_rank=1, nodes=2, generation=1)
+    heard.monitor.wait_ready(range(4), 1, now())
+    assert heard.deaths == []
+
+
+def test_who_stays_is_cut_off_also_where_another_relay_has_come(heard: Heard) -> None:
+    heard.ready(2, 3, node_rank=1, nodes=2)
+    heard.monitor.handle(exited(3))
+    heard.monitor.forget([3])
+    heard.monitor.handle(RelayGone(1, is_replaced=True))
+    assert [death.rank for death in heard.deaths] == [3, 2]
+    assert heard.monitor.cut_off == {2}
+    with pytest.raises(LaunchError, match="rank 2 .* cannot be reached: the relay of node 1"):
+        heard.monitor.wait_ready((2, 3), 1, now(10))
+
+
 def test_who_was_cut_off_is_gone_with_its_agent(heard: Heard) -> None:
     heard.ready(2, node_rank=1, nodes=2)
     heard.monitor.handle(RelayGone(1))

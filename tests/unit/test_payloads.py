@@ -411,8 +411,8 @@ def test_one_who_trickles_instead_of_saying_to_be_a_relay_is_given_up(
 def test_the_end_of_a_relay_is_told_though_another_one_has_come(tmp_path: Path) -> None:
     """The ranks of its node have no connection to the new one."""
     taken = Relays(str(tmp_path))
-    lost: list[int] = []
-    taken.on_lost = lost.append
+    lost: list[tuple[int, bool]] = []
+    taken.on_lost = lambda *told: lost.append(told)
 
     def come(node: int) -> Wire:
         there = Wire(unix_socket.connect(socket_path(str(tmp_path), "relay", 1)))
@@ -423,12 +423,13 @@ def test_the_end_of_a_relay_is_told_though_another_one_has_come(tmp_path: Path) 
     first = come(1)
     first.close()
     second = come(1)
-    until(lambda: lost == [1], "that it is told")
+    until(lambda: lost == [(1, True)], "that it is told")
     taken.forget(1)  # another one is expected
     third = come(1)
     time.sleep(2 * relays.SETTLE)
-    assert lost == [1]
+    assert lost == [(1, True)]
     assert taken.of(1) is not None
+    third.close()
+    until(lambda: lost == [(1, True), (1, False)], "that the last one has ended")
     taken.close()
-    for each in (second, third):
-        each.close()
+    second.close()
