@@ -365,11 +365,25 @@ class Recovery:
         Returns:
             Why the run is not to begin; nothing if it may.
         """
+        given_up = threading.Event()
+        self._waits.add(given_up)
+        try:
+            problem = self._wait_for_ranks(ranks, notify, deadline, given_up)
+        finally:
+            self._waits.discard(given_up)
+        # It may have been given up in a reconnect that succeeded all the same.
+        return problem or (self._stop_late(()) if given_up.is_set() else "")
+
+    def _wait_for_ranks(
+        self,
+        ranks: Iterable[int],
+        notify: Callable[[Notice], None],
+        deadline: float | None,
+        given_up: threading.Event,
+    ) -> str:
         launcher = self.launcher
         began = freed = time.monotonic()
-        given_up = threading.Event()
         noticed, late = False, list[int]()
-        self._waits.add(given_up)
         try:
             while True:
                 self.reconnect()
@@ -395,7 +409,6 @@ class Recovery:
         except KeyboardInterrupt:
             return self._stop_late(late)
         finally:
-            self._waits.discard(given_up)
             if noticed:
                 notify(NO_NOTICE)
 
@@ -431,7 +444,7 @@ class Recovery:
         held = list(self._waits)
         for event in held:
             event.set()
-        return bool(held)
+        return any(event in self._waits for event in held)  # the others may not have seen it
 
     def _busy_text(self, late: Sequence[int], *, waits: bool = False) -> str:
         """Why ranks cannot begin anything, and what to do: press Stop, while somebody waits."""

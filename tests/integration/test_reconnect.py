@@ -248,6 +248,39 @@ def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
     check(session)
 
 
+@pytest.mark.parametrize("moment", ["before", "meanwhile", "after"])
+def test_an_interrupt_during_a_reconnect_ends_the_run_that_waits_for_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Whoever interrupts is told that something was, so the run may not begin all the same."""
+    launcher = session.launcher
+    connect = launcher.reconnect
+    is_hit: list[bool] = []
+
+    def press(delay_s: float) -> None:
+        time.sleep(delay_s)
+        is_hit.append(session.interrupt())
+
+    def connect_and_press(**options: Any) -> str:
+        if is_hit:
+            return connect(**options)
+        other = threading.Thread(target=press, args=[0.02 * (moment == "meanwhile")])
+        if moment != "after":
+            other.start()
+        problem = connect(**options)
+        if moment == "after":
+            other.start()
+        other.join()
+        return problem
+
+    break_group(session)
+    monkeypatch.setattr(launcher, "reconnect", connect_and_press)
+    with pytest.raises(RunInterrupt, match="was stopped before it began"):
+        session.execute("kept = 'run'")
+    assert is_hit == [True]
+    check(session)
+
+
 def test_a_rank_killed_during_a_reconnect_frees_the_others(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
