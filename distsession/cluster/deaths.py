@@ -78,6 +78,27 @@ class SilentHost:
         )
 
 
+def stuck_error(info: RankInfo, operation: str, seconds: float, remedy: str) -> EngineDiedError:
+    """The error of a rank that an abort of the group does not free.
+
+    Args:
+        info: The rank's.
+        operation: That it waits in.
+        seconds: Since the abort.
+        remedy: What to do about it.
+    """
+    how = f"could not be freed from {operation} within {seconds:.0f} s: {info.backend} does not end"
+    how += " it when it is told to"
+    return EngineDiedError(
+        f"rank {info.rank} (pid {info.pid}) {how}.",
+        rank=info.rank,
+        pid=info.pid,
+        returncode=-signal.SIGKILL,
+        how=how,
+        remedy=remedy,
+    )
+
+
 def death_error(
     message: RankExited, *, while_starting: bool = False, operation: str = ""
 ) -> EngineDiedError:

@@ -802,6 +802,7 @@ class Rank:
             is_cut_off = recorder.in_flight.is_on_device or recorder.unseen.is_replaying
             if is_cut_off:
                 self._cut_off(message)
+            recorder.region.note_abort()
             if self._groups is not None:
                 self._groups.abort()
             elif not process_group.is_gloo(self._place.backend):  # gloo's would wait for its works

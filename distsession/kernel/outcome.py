@@ -292,7 +292,7 @@ def _during_text(failed: Failures, verdict: Verdict | None, places: Mapping[int,
 
 def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, str]) -> str:
     """One line for all ranks that failed only for another's sake."""
-    there: dict[str, list[int]] = {}
+    there: dict[tuple[str, bool], list[int]] = {}
     later: dict[str, list[int]] = {}
     told: dict[str, list[int]] = {}
     for rank in ranks:
@@ -307,13 +307,17 @@ def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, 
             what = waited.get(rank) or (
                 describe_operation(operation) if operation else AN_OPERATION
             )
-            there.setdefault(what, []).append(rank)
+            is_free = not isinstance(failed[rank].error, EngineDiedError)
+            there.setdefault((what, is_free), []).append(rank)
     parts = []
-    for what, who in _most(there):
+    free = {what: ranks for (what, is_free), ranks in there.items() if is_free}
+    for what, who in _most(free):
         were = "was" if len(who) == 1 else "were"
         parts.append(f"{ranks_text(who)} waited in {what} and {were} freed")
+    for what, who in _most({what: ranks for (what, is_free), ranks in there.items() if not is_free}):
+        parts.append(f"{ranks_text(who)} waited in {what} and could not be freed")
     for what, who in _most(later):
-        came = "it" if len(parts) == 1 and what in there else what
+        came = "it" if len(parts) == 1 and what in free else what
         parts.append(f"{ranks_text(who)} came to {came} later")
     parts += [f"{ranks_text(who)} raised {what}" for what, who in _most(told)]
     text = "; ".join(parts)
@@ -396,7 +400,12 @@ def hang_error(
     causes = [each for each in failure_kinds(failed, waited) if each.grade == 0]
     also = [sentence(_line(each, failed, {}, {})) for each in causes]
     waits = verdict.lines or (verdict.sentence,)
-    lines = [*waits, *also, f"The waiting ranks were freed.{then}"]
+    stuck = [r for r in waited if r in failed and isinstance(failed[r].error, EngineDiedError)]
+    freed = "The waiting ranks were freed."
+    if stuck:
+        text = ranks_text(sorted(stuck))
+        freed = f"{text[0].upper()}{text[1:]} could not be freed."
+    lines = [*waits, *also, f"{freed}{then}"]
     return in_lines(kind, "\n".join(lines))
 
 

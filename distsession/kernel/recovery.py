@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from distsession.cluster.base import Launcher
-from distsession.cluster.deaths import SilentHost, replace_text
+from distsession.cluster.deaths import SilentHost, replace_text, stuck_error
 from distsession.cluster.interrupts import interrupts_held
 from distsession.cluster.pending import PendingRequest
 from distsession.display import render
@@ -58,6 +58,8 @@ MOST_SOURCE = 60
 """Characters of a line of code that are told."""
 ABORT_AGAIN_S = 2.0
 """Seconds between two attempts to free such ranks from collectives of the group given up."""
+STUCK_S, STUCK_PER_RANK_S = 10.0, 0.5
+"""Seconds within which an abort of the group frees ranks, or never does."""
 RETURN_NOTICE_AFTER_S = 1.0
 """Seconds after which whoever waits for that is told so."""
 
@@ -543,6 +545,36 @@ class Recovery:
                     launcher.leave(left, pending.request, text)
                     for rank in left:
                         pending.put_death(host.error_of(infos[rank]))
+
+    # --- ranks that cannot be freed ---------------------------------------------------------------
+
+    def give_up_stuck(self, pending: PendingRequest) -> None:
+        """Wait no longer for ranks of a run which an abort of the group does not free.
+
+        So it may be with NCCL: where two ranks make a communicator, and where the abort waits for
+        the device, which waits for what is aborted later. They run on, and have to be replaced.
+        """
+        launcher = self.launcher
+        if launcher.board is None or not launcher.is_broken:
+            return
+        infos, regions = launcher.infos, launcher.board.regions
+        seconds = {rank: regions[rank].abort_seconds for rank in pending.missing}
+        limit_s = STUCK_S + STUCK_PER_RANK_S * len(infos)
+        if max(seconds.values(), default=0.0) < limit_s:
+            return
+        stuck = {
+            rank: operation
+            for rank, report in self.reports(ask=False).items()
+            # Also those that heard of it a moment later.
+            if seconds.get(rank, 0.0) > limit_s / 2 and report.state == RankState.RUNNING
+            for operation in report.operations[-1:]
+            if (operation.is_waiting or operation.is_enqueued)
+            and operation.seconds > seconds[rank]
+        }
+        remedy = replace_text(sorted(stuck), len(infos))
+        for rank, operation in stuck.items():
+            told = describe_operation(operation)
+            pending.put_death(stuck_error(infos[rank], told, seconds[rank], remedy))
 
     # --- abort and reconnect ----------------------------------------------------------------------
 

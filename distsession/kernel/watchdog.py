@@ -88,6 +88,7 @@ class Watchdog:
         self._find_late()
         launcher.note_unreported()
         self._look_at_hosts()
+        self._recovery.give_up_stuck(self._pending)
         if launcher.board is None or self.verdict is not None or self._pending.stopped:
             return
         if where := self._pending.debugger_quit:

@@ -85,7 +85,7 @@ PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(37, 41)
 CONNECTED_IN, IS_UNSETTLED = 41, 42
 SEEN_AT = 43
 """In nanoseconds of the clock here; written by the keeper of hosts, when it has had a look."""
-LEFT_COUNT, LEFT = 44, 48
+LEFT_COUNT, ABORTED_AT, LEFT = 44, 45, 48
 """How many groups its code has left, and a ring of the last ones: five words for each."""
 LEFT_RING, LEFT_WORDS = 16, 5
 GROUP, LEFT_AT, IS_FINAL, FAMILY = range(4)
@@ -390,6 +390,10 @@ class Region:
         """Its group, or its device, is of no use any more."""
         self._words[self.start + IS_DAMAGED] |= how
 
+    def note_abort(self) -> None:
+        """It is about to free whoever waits in the group."""
+        self._words[self.start + ABORTED_AT] = time.monotonic_ns()
+
     def set_connected_in(self, generation: int) -> None:
         """In which generation its connections were made; -1 if they may not be whole."""
         self._words[self.start + CONNECTED_IN] = generation + 1
@@ -619,6 +623,12 @@ class Region:
         """Since when it runs, or is idle."""
         since = self._words[self.start + SINCE]
         return max(0.0, (self._now() - since) / 1e9) if since else 0.0
+
+    @property
+    def abort_seconds(self) -> float:
+        """Since when it frees whoever waits in the group, which was given up; 0 if it never was."""
+        at = self._words[self.start + ABORTED_AT]
+        return max(0.0, (self._now() - at) / 1e9) if at else 0.0
 
     @property
     def clock_behind_ns(self) -> int:

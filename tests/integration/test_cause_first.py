@@ -10,7 +10,7 @@ import pytest
 
 from distsession import EngineDiedError, RunError, Session, errors
 from distsession.scripts import run
-from tests.backends import Backend, only
+from tests.backends import LEAVES_MESSAGE, Backend, only
 from tests.integration.conftest import Recorder
 from tests.until import Press
 
@@ -80,8 +80,9 @@ RAISE_LATE = {
     "functional": "time.sleep(0.4 * rank)\n"
     "import torch.distributed._functional_collectives as f\n"
     "f.all_reduce(torch.ones(4), 'sum', dist.group.WORLD).tolist()",
-    "messages": "time.sleep(0.4 * rank)\n"
-    "dist.recv(torch.ones(4), src=3); FINISH",
+    "messages": pytest.param(
+        "time.sleep(0.4 * rank)\ndist.recv(torch.ones(4), src=3); FINISH", marks=LEAVES_MESSAGE
+    ),
     "from anybody": pytest.param(
         "time.sleep(0.4 * rank)\ndist.recv(torch.ones(4))",
         marks=only("gloo", "NCCL receives from nobody in particular"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distsession import RunInterrupt, Session
+from distsession import CollectiveHangError, RunError, RunInterrupt, Session
 from tests.backends import STANDIN, STANDIN2, STANDIN_LAZY, Backend
 from tests.until import LIMIT_S, Press
 
@@ -131,6 +131,30 @@ def test_stop_in_a_message_of_the_lazy_class_names_the_rank_to_replace(
     assert dict(session[[0]].evaluate("kept")) == {0: 0}
     session.execute(f"import time\n{connect}", timeout=LIMIT_S)
     assert dict(session.evaluate("kept")) == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "not connected"])
+def test_a_message_of_the_lazy_class_that_nobody_takes_ends_the_run(
+    start: Callable[..., Session], is_connected: bool
+) -> None:
+    """Who waits for it cannot be freed, but the run ends, and says who is to be replaced."""
+    session = start(3, **STANDIN_LAZY.options(3), threads=1, hang_grace=0.5)
+    receive = "t = torch.ones(3)\nif rank == 0:\n    dist.recv(t, 2)\n    t.cpu()\n"
+    connect = f"{receive}if rank == 2: dist.send(t, 0)"
+    session.execute(f"kept = rank\n{connect if is_connected else ''}", timeout=LIMIT_S)
+    stuck = r"Rank 0 (waited in recv #\d \(float32, 3 .*and )?could not be freed.*restart\(\[0\]\)"
+    with pytest.raises(RunError, match=f"ValueError on rank 2 .*boom.*{stuck}") as failed:
+        session.execute(f"{receive}if rank == 2: raise ValueError('boom')", timeout=LIMIT_S)
+    assert sorted(failed.value.by_rank) == [0, 2]
+    session.restart([0])
+    if is_connected:
+        session.execute(connect, timeout=LIMIT_S)
+    with pytest.raises(CollectiveHangError, match=f"(?s)No wait can help.*{stuck}"):
+        session.execute(receive, timeout=LIMIT_S)
+    session.restart([0])
+    session.execute(f"{connect}\ntotal = torch.ones(1)\ndist.all_reduce(total)", timeout=LIMIT_S)
+    assert set(session.evaluate("total.item()").values()) == {3.0}
+    assert dict(session[[1, 2]].evaluate("kept")) == {1: 1, 2: 2}
 
 
 @each

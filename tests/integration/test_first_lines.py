@@ -15,7 +15,7 @@ import pytest
 
 from distsession import Session
 from distsession.errors import DistsessionError, RunTimeoutError
-from tests.backends import Backend, only
+from tests.backends import LEAVES_MESSAGE, Backend, only
 from tests.integration.broken_program import Program
 from tests.integration.broken_programs import BROKEN
 from tests.integration.first_lines import alarm_of, begin, every_third, problem_of, set_up
@@ -398,14 +398,25 @@ GLOO_ONLY = {
     "objects in a broadcast": "it is over for those that have come; what is next tells",
     "a worker of a DataLoader": "a worker, which is forked, cannot make tensors on a device",
 }
+LEAVE_MESSAGES = {
+    "a message of another dtype",
+    "a message that is too long",
+    "a send that nobody receives",
+    "a receive from the wrong source",
+    "an irecv",
+    "a late sender",
+}
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Of the test of that program."""
+    found = [LEAVES_MESSAGE] if name in LEAVE_MESSAGES else []
+    return [*found, only("gloo", GLOO_ONLY[name])] if name in GLOO_ONLY else found
 
 
 @pytest.mark.parametrize(
     "broken",
-    [
-        pytest.param(program, marks=[only("gloo", why)] if (why := GLOO_ONLY.get(name)) else [])
-        for name, program in PROGRAMS.items()
-    ],
+    [pytest.param(program, marks=marks(name)) for name, program in PROGRAMS.items()],
     ids=PROGRAMS,
 )
 def test_the_first_lines_say_who_in_what_and_where(
@@ -530,7 +541,11 @@ def limited(backend: Backend) -> Iterator[Session]:
         yield session
 
 
-@pytest.mark.parametrize("broken", LIMITED.values(), ids=LIMITED)
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(program, marks=marks(name)) for name, program in LIMITED.items()],
+    ids=LIMITED,
+)
 def test_a_time_limit_says_who_is_late_and_where_it_is(
     limited: Session, backend: Backend, broken: Broken
 ) -> None:

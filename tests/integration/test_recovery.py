@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distsession import RunError, RunInterrupt, Session, errors
 from distsession.kernel import watchdog
-from tests.backends import GLOO, Backend, only, places
+from tests.backends import GLOO, LEAVES_MESSAGE, Backend, only, places
 from tests.integration.conftest import Recorder
 from tests.until import LIMIT_S, Press, press_at, until, until_busy, until_settled
 
@@ -121,7 +121,7 @@ BLOCKED = {
     "monitored_barrier": pytest.param(
         "dist.monitored_barrier()", marks=only("gloo", "torch has it for gloo alone")
     ),
-    "recv": "dist.recv(torch.ones(1), src=1); FINISH",
+    "recv": pytest.param("dist.recv(torch.ones(1), src=1); FINISH", marks=LEAVES_MESSAGE),
     "new_group": "dist.new_group([0, 1])",
     "an async work's wait": "dist.all_reduce(x.clone(), async_op=True).wait(); FINISH",
     "a backward of DistributedDataParallel": "loss().backward(); FINISH",
@@ -371,7 +371,7 @@ FAILURES = {
     "a first one of its kind": (
         "dist.all_gather_into_tensor(torch.ones(2 * world_size), torch.ones(2)); FINISH"
     ),
-    "a receive": "dist.recv(torch.ones(1), src=1); FINISH",
+    "a receive": pytest.param("dist.recv(torch.ones(1), src=1); FINISH", marks=LEAVES_MESSAGE),
     "a new group": "dist.new_group(list(range(world_size)))",
 }
 
