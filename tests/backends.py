@@ -165,8 +165,8 @@ def only(name: str, why: str) -> pytest.MarkDecorator:
 
 
 LEAVES_MESSAGE = pytest.mark.leaves_message
-"""Marks a test that leaves a message which nobody takes. With ``standin-lazy`` the rank that waits for
-it has to be replaced, as ``test_classes`` shows, so such a test does not run there."""
+"""Marks a test that leaves a message which nobody takes. With ``standin-lazy`` the rank that waits
+for it has to be replaced, as ``test_classes`` shows, so such a test does not run there."""
 
 
 def is_chosen(item: pytest.Item) -> bool:

@@ -311,10 +311,11 @@ def _suffered_text(ranks: Sequence[int], failed: Failures, waited: Mapping[int, 
             there.setdefault((what, is_free), []).append(rank)
     parts = []
     free = {what: ranks for (what, is_free), ranks in there.items() if is_free}
+    stuck = {what: ranks for (what, is_free), ranks in there.items() if not is_free}
     for what, who in _most(free):
         were = "was" if len(who) == 1 else "were"
         parts.append(f"{ranks_text(who)} waited in {what} and {were} freed")
-    for what, who in _most({what: ranks for (what, is_free), ranks in there.items() if not is_free}):
+    for what, who in _most(stuck):
         parts.append(f"{ranks_text(who)} waited in {what} and could not be freed")
     for what, who in _most(later):
         came = "it" if len(parts) == 1 and what in free else what

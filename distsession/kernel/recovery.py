@@ -568,8 +568,7 @@ class Recovery:
             # Also those that heard of it a moment later.
             if seconds.get(rank, 0.0) > limit_s / 2 and report.state == RankState.RUNNING
             for operation in report.operations[-1:]
-            if (operation.is_waiting or operation.is_enqueued)
-            and operation.seconds > seconds[rank]
+            if (operation.is_waiting or operation.is_enqueued) and operation.seconds > seconds[rank]
         }
         remedy = replace_text(sorted(stuck), len(infos))
         for rank, operation in stuck.items():

@@ -283,7 +283,7 @@ def test_who_stays_is_cut_off_also_where_another_relay_has_come(heard: Heard) ->
     heard.monitor.handle(RelayGone(1, is_replaced=True))
     assert [death.rank for death in heard.deaths] == [3, 2]
     assert heard.monitor.cut_off == {2}
-    with pytest.raises(LaunchError, match="rank 2 .* cannot be reached: the relay of node 1"):
+    with pytest.raises(LaunchError, match=r"rank 2 .* cannot be reached: the relay of node 1"):
         heard.monitor.wait_ready((2, 3), 1, now(10))
 
 
