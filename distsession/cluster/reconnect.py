@@ -130,7 +130,8 @@ class Reconnect:
         self._ranks = list(ranks)
         self._halted = Halted(launcher.processes)
         self._cancelled = threading.Event()
-        self._pending: PendingRequest | None = None
+        self._request = 0
+        """The number of the present attempt's; known before anybody sees that it is pending."""
         self._undisturbed_until = 0.0
         self._problem = STOPPED_TEXT
 
@@ -141,7 +142,7 @@ class Reconnect:
 
     def is_request_of(self, pending: PendingRequest) -> bool:
         """Whether that is its request."""
-        return pending is self._pending
+        return pending.request == self._request
 
     def cancel(self) -> None:
         """From another thread: give it up."""
@@ -230,15 +231,14 @@ class Reconnect:
         problem = STOPPED_TEXT
         undisturbed = min(UNDISTURBED_S, limit)
         pending = None
+
+        def make(number: int) -> ReconnectRequest:
+            self._request = number
+            return ReconnectRequest(number, generation, limit + RANKS_LATER_S, begun)
+
         try:
             with interrupts_held():
-                pending = self._pending = self._channel.submit(
-                    self._ranks,
-                    lambda number: ReconnectRequest(
-                        number, generation, limit + RANKS_LATER_S, begun
-                    ),
-                    [],
-                )
+                pending = self._channel.submit(self._ranks, make, [])
                 self._undisturbed_until = time.monotonic() + undisturbed
                 has_ended = self._ends_within(undisturbed, pending)
                 if has_ended:

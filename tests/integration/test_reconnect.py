@@ -16,6 +16,7 @@ from distsession import RunError, RunInterrupt, Session, SessionStateError, erro
 from distsession.cluster import reconnect
 from distsession.engine.process_state import process_state
 from distsession.protocol import board as layout
+from distsession.protocol.messages import ReconnectRequest
 from tests.backends import Backend, only
 from tests.integration.conftest import Recorder
 from tests.until import LIMIT_S, Press
@@ -246,6 +247,24 @@ def test_stop_ends_a_reconnect_and_the_next_run_tries_again(
         os.kill(pid, signal.SIGCONT)
     pressing.join()
     check(session)
+
+
+def test_a_reconnect_is_no_run_from_its_first_moment_on(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many ranks it takes some time to ask all of them."""
+    channel, launcher = session.channel, session.launcher
+    send, seen = channel._send_to_all, []
+
+    def look(message: Any, number: int, *args: Any) -> None:
+        if isinstance(message, ReconnectRequest):
+            seen.append(launcher.is_reconnecting_by(channel._pending[number]))
+        send(message, number, *args)
+
+    break_group(session)
+    monkeypatch.setattr(channel, "_send_to_all", look)
+    check(session)
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("moment", ["before", "meanwhile", "after"])
