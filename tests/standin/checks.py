@@ -587,16 +587,20 @@ def synchronous_hang(rank: int, size: int) -> None:
         return
     x = torch.ones(4, device="standin")
     dist.all_reduce(x)  # returns at once
+    threads = []
     for blocks in (torch.standin.synchronize, lambda: x.cpu(), lambda: torch.nonzero(x), x.tolist):
-        thread, _ = in_thread(blocks)
-        thread.join(0.2)
-        assert thread.is_alive(), blocks
+        threads.append(in_thread(blocks)[0])
+        threads[-1].join(0.2)
+        assert threads[-1].is_alive(), blocks
     other = torch.standin.Stream()
     with torch.standin.stream(other):
         assert torch.ones(2, device="standin").sum().item() == 2  # other streams go on
     dist.distributed_c10d._abort_process_group()
     torch.standin.synchronize()
     assert torch.ones(2, device="standin").sum().item() == 2
+    for thread in threads:  # one that comes out of C++ when Python ends would end the process
+        thread.join(FOREVER_S)
+        assert not thread.is_alive()
     say(store, "done")
 
 
