@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backends import Backend, only
+from tests.backends import LEAVES_MESSAGE, Backend, only
 from tests.integration.chaos import Chaos
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600), LEAVES_MESSAGE]
 
 MANY = 32
 FAULTS, FAULTS_WHEN_OLD = {"gloo": 100}, {"gloo": 6}
