@@ -69,7 +69,7 @@ def methods(node: ast.ClassDef) -> int:
 
 
 def called(tree: ast.AST) -> Iterator[str]:
-    """The last names of what is called."""
+    """The names of the functions and methods that the code calls."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute):

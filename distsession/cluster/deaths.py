@@ -64,18 +64,11 @@ class SilentHost:
 
     def error_of(self, info: RankInfo) -> EngineDiedError:
         """The error of a rank of it that is waited for no longer."""
-        how = f"cannot be reached: {self.text}"
-        return EngineDiedError(
-            f"rank {info.rank} (pid {info.pid}) {how}.",
-            rank=info.rank,
-            pid=info.pid,
-            returncode=-signal.SIGKILL,
-            how=how,
-            remedy=(
-                f"If it answers again within {self.lost_after_s:.0f} s, its ranks keep their "
-                f"variables; otherwise session.restart({list(self.ranks)}) replaces them."
-            ),
+        remedy = (
+            f"If it answers again within {self.lost_after_s:.0f} s, its ranks keep their "
+            f"variables; otherwise session.restart({list(self.ranks)}) replaces them."
         )
+        return _left_behind(info, f"cannot be reached: {self.text}", remedy)
 
 
 def stuck_error(info: RankInfo, operation: str, seconds: float, remedy: str) -> EngineDiedError:
@@ -83,12 +76,17 @@ def stuck_error(info: RankInfo, operation: str, seconds: float, remedy: str) -> 
 
     Args:
         info: The rank's.
-        operation: That it waits in.
-        seconds: Since the abort.
+        operation: The one that it waits in.
+        seconds: The time since the abort.
         remedy: What to do about it.
     """
     how = f"could not be freed from {operation} within {seconds:.0f} s: {info.backend} does not end"
     how += " it when it is told to"
+    return _left_behind(info, how, remedy)
+
+
+def _left_behind(info: RankInfo, how: str, remedy: str) -> EngineDiedError:
+    """The error of a rank that lives, and that its run does not wait for any longer."""
     return EngineDiedError(
         f"rank {info.rank} (pid {info.pid}) {how}.",
         rank=info.rank,

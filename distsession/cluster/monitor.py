@@ -155,7 +155,7 @@ class Monitor:
         """What the agent of each node has said last of what it could not start."""
         self._unreported: set[tuple[int, int]] = set()
         self._starting: set[int] = set()
-        """Ranks whose fresh process has not said yet that it is ready."""
+        """Ranks that are being replaced, until their fresh processes are ready."""
 
     def handle(self, message: object) -> None:
         """Take in one message; None says that the link of the first node's agent has closed."""
@@ -343,7 +343,7 @@ class Monitor:
 
     def _lost_with_relay(self, message: RelayGone) -> list[EngineDiedError]:
         node = message.node
-        # Those that are starting have had no connection to it yet.
+        # A rank that is starting has no connection to the relay that ended.
         living = (rank for rank in self._living() if rank not in self._starting)
         ranks = [rank for rank in living if self._is_on(rank, node)]
         self.cut_off.update(ranks)

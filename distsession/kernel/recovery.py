@@ -59,7 +59,8 @@ MOST_SOURCE = 60
 ABORT_AGAIN_S = 2.0
 """Seconds between two attempts to free such ranks from collectives of the group given up."""
 STUCK_S, STUCK_PER_RANK_S = 10.0, 0.5
-"""Seconds within which an abort of the group frees ranks, or never does."""
+"""Seconds after an abort of the group, and more for each rank, before a rank that still waits in it
+is given up."""
 RETURN_NOTICE_AFTER_S = 1.0
 """Seconds after which whoever waits for that is told so."""
 
@@ -549,10 +550,10 @@ class Recovery:
     # --- ranks that cannot be freed ---------------------------------------------------------------
 
     def give_up_stuck(self, pending: PendingRequest) -> None:
-        """Wait no longer for ranks of a run which an abort of the group does not free.
+        """Wait no longer for ranks of a run that an abort of the group does not free.
 
-        So it may be with NCCL: where two ranks make a communicator, and where the abort waits for
-        the device, which waits for what is aborted later. They run on, and have to be replaced.
+        NCCL may leave a rank so: while it makes a communicator with another rank, or where one
+        communicator's abort waits for the kernels of another. The rank runs on until a restart.
         """
         launcher = self.launcher
         if launcher.board is None or not launcher.is_broken:
@@ -565,7 +566,7 @@ class Recovery:
         stuck = {
             rank: operation
             for rank, report in self.reports(ask=False).items()
-            # Also those that heard of it a moment later.
+            # The other ranks began their aborts a moment later, and are told with the first.
             if seconds.get(rank, 0.0) > limit_s / 2 and report.state == RankState.RUNNING
             for operation in report.operations[-1:]
             if (operation.is_waiting or operation.is_enqueued) and operation.seconds > seconds[rank]

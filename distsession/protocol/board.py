@@ -85,7 +85,9 @@ PROCESS, PROCESS_STATE, PROCESSOR_TIME, AGENT_STATE = range(37, 41)
 CONNECTED_IN, IS_UNSETTLED = 41, 42
 SEEN_AT = 43
 """In nanoseconds of the clock here; written by the keeper of hosts, when it has had a look."""
-LEFT_COUNT, ABORTED_AT, LEFT = 44, 45, 48
+ABORTED_AT = 45
+"""In nanoseconds of its host's clock: when the rank last began to abort its groups; 0 if never."""
+LEFT_COUNT, LEFT = 44, 48
 """How many groups its code has left, and a ring of the last ones: five words for each."""
 LEFT_RING, LEFT_WORDS = 16, 5
 GROUP, LEFT_AT, IS_FINAL, FAMILY = range(4)
@@ -391,7 +393,7 @@ class Region:
         self._words[self.start + IS_DAMAGED] |= how
 
     def note_abort(self) -> None:
-        """It is about to free whoever waits in the group."""
+        """The rank begins to abort its groups, which frees the threads that wait in them."""
         self._words[self.start + ABORTED_AT] = time.monotonic_ns()
 
     def set_connected_in(self, generation: int) -> None:
@@ -626,7 +628,7 @@ class Region:
 
     @property
     def abort_seconds(self) -> float:
-        """Since when it frees whoever waits in the group, which was given up; 0 if it never was."""
+        """Seconds since the rank last began to abort its groups; 0 if it never has."""
         at = self._words[self.start + ABORTED_AT]
         return max(0.0, (self._now() - at) / 1e9) if at else 0.0
 

@@ -254,7 +254,7 @@ def test_who_is_cut_off_is_waited_for_when_it_is_replaced(heard: Heard) -> None:
 def test_who_was_cut_off_and_has_ended_is_not_waited_for(
     heard: Heard, end: Callable[[Monitor], None]
 ) -> None:
-    """Its end is told once, so whoever waited for that would wait for ever."""
+    """The agent reports an end once; a second wait for it would last for ever."""
     heard.ready(2, node_rank=1, nodes=2)
     heard.monitor.handle(RelayGone(1))
     end(heard.monitor)
