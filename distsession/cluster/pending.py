@@ -120,6 +120,8 @@ class PendingRequest:
         self.deaths: dict[int, EngineDiedError] = {}
         self.times: dict[int, float] = {}
         """When each rank answered or was found dead."""
+        self.is_cut_short = False
+        """A rank has answered, and was gone before the last of its output had come."""
         self._open: set[int] = set()
         self._ended: set[int] = set()
         self._arriving: dict[int, tuple[int, int]] = {}
@@ -189,6 +191,8 @@ class PendingRequest:
             if error.rank in self.ranks and error.rank not in self.replies:
                 self.times[error.rank] = time.monotonic()
                 self.deaths[error.rank] = error
+            if error.rank in self._open and error.rank not in self._ended:
+                self.is_cut_short = True
             self._open.discard(error.rank)
             self._check_done()
             self._note_failure()

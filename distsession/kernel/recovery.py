@@ -203,10 +203,13 @@ class Recovery:
     def check_owned(self, pending: PendingRequest) -> None:
         """What another process has taken over goes on there; nobody has died.
 
+        So does a run whose answers are here and whose last output is not: that is shown there.
+
         Raises:
             SessionStateError: It has.
         """
-        if pending.deaths and (taken := self.launcher.taken_over):
+        is_elsewhere = pending.deaths or pending.is_cut_short
+        if is_elsewhere and (taken := self.launcher.taken_over):
             raise SessionStateError(f"{taken}.".replace("..", "."))
 
     def stop(self, pending: PendingRequest, why: str = "", *, force: bool = False) -> None:

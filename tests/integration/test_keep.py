@@ -27,7 +27,7 @@ from tests.integration.conftest import Recorder
 from tests.until import until
 
 BEGIN = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from distsession import Session
 
 def say(text):
@@ -73,7 +73,7 @@ class Kernels:
         process.wait()
 
     def attach(self, name: str, **options: Any) -> Session:
-        session = Session.attach(name, output=Recorder(), **options)
+        session = Session.attach(name, **{"output": Recorder(), **options})
         self._sessions.append(session)
         return session
 
@@ -345,6 +345,45 @@ def test_who_loses_it_in_a_restart_is_told_so_and_starts_no_other(
         session.restart(dead, restore="value")
     assert session[0].evaluate("value") == {0: 1}
     assert meet(session) == 2
+
+
+ANSWERED = """
+session = Session(2, name={name!r}, keep=60)
+session.execute("import os, sys, threading, time")
+code = '''
+held = sys.stdout._capture._pump_lock  # its output waits here, and its answer does not
+held.acquire()
+def release():
+    while not os.path.exists({go!r}):
+        time.sleep(0.01)
+    held.release()
+threading.Thread(target=release).start()
+print("the last line")
+'''
+def watch():
+    while not (pending := session.channel.pending()) or pending[0].missing:
+        time.sleep(0.01)
+    say("ready")
+threading.Thread(target=watch).start()
+attempt(lambda: session.execute(code))
+"""
+
+
+def test_a_run_whose_last_output_is_taken_over_is_told_as_such(
+    kernels: Kernels, tmp_path: Path
+) -> None:
+    """Its answers are here already; it is not done without its output."""
+    go = tmp_path / "go"
+    former = kernels.start(ANSWERED.format(name="answered", go=str(go)))
+    attaching = threading.Timer(1, go.touch)
+    attaching.start()
+    recorder = Recorder()
+    session = kernels.attach("answered", take=True, output=recorder)
+    attaching.join()
+    said, _ = former.communicate(timeout=60)
+    assert TAKEN.search(said), said
+    session.follow()
+    assert [recorder.text(rank) for rank in range(2)] == ["the last line\n"] * 2
 
 
 def test_two_who_attach_at_once_do_not_both_own_it(kernels: Kernels) -> None:

@@ -157,6 +157,18 @@ def test_a_death_counts_as_an_answer() -> None:
     assert pending.deaths[1].returncode == -9
 
 
+def test_a_rank_that_is_gone_before_the_end_of_its_output_cuts_the_run_short() -> None:
+    pending = PendingRequest(1, (0, 1))
+    for rank in pending.ranks:
+        pending.put_reply(reply(rank, has_output=True), [])
+    pending.put_output(OutputEnd(0, 1))
+    pending.put_death(death(0))
+    assert not pending.is_cut_short
+    pending.put_death(death(1))
+    assert pending.is_cut_short and not pending.deaths
+    assert is_done(pending)
+
+
 def test_a_rank_that_answered_and_then_died_has_answered() -> None:
     pending = PendingRequest(1, (0,))
     pending.put_reply(reply(0, has_output=True), [b"value"])
