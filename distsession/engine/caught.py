@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 from distsession.engine.failure import line_name
+from distsession.engine.frames import without_gc
 
 __all__ = ["caught_text"]
 
@@ -43,7 +44,8 @@ def _handler_line(code: CodeType, at: int) -> int:
 
 def _is_handled(error: BaseException) -> bool:
     """Whether the handler that has caught it has not come to its end."""
-    current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    with without_gc():  # up to Python 3.11.4 a collection would wait for its own thread
+        current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
     part = current[1] if isinstance(current, tuple) else current
     while part is not None and part is not error:
         part = part.__context__

@@ -289,12 +289,11 @@ class Interrupter:
 
 
 def _is_importing_library(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and not is_user_code(frame.f_code.co_filename):
-            spec = frame.f_globals.get("__spec__")
+    for each in frames.outward(frame):
+        if each.f_code.co_name == "<module>" and not is_user_code(each.f_code.co_filename):
+            spec = each.f_globals.get("__spec__")
             if getattr(spec, "_initializing", False):  # a script that runs is none of these
                 return True
-        frame = frame.f_back
     return False
 
 

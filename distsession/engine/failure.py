@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from distsession.engine.cause import has_reason
+from distsession.engine.frames import outward
 from distsession.engine.guarded import CALL_LIMIT_S, TakesTooLong, guarded
 from distsession.engine.torch_errors import without_log_header
 from distsession.errors import CollectiveError
@@ -197,7 +198,7 @@ def stack(frame: FrameType | None, awaits: object = None) -> tuple[FrameInfo, ..
         awaits: The user's coroutine that its event loop runs. Where no code of the user's is under
             way, it is told where that one waits.
     """
-    frames = [(f, lineno) for f, lineno in traceback.walk_stack(frame)][::-1]
+    frames = [(f, f.f_lineno) for f in outward(frame)][::-1]
     while frames and not is_own(frames[0][0]):
         frames.pop(0)  # Python's own start of the process
     while frames and is_own(frames[0][0]):

@@ -9,7 +9,6 @@ would keep every later deadlock from being seen.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 
@@ -49,7 +48,7 @@ class LeftThreads(RequestListener):
         if self._at_work():
             return True
         known = {thread.ident for thread in threading.enumerate()}
-        return any(_runs_code_of_a_user(n) for n in sys._current_frames().keys() - known)
+        return any(_runs_code_of_a_user(n) for n in frames.threads() - known)
 
     def _at_work(self) -> list[threading.Thread]:
         return [

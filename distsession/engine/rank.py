@@ -841,7 +841,7 @@ class Rank:
         if self._recorder.region.request or self._interrupter.is_running:
             return False
         own = {t.ident for t in threading.enumerate() if t.name in OWN_THREADS}
-        return sys._current_frames().keys() <= own | {threading.main_thread().ident}
+        return frames.threads() <= own | {threading.main_thread().ident}
 
     def _cut_off(self, message: Abort) -> None:
         """From the control thread: what the main thread waits for is not what it will get."""

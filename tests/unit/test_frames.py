@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -56,9 +57,56 @@ def test_frames_are_gone_through_to_the_outermost() -> None:
     assert found[-1].f_back is None
 
 
-def test_what_is_no_frame_is_not_looked_into() -> None:
-    assert [*frames.outward(threading.Condition())] == []
-    assert [*frames.outward(None)] == []
+def test_a_thread_that_has_no_frame_has_no_callers() -> None:
+    assert frames.outward(None) == []
+
+
+COLLECTS = """
+import gc, sys, threading, time
+from distsession.engine import frames
+
+def generate(depth):
+    if depth:
+        yield from generate(depth - 1)
+    else:
+        time.sleep(0.00005)
+    yield 1
+
+def run():
+    list(generate(6))
+    taken = [bytes(n) for n in range(100, 420, 4) for _ in range(8)]  # memory of what is over
+    time.sleep(0.0001)
+
+def look():
+    while time.monotonic() < end:
+        looked = frames.outward(frames.innermost(main))
+        names.extend(each.f_code.co_name for each in looked)
+        assert gc.isenabled()
+        del names[:-10_000], looked
+
+# A collection begins with every few objects, and lets the other thread go on, as finalizers may.
+gc.callbacks.append(lambda phase, info: threading.get_ident() != main and time.sleep(0.0002))
+gc.set_threshold(4, 1000, 1000)
+main, names, end = threading.main_thread().ident, [], time.monotonic() + 1
+thread = threading.Thread(target=look)
+thread.start()
+while thread.is_alive():
+    run()
+print("generate" in names, gc.isenabled())
+"""
+
+
+def test_garbage_that_is_collected_meanwhile_does_not_end_the_process() -> None:
+    assert run(COLLECTS) == "True True"
+
+
+def test_collection_stays_off_where_it_is() -> None:
+    gc.disable()
+    try:
+        frames.outward(frames.innermost(threading.get_ident()))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 COMPILES = """
@@ -95,6 +143,22 @@ def run(code: str) -> str:
 
 def test_a_thread_that_compiles_is_not_looked_at() -> None:
     assert run(COMPILES) == "[True, False, True]"
+
+
+COLLECTS_IN_CHILD = """
+import gc, os
+from distsession.engine import frames
+
+with frames.without_gc():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if gc.isenabled() else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), gc.isenabled())
+"""
+
+
+def test_a_process_that_is_forked_in_the_midst_of_a_look_collects_garbage() -> None:
+    assert run(COLLECTS_IN_CHILD) == "0 True"
 
 
 FORKS = """

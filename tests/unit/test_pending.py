@@ -165,7 +165,8 @@ def test_a_rank_that_is_gone_before_the_end_of_its_output_cuts_the_run_short() -
     pending.put_death(death(0))
     assert not pending.is_cut_short
     pending.put_death(death(1))
-    assert pending.is_cut_short and not pending.deaths
+    assert pending.is_cut_short
+    assert not pending.deaths
     assert is_done(pending)
 
 

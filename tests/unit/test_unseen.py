@@ -331,7 +331,7 @@ def test_what_waits_for_something_unknown_does_nothing_else(
     is_wait: bool, is_certain: bool, call: Any
 ) -> None:
     code, instruction = call(Tensor())
-    frame: Any = SimpleNamespace(f_code=code, f_lasti=instruction)
+    frame: Any = SimpleNamespace(f_code=code, f_lasti=instruction, f_back=None)
     assert is_device_wait(frame) is is_wait
     assert is_device_wait(frame, is_certain=True) is is_certain
 

@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from distsession.engine.collectives.operation_log import BLOCKED, Entry, end
+from distsession.engine.frames import outward
 from distsession.protocol import board as layout
 
 __all__ = ["Enqueued", "InFlight", "instruction", "is_device_wait"]
@@ -240,8 +241,8 @@ def is_device_wait(frame: FrameType | None, *, is_certain: bool = False) -> bool
         is_certain: It does little but wait.
     """
     # torch's modes of Python, such as that of a default device, stand between the two.
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
+    outside = (each for each in outward(frame) if each.f_code.co_name != "__torch_function__")
+    frame = next(outside, None)
     if frame is None:
         return False
     called = _called(frame.f_code, frame.f_lasti)
