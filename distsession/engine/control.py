@@ -52,6 +52,9 @@ STUCK_AFTER_S = 0.3
 """Seconds after that until a main thread that was not seen in any operation is looked at again."""
 FREED_GRACE_S = 0.1
 """Seconds that a main thread which waited in a collective has to come back by itself."""
+CONTEXT_GRACE_S = 0.1
+"""Seconds that a library has to enter or leave a context before it is interrupted there."""
+_CONTEXT_CODE = frozenset({"__enter__", "__exit__"})
 IMPORT_GRACE_S = 20.0
 """Seconds that the import of a library has to come to its end before it is cut off."""
 IMPORT_POLL_S = 0.05
@@ -66,6 +69,8 @@ class Interrupter:
     import was cut off, but not the modules of it that were there by then, and without these as its
     attributes it is of no use to any later import ("module 'sympy' has no attribute 'printing'").
     One that comes in the midst of a print waits for the end of that, or its line would be lost.
+    One that comes as a library enters or leaves a context waits for that: what ``torch.no_grad``
+    has switched off, or torch's default device, would be off in all later cells.
     """
 
     def __init__(self) -> None:
@@ -79,8 +84,8 @@ class Interrupter:
         self._held_since: float | None = None
         """When an interrupt came first that waits for the end of an import."""
         self._is_handling = False
-        self._has_passed = False
-        """One was let pass, for a print may be under way, and is to come again at once."""
+        self._passed_at: float | None = None
+        """When one was let pass first, as a print may be under way; it is to come again at once."""
         self.request_repeat: Callable[[], None] = lambda: None
         """Called in the main thread, wherever that is: has another thread call :meth:`repeat`.
 
@@ -109,8 +114,7 @@ class Interrupter:
         """No user code runs, and nothing is raised from here on."""
         self._running = 0
         forced_end.end()
-        self._has_passed = False
-        self._raised = self._held_since = None
+        self._passed_at = self._raised = self._held_since = None
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
@@ -199,14 +203,17 @@ class Interrupter:
     def _passes(self, frame: FrameType | None) -> bool:
         """Raise, or say whether it is to come again at once."""
         if not self.is_pending or self._waits_for_import(frame) or whole_writes.hold(frame):
-            self._has_passed = False
-        elif self._has_passed:
-            self._has_passed = False
-            self._raise()
-        else:
-            self._has_passed = True
+            self._passed_at = None
+        elif self._passed_at is None:
+            self._passed_at = time.monotonic()
             self.request_repeat()
-        return self._has_passed
+        elif not _is_in_context_code(frame) or self._has_waited_long():
+            self._passed_at = None
+            self._raise()
+        return self._passed_at is not None
+
+    def _has_waited_long(self) -> bool:
+        return self._passed_at is None or time.monotonic() > self._passed_at + CONTEXT_GRACE_S
 
     def _raise(self) -> None:
         request, make_error = self._error
@@ -246,7 +253,7 @@ class Interrupter:
         On a busy machine a repeat may come before the handler has ended, and does not end a sleep
         that goes on only then. So it is sent until it has come to something.
         """
-        return self._has_passed or self._is_swallowed
+        return self._passed_at is not None or self._is_swallowed
 
     def repeat(self) -> None:
         """From another thread: send that signal again."""
@@ -286,6 +293,15 @@ class Interrupter:
         self._is_swallowed = True
         self.request_repeat()
         return True
+
+
+def _is_in_context_code(frame: FrameType | None) -> bool:
+    """Whether a library, and not code of the user's, enters or leaves a context."""
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        if frame.f_code.co_name in _CONTEXT_CODE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_importing_library(frame: FrameType | None) -> bool:

@@ -2,9 +2,9 @@
 
 Two looks from another thread may end the process with SIGSEGV:
 
-- With Python 3.11, one during which garbage is collected. Python makes an object for each frame that
-  is asked for. That may start a collection, and its finalizers may let the other thread go on. The
-  frame may be over when they are done, and the object then points to freed memory. Seen in a rank
+- With Python 3.11, one during which garbage is collected. Python makes an object for each frame
+  that is asked for. That may start a collection, and its finalizers may let the other thread go on.
+  The frame may be over when they are done; the object then points to freed memory. Seen in a rank
   that was stopped; a script of 40 lines shows it within seconds. From Python 3.12 on nothing is
   collected there.
 - One while ``torch.compile`` translates a function of that thread: seen with torch 2.13 and Python

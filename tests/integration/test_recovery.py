@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -219,6 +220,34 @@ def test_stop_is_pressed_at_any_moment_and_again(cluster: Cluster) -> None:
         # Who presses twice does not wait for the ranks, which come back a moment later.
         until(lambda: not cluster.session.channel.pending())
         cluster.session.run(int)
+    cluster.check()
+
+
+def test_stop_leaves_gradients_on_and_the_default_device(cluster: Cluster) -> None:
+    """torch switches both in contexts, which a Stop may come to as they are entered or left."""
+    session, dice = cluster.session, random.Random(0)
+    seen = "torch.is_grad_enabled(), torch._C._len_torch_function_stack()"
+    before = session.evaluate(seen)
+    code = (
+        "image = torch.ones(1, 1, 2, 2)\n"
+        "while True:\n"
+        "    with torch.no_grad():\n"
+        "        torch.nn.functional.unfold(image, 1)"
+    )
+    for _ in range(15):
+        is_over = threading.Event()
+
+        def press(is_over: threading.Event = is_over) -> None:
+            while not is_over.wait(dice.uniform(0.005, 0.03)):
+                session.interrupt()
+
+        pressing = threading.Thread(target=press)
+        pressing.start()
+        with pytest.raises(RunInterrupt):
+            session.execute(code)
+        is_over.set()
+        pressing.join()
+        assert session.evaluate(seen) == before
     cluster.check()
 
 

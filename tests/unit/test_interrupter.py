@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 import pytest
 
@@ -119,6 +119,82 @@ def test_a_rank_that_does_not_come_back_from_an_import_is_said_to_import() -> No
     report = RankReport(0, RankState.RUNNING, place="In[3] line 1", stack=frames)
     assert _stuck_text(report) == "imports something, which is not cut off, at In[3] line 1"
     assert "import" not in _stuck_text(replace(report, stack=frames[:1]))
+
+
+CONTEXT = """
+import contextlib, signal, time
+
+state = []
+
+def change():
+    signal.raise_signal(signal.SIGINT)
+    for _ in range(100):  # Python looks for signals in each round
+        pass
+    state.append("changed")
+
+class Context:
+    def __enter__(self):
+        change()
+    def __exit__(self, *_):
+        change()
+
+@contextlib.contextmanager
+def generated():
+    change()
+    try:
+        yield
+    finally:
+        change()
+
+@contextlib.contextmanager
+def waiting():
+    yield
+    time.sleep(20)
+"""
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module of a library whose contexts are interrupted as they are entered and left."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "contexts.py").write_text(CONTEXT)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("contexts")
+    sys.modules.pop("contexts", None)
+
+
+@pytest.mark.parametrize("kind", ["Context", "generated"])
+@pytest.mark.parametrize("is_left", [False, True], ids=["entered", "left"])
+def test_a_context_of_a_library_is_entered_and_left_before_it(
+    interrupter: Interrupter, context: ModuleType, kind: str, is_left: bool
+) -> None:
+    def use() -> None:
+        with getattr(context, kind)():
+            assert is_left
+            interrupter.target(REQUEST)
+
+    if not is_left:
+        interrupter.target(REQUEST)
+    with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST):
+        use()
+    assert context.state == ["changed"] * 2
+
+
+def test_a_context_that_is_left_for_long_is_cut_off(
+    interrupter: Interrupter, context: ModuleType
+) -> None:
+    """Such as that of an executor, which waits for all that was given to it."""
+
+    def use() -> None:
+        with context.waiting():
+            threading.Timer(0.1, interrupter.interrupt, [REQUEST]).start()
+
+    interrupter.target(REQUEST)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupter.user_code(REQUEST):
+        use()
+    assert time.monotonic() - began < 15
 
 
 def test_what_shows_an_error_is_ended_when_it_takes_too_long(interrupter: Interrupter) -> None:
