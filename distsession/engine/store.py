@@ -102,6 +102,7 @@ class _Addresses(threading.local):
 
     def __init__(self) -> None:
         self.count = 0
+        self.limit = DEFAULT_TIMEOUT
         self.known: dict[str, bytes] = {}
 
 
@@ -146,19 +147,23 @@ class Store(dist.Store):
         return len(waiting)
 
     @contextlib.contextmanager
-    def addresses_together(self, count: int) -> Iterator[None]:
+    def addresses_together(self, count: int, limit: timedelta) -> Iterator[None]:
         """Within, this thread connects a group of so many members.
 
         gloo asks for their addresses one after the other, in two requests for each: with 64 ranks
         that is a third of the time in which they connect. So with the first all are brought.
+
+        Args:
+            count: How many members.
+            limit: For how long it waits for their addresses, whatever gloo says.
         """
-        self._addresses.count = count
+        self._addresses.count, self._addresses.limit = count, limit
         try:
             yield
         finally:
             self._addresses.count, self._addresses.known = 0, {}
 
-    def _bring_addresses(self, key: str, limit: timedelta) -> bool:
+    def _bring_addresses(self, key: str) -> bool:
         """Whether it is one of the members' addresses; all of them are here then."""
         addresses = self._addresses
         start, _, number = key.rpartition("/")
@@ -166,6 +171,7 @@ class Store(dist.Store):
             return False
         if key not in addresses.known:
             keys = [f"{start}/{number}" for number in range(addresses.count)]
+            limit = addresses.limit
             is_limited = limit != DEFAULT_TIMEOUT
             values = self._await(Op.GET, keys, limit, is_limited=is_limited, shown=[key])
             addresses.known.update(zip(keys, values, strict=True))
@@ -312,7 +318,7 @@ class Store(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = self._limit if timeout is None else timeout
-        if len(keys) == 1 and self._bring_addresses(keys[0], limit):
+        if len(keys) == 1 and self._bring_addresses(keys[0]):
             return
         is_limited = limit != DEFAULT_TIMEOUT
         self._await(Op.WAIT, keys, limit, is_limited=is_limited)

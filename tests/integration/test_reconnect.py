@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -297,6 +298,47 @@ def test_an_interrupt_during_a_reconnect_ends_the_run_that_waits_for_it(
     with pytest.raises(RunInterrupt, match="was stopped before it began"):
         session.execute("kept = 'run'")
     assert is_hit == [True]
+    check(session)
+
+
+FAILS = """
+from distsession.engine.collectives import group as groups, torch_private
+
+def fail():
+    torch_private.refresh_modules = refresh
+    if rank == 2:
+        raise AttributeError("on purpose")
+    refresh()
+
+def connect_late(self, *args):
+    if not self.is_world:
+        groups.SwappableGroup.connect = connect
+        if rank == late:
+            time.sleep(1.5)
+    connect(self, *args)
+
+pair = dist.new_group([0, 1])
+refresh, connect = torch_private.refresh_modules, groups.SwappableGroup.connect
+"""
+
+
+def test_a_rank_that_fails_as_it_joins_holds_up_none_that_is_late(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are told that it is given up, and so the rank that is late does not wait for others."""
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 3 * LIMIT_S)
+    session.execute(FAILS)
+    for late in (0, 1, 0, 1):  # which of two waits for the other within gloo depends on their ports
+        session.execute(
+            f"late, torch_private.refresh_modules = {late}, fail\n"
+            "groups.SwappableGroup.connect = connect_late"
+        )
+        break_group(session)
+        with contextlib.suppress(RunError):  # or it is tried again at once
+            session.execute("pass", timeout=LIMIT_S)
+        session.execute(
+            "dist.all_reduce(torch.ones(1), group=pair) if rank < 2 else None", timeout=LIMIT_S
+        )
     check(session)
 
 

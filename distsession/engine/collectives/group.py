@@ -571,7 +571,14 @@ class SwappableGroup(Collectives):
     # --- connections ------------------------------------------------------------------------------
 
     def connect(self, store: dist.Store) -> None:
-        """Replace the inner group; returns when all members have."""
+        """Replace the inner group; returns when all members have.
+
+        Raises:
+            CollectiveError: Connecting was given up. Who comes late is not to look for members that
+                have heard of that: gloo would wait for them, and no abort reaches it there.
+        """
+        if self._recorder.abort is not None:
+            raise self._recorder.abort_error()
         old = [self.inner]
         self._unusable = "this process group is not connected."
         self.inner = _Unconnected(self._unusable)

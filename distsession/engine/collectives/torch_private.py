@@ -1109,6 +1109,10 @@ NO_SPLIT = -1
 """NCCL's ``NCCL_SPLIT_NOCOLOR``, also ``split_color``'s default."""
 
 
+_GLOO_CONNECTS = 5
+"""How many times its limit gloo waits for a member to connect (torch 2.8 to 2.15)."""
+
+
 def make_native_group(
     store: dist.Store,
     rank: int,
@@ -1132,11 +1136,13 @@ def make_native_group(
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     cpu = dist.PrefixStore("cpu/", store)
-    limit = min(timeout, connect_timeout or timeout)
+    limit = whole = min(timeout, connect_timeout or timeout)
+    if connect_timeout is not None:
+        limit = whole / _GLOO_CONNECTS
     root = getattr(cpu, "_underlying_non_prefix_store", None)
-    together = (
-        root.addresses_together(size) if isinstance(root, Store) else contextlib.nullcontext()
-    )
+    together: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if isinstance(root, Store):
+        together = root.addresses_together(size, whole)
     with _without_lines_of_gloo(), together:
         backend: Any = dist.ProcessGroupGloo(cpu, rank, size, timeout=limit)
         if not connects_later():
@@ -1242,10 +1248,18 @@ def refresh_modules() -> None:
     sharded = getattr(fsdp, "FSDPModule", None)  # where nobody has imported it, there is none
     for candidate in gc.get_objects():
         kind = type(candidate)
-        if issubclass(kind, data_parallel) and "reducer" in candidate.__dict__:
-            refresh_data_parallel(candidate)
-        elif sharded is not None and issubclass(kind, sharded):
-            _refresh_fully_sharded(candidate)
+        try:
+            if issubclass(kind, data_parallel) and "reducer" in candidate.__dict__:
+                refresh_data_parallel(candidate)
+            elif sharded is not None and issubclass(kind, sharded):
+                _refresh_fully_sharded(candidate)
+        except Exception as error:  # the others go on, and so does the group
+            warnings.warn(
+                f"a {kind.__name__} could not be prepared for the process group that is connected "
+                f"anew ({type(error).__name__}: {error}): make it again, from a checkpoint.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _refresh_fully_sharded(module: Any) -> None:
@@ -1255,22 +1269,37 @@ def _refresh_fully_sharded(module: Any) -> None:
     or only some of a group's. Of a backward pass it leaves whole gradients that were not reduced:
     those of the outermost module's own parameters, until its end. torch would add the next ones to
     them. What that pass had of these is lost; those that earlier passes have gathered without
-    reducing them (``set_requires_gradient_sync(False)``) stay unless this was one of them.
+    reducing them (``set_requires_gradient_sync(False)``) stay unless this was one of them, and so
+    do those that were reduced. torch 2.15 drops all of them, and they are put back here.
     """
     state = module._get_fsdp_state()
     if not state._is_root or not hasattr(module, "reset_iter_state"):  # as of torch 2.13
         return
     was_in_backward = state._state_ctx.post_backward_final_callback_queued
+    kept = []
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             group._all_gather_result = None  # it would be waited for
             for parameter in group.fsdp_params:
                 parameter.to_sharded()
-                if was_in_backward:
+                kept.append((parameter.sharded_param, parameter.sharded_param.grad))
+                whole = getattr(parameter, "_unsharded_param", None)
+                if not was_in_backward:
+                    kept.append((whole, getattr(whole, "grad", None)))
+                    continue
+                if not _has_no_gradient_apart(parameter):
                     parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+                if whole is not None:
+                    whole.grad = None
     module.reset_iter_state()
+    for holder, gradient in kept:
+        if gradient is not None and holder.grad is None:
+            holder.grad = gradient
+
+
+def _has_no_gradient_apart(parameter: Any) -> bool:
+    """Whether whole gradients are those of the gathered parameter alone, as from torch 2.15 on."""
+    return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 def refresh_data_parallel(module: Any) -> None:
