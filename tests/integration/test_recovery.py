@@ -884,6 +884,26 @@ def test_sharded_parameters_live_on_after_a_rebuild(cluster: Cluster) -> None:
     cluster.check()
 
 
+def test_gradients_of_sharded_parameters_outlive_a_rebuild(cluster: Cluster) -> None:
+    """Those of a cell before, which the next one is to make a step of."""
+    session = cluster.session
+    session.execute(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "torch.manual_seed(1)\n"
+        "graded = fully_shard(torch.nn.Linear(8, 8))\n"
+        "graded(torch.ones(2, 8)).sum().backward()"
+    )
+    gradients = "[p.grad.to_local().tolist() for p in graded.parameters()]"
+    before = dict(session.evaluate(gradients))
+    code = cluster.backend.program(
+        "if rank == 1: raise ValueError\ndist.all_reduce(x.clone()); FINISH"
+    )
+    with pytest.raises(RunError, match="connected anew"):
+        session.execute(code)
+    assert dict(session.evaluate(gradients)) == before
+    cluster.check()
+
+
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 cannot begin a pass anew"
 )

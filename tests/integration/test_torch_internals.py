@@ -155,6 +155,28 @@ def test_a_fresh_reducer_gives_the_right_gradients(session: Session) -> None:
     assert dict(same) == dict.fromkeys((0, 1), (True, [1.5, 1.5]))
 
 
+def test_a_module_that_cannot_be_refreshed_is_named_and_keeps_no_group_from_being_connected(
+    session: Session,
+) -> None:
+    session.execute(
+        "import warnings\n"
+        "from distsession.engine.collectives import torch_private\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 2))\n"
+        "other = DistributedDataParallel(torch.nn.Linear(4, 2))\n"
+        "reducer, build = other.reducer, model._build_params_for_reducer\n"
+        "model._build_params_for_reducer = lambda: build().missing\n"
+        "with warnings.catch_warnings(record=True) as warned:\n"
+        "    warnings.simplefilter('always')\n"
+        "    torch_private.refresh_modules()\n"
+        "(text,) = (str(each.message) for each in warned if 'make it again' in str(each.message))\n"
+        "assert 'a DistributedDataParallel could not' in text and 'missing' in text, text\n"
+        "assert other.reducer is not reducer\n"
+        "del model, other, reducer, build"
+    )
+    session.execute("dist.barrier()")
+
+
 def test_the_limit_of_a_group_can_be_set_after_it_has_been_connected() -> None:
     assert callable(dist.ProcessGroupGloo._set_default_timeout)
 
