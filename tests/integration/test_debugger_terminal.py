@@ -12,6 +12,7 @@ import pexpect
 import pytest
 
 from .terminal import press_ctrl_c, spawn_ipython
+from .test_debugger import STOPS_AT_CALL
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -60,7 +61,8 @@ def test_a_script_reads_commands_from_its_input(script: str) -> None:
 def test_the_end_of_the_input_ends_the_run(script: str, text: str | None) -> None:
     done = run(script, text)
     assert done.returncode == 0, done
-    assert "stopped: stopped in the debugger of rank 1 at In[1] line 4." in done.stdout
+    line = 3 if STOPS_AT_CALL else 4
+    assert f"stopped: stopped in the debugger of rank 1 at In[1] line {line}." in done.stdout
     assert "[1] after 2.0 4\n" in done.stdout
 
 
