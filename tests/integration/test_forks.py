@@ -222,10 +222,16 @@ def test_a_fork_in_a_thread_and_a_fork_of_a_fork(session: Session) -> None:
     session.execute(
         "import os, signal, threading\n"
         "ends = []\n"
+        "def begin():\n"
+        "    while True:\n"
+        "        try:\n"
+        "            return os.fork()\n"
+        "        except RuntimeError as error:  # not two at once where it is there\n"
+        "            assert 'filelock' in str(error), error\n"
         "def fork():\n"
-        "    pid = os.fork()\n"
+        "    pid = begin()\n"
         "    if pid == 0:\n"
-        "        inner = os.fork()\n"
+        "        inner = begin()\n"
         "        if inner == 0:\n"
         "            os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)\n"
         "        status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])\n"
@@ -304,7 +310,9 @@ def test_what_a_fork_writes_and_shows_is_output_of_the_cell(
     assert text.startswith("before\n0\n1\n2\n")
     assert text.count("x") == 40 << 20
     assert text.endswith("after\n")
-    assert output.text(1, "stderr") == "in between\n"
+    # From Python 3.12 on a fork of a process with threads warns.
+    lines = output.text(1, "stderr").splitlines()
+    assert [line for line in lines if "DeprecationWarning" not in line][-1] == "in between"
     assert not output.displays(1)
 
 
