@@ -236,7 +236,7 @@ def test_while_a_group_connects_the_addresses_of_its_members_are_brought_once(
     ours: store.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours.multi_set(["part/0/0", "part/0/1"], [b"here", b"there"])
-    with ours.addresses_together(2):
+    with ours.addresses_together(2, store.DEFAULT_TIMEOUT):
         ours.wait(["part/0/1"])
 
         def ask(*_: Any, **__: Any) -> list[bytes]:
