@@ -301,6 +301,24 @@ def test_an_interrupt_during_a_reconnect_ends_the_run_that_waits_for_it(
     check(session)
 
 
+def test_a_message_may_take_as_long_after_a_reconnect_as_before(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gloo was given for connecting anew is no limit of what comes then."""
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 1.0)
+    session.reconnect()
+    received = session.execute(
+        "message = torch.ones(1) * rank\n"
+        "if rank == 1:\n    time.sleep(6)\n    dist.send(message, 0)\n"
+        "if rank == 0:\n    dist.recv(message, 1)\n"
+        "message.item()",
+        fetch=True,
+    )
+    assert received is not None
+    assert received[0] == 1.0
+    check(session)
+
+
 FAILS = """
 from distsession.engine.collectives import group as groups, torch_private
 

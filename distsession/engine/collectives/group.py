@@ -839,7 +839,10 @@ class SwappableGroup(Collectives):
                 raise
             finally:
                 self._recorder.leave()
-            return IssuedWork(work, stream, at, key, number, is_message=is_message)
+            limit = self.limit if is_message and self.recipe.is_gloo else None
+            return IssuedWork(
+                work, stream, at, key, number, is_message=is_message, message_limit=limit
+            )
         except BaseException as error:
             # Who has left the group may have closed a connection: that is found for what waits.
             self._recorder.block(at)

@@ -53,11 +53,14 @@ class IssuedWork(dist.Work):
         number: int = 0,
         *,
         is_message: bool = False,
+        message_limit: timedelta | None = None,
     ):
         super().__init__()
         self._number = number
         """By which it is known to the account of what is under way."""
         self._is_message = is_message
+        self._message_limit = message_limit
+        """For how long gloo waits for a message. Its own limit may be that of connecting anew."""
         self._inner = inner
         self._stream = stream
         self._at = at
@@ -82,7 +85,10 @@ class IssuedWork(dist.Work):
             begin_wait(entry, is_over=bool(self._inner.is_completed()))
         try:
             # A message's wait must not end too early.
-            if (args and args != (NO_LIMIT,)) or kwargs or self._is_message:
+            has_limit = (args and args != (NO_LIMIT,)) or kwargs
+            if self._message_limit is not None and not has_limit:
+                ended = bool(self._inner.wait(self._message_limit))
+            elif has_limit or self._is_message:
                 ended = bool(self._inner.wait(*args, **kwargs))
             else:
                 ended = await_collective(self._inner, recorder)
