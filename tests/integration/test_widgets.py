@@ -247,6 +247,7 @@ def texts_below(state: dict[str, Any], model_id: str) -> Iterator[str]:
 
 @pytest.mark.timeout(600)
 def test_nbconvert_keeps_sliders_as_they_were_last_and_bars_as_text(tmp_path: Path) -> None:
+    pytest.importorskip("nbconvert", reason="the notebooks extra is not installed")
     nested = (
         "%%distributed\nfrom tqdm.notebook import tqdm\n"
         "for epoch in tqdm(range(2), desc='epochs'):\n"
