@@ -56,7 +56,7 @@ def innermost(thread: int) -> FrameType | None:
 
 
 def threads() -> set[int]:
-    """The identifiers of all threads that run code of Python's, whoever has started them."""
+    """The identifiers of all threads that run Python code, also of those that C code started."""
     return {*_current_frames()}
 
 

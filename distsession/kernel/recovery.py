@@ -203,7 +203,7 @@ class Recovery:
     def check_owned(self, pending: PendingRequest) -> None:
         """What another process has taken over goes on there; nobody has died.
 
-        So does a run whose answers are here and whose last output is not: that is shown there.
+        A run can have all its answers here and lack its last output. The other process shows it.
 
         Raises:
             SessionStateError: It has.

@@ -304,7 +304,7 @@ def test_an_interrupt_during_a_reconnect_ends_the_run_that_waits_for_it(
 def test_a_message_may_take_as_long_after_a_reconnect_as_before(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What gloo was given for connecting anew is no limit of what comes then."""
+    """The limit for connecting anew is not that of later messages."""
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 1.0)
     session.reconnect()
     received = session.execute(
