@@ -155,7 +155,7 @@ def waiting():
 
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module of a library whose contexts are interrupted as they are entered and left."""
+    """A module of a library. A signal comes as each of its contexts is entered and left."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "contexts.py").write_text(CONTEXT)
